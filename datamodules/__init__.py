@@ -1,0 +1,1 @@
+"""Prompts: sources of problems and the data module that serves them."""

@@ -1,0 +1,1 @@
+"""Adaptive quantization noise: its schedule and its application to norm weights."""

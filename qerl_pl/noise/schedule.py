@@ -1,0 +1,83 @@
+"""The noise schedule: sigma as a function of the rollout index."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
+
+
+def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: fewer than 3 stages, sigma_end not in (0, sigma_start].
+    """
+    if num_stages < 3:
+        raise ValueError(f"num_stages is {num_stages}; expected at least 3: one without noise and two to decay over")
+    if sigma_end <= 0:
+        raise ValueError(f"sigma_end is {sigma_end}; expected more than 0 (leave the callback out to train without noise)")
+    if sigma_end > sigma_start:
+        raise ValueError(f"sigma_end {sigma_end} is above sigma_start {sigma_start}; the noise decays, so swap them")
+
+
+def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
+    """Stage of a rollout: equal stages in order, the last one for every index at or past the end.
+
+    Args:
+        index: rollout index, from 0.
+        num_rollouts: rollouts in the whole run.
+        num_stages: stages in the run.
+    """
+    return min(index * num_stages // num_rollouts, num_stages - 1)
+
+
+def stage_sigma(
+    index: int,
+    *,
+    num_rollouts: int,
+    num_stages: int = 10,
+    sigma_start: float = 1e-2,
+    sigma_end: float = 5e-4,
+    decay: Decay = "exponential",
+) -> float:
+    """Noise level of a rollout (arXiv 2510.11696, eq. 8 and algorithm 1).
+
+    Stage 0 has no noise; stage 1 has sigma_start; the last stage has sigma_end and holds it. The paper's exponent,
+    (k - 1) / (K - 1), never reaches sigma_end; as in its published code, the K - 1 noisy stages span the range exactly.
+
+    Args:
+        index: rollout index, from 0.
+        num_rollouts: rollouts in the whole run.
+        num_stages: K, the noise-free stage included.
+        sigma_start: level of stage 1, in units of the norm weight.
+        sigma_end: level of the last stage.
+        decay: path between the two over the stages; exponential is the paper's best.
+            "constant" holds sigma_start.
+
+    Returns:
+        Sigma in units of the norm weight.
+
+    Raises:
+        ValueError: see ``check_schedule``; or a negative index.
+    """
+    check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
+    if index < 0:
+        raise ValueError(f"rollout index is {index}; expected 0 or more")
+    stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)
+    if stage == 0:
+        return 0.0
+    if decay == "constant" or stage == 1:
+        return sigma_start
+    if stage == num_stages - 1:
+        return sigma_end
+    done = (stage - 1) / (num_stages - 2)  # 0 in stage 1, 1 in the last
+    if decay == "exponential":
+        return sigma_start * (sigma_end / sigma_start) ** done
+    remaining = {
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "logarithmic": 1 - math.log1p(done * (math.e - 1)),  # fast at first, then slow
+    }[decay]
+    return sigma_end + (sigma_start - sigma_end) * remaining

@@ -1,0 +1,1 @@
+"""The frozen quantised base: formats, the linear, loading, the offline quantiser."""

@@ -1,0 +1,1 @@
+"""Rollout engines: what samples from the policy."""

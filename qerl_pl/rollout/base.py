@@ -1,0 +1,147 @@
+"""What a rollout engine is: the protocol, its settings, and the checksums that prove what it holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from qerl_pl.types import Completion
+
+if TYPE_CHECKING:
+    from qerl_pl.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled.
+
+    Args:
+        num_completions: completions a prompt (GRPO's G).
+        max_tokens: longest completion, in tokens.
+        temperature: 0 is greedy.
+        top_p: keep the most likely tokens up to this probability mass; 1 keeps all.
+        top_k: keep this many most likely tokens; 0 keeps all.
+
+    Raises:
+        ValueError: a value is out of its range, or greedy decoding is asked for several completions.
+    """
+
+    num_completions: int = 8
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_completions < 1:
+            raise ValueError(f"num_completions is {self.num_completions}; expected at least 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; expected at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; expected 0 (off) or more")
+        if self.temperature == 0 and self.num_completions > 1:
+            raise ValueError(
+                f"temperature 0 gives {self.num_completions} equal completions; set num_completions to 1 or sample"
+            )
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the policy. Built cheaply from YAML; ``start`` takes the memory.
+
+    The adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
+    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always applied to
+    the clean norm weights (the base's, or the adapter's where norms are trained), so it never accumulates.
+    """
+
+    def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
+        """Load the base that ``policy`` names and get ready. A second call on a started engine does nothing.
+
+        Args:
+            policy: where the base lies, its adapter's configuration and its compute dtype.
+            max_model_len: longest prompt plus completion, in tokens.
+            seed: the run's seed.
+        """
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
+    ) -> list[list[Completion]]:
+        """``sampling.num_completions`` completions for each prompt, in order. Equal arguments give equal tokens.
+
+        Raises:
+            ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine stays
+                usable.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
+        """Log-probabilities of given tokens in nats at temperature 1: one a token from the second token on."""
+        ...
+
+    def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """Sample from this adapter from now on. Clears cached prefixes. Keeps the noise that is set.
+
+        Raises:
+            ValueError: a name or shape is not what the policy's configuration says.
+        """
+        ...
+
+    def set_norm_noise(self, sigma: float, seed: int) -> int:
+        """Put N(0, sigma^2) on both norms of every block, from the clean weights; 0 restores them bit for bit.
+
+        Returns:
+            How many norm weights now differ from the clean ones: twice the number of layers, or 0 for sigma 0.
+        """
+        ...
+
+    def fingerprint(self) -> dict[str, int]:
+        """Checksums read back from what the engine really holds; compare with ``expected_fingerprint``."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back until ``wake``."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory that ``sleep`` gave back. Does nothing on an engine that is awake."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. ``start`` may follow."""
+        ...
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes in row-major order, whatever its device, strides or dtype."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().tobytes())
+
+
+def expected_fingerprint(
+    adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
+) -> dict[str, int]:
+    """What ``RolloutEngine.fingerprint`` must return for an adapter and the norm weights that rollouts should use.
+
+    Args:
+        adapter: PEFT names to tensors, fp32 master weights; entries that are not LoRA matrices are passed over (a
+            trained norm counts through ``norms``).
+        norms: the model's own names (``model.layers.0.input_layernorm.weight``) to weights, noise included.
+        scaling: LoRA's alpha / r (or alpha / sqrt r): engines fold it into B.
+        dtype: the engine's compute dtype.
+    """
+    found = {name: checksum(weight.to(dtype)) for name, weight in norms.items()}
+    for name, matrix in adapter.items():
+        if "lora_A" in name:
+            found[name] = checksum(matrix.to(dtype))
+        elif "lora_B" in name:
+            found[name] = checksum(matrix.to(dtype) * scaling)
+    return found

@@ -1,0 +1,57 @@
+"""The data that passes between rollout, reward and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Problem(NamedTuple):
+    """A question and its verifiable answer, as a data source gives them: plain text, no template."""
+
+    question: str
+    answer: str
+
+
+class Prompt(NamedTuple):
+    """A problem ready to be sampled from. A tuple, because Lightning's batch transfer refuses frozen dataclasses."""
+
+    tokens: tuple[int, ...]
+    """The whole chat prompt, generation header included."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled for one prompt."""
+
+    tokens: tuple[int, ...]
+    """Sampled tokens, the end-of-sequence token included where there is one."""
+    logprobs: tuple[float, ...]
+    """Nats, one a token, at the sampling temperature, under the policy that sampled (noise included)."""
+    finished: bool
+    """False: cut off at max_tokens (the engine's finish reason, not a search for an end token)."""
+    text: str = ""
+    """The tokens decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Scored rollouts. A per-token field describes the token at its own position, not the next one."""
+
+    tokens: Tensor
+    """[B, S] int64, prompt then completion, right-padded."""
+    lengths: Tensor
+    """[B] int64, tokens of each row that are not padding."""
+    mask: Tensor
+    """[B, S] bool, True where the policy sampled the token and the token counts in the loss."""
+    sampler_logprobs: Tensor
+    """[B, S] fp32 nats from the engine, 0 where mask is False."""
+    rewards: Tensor
+    """[B] fp32, weighted sum of the reward components."""
+    advantages: Tensor
+    """[B] fp32, exactly 0 for rows without signal."""
+    group: Tensor
+    """[B] int64, index of the prompt that the row belongs to."""
