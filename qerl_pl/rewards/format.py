@@ -1,0 +1,29 @@
+"""Rewards for the form of a completion, whatever it answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from qerl_pl.types import Completion, Prompt
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
+
+    Each tag stands once and in this order, both spans hold more than white space, and only white space stands before,
+    between and after them.
+    """
+    return [float(_is_think_answer(completion.text)) for completion in completions]
+
+
+def _is_think_answer(text: str) -> bool:
+    tags = list(_TAG.finditer(text))
+    if [tag.group() for tag in tags] != ["<think>", "</think>", "<answer>", "</answer>"]:
+        return False
+    ends = [0, *(tag.end() for tag in tags)]
+    starts = [*(tag.start() for tag in tags), len(text)]
+    before, thought, between, answer, after = (text[end:start].strip() for end, start in zip(ends, starts, strict=True))
+    return bool(thought and answer) and not (before or between or after)

@@ -1,0 +1,128 @@
+"""Reads one number out of an answer, exactly: no float and no evaluation of what a model wrote."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_ANSWER = 1000  # characters; longer spans are not one number, and the limit keeps every regex below cheap
+MAX_EXPONENT = 300  # 1e999999999 is not worth its memory
+
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)])[-+])?"
+    rf"(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/))?"
+    rf"(?P<top>{_DECIMAL})"
+    rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
+    rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
+    rf"(?:\s*(?P<scale>thousand|million|billion|trillion)\b)?"
+    rf"(?P<percent>\s*(?:%|percent\b))?",
+    re.IGNORECASE,
+)
+_SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SUPERSCRIPTS = str.maketrans(
+    {char: f"^{digit}" for digit, char in enumerate("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")}
+)
+
+# Applied in order; each turns a way of writing into plain text.
+_REWRITES = [
+    (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes that stand for a minus
+    (re.compile(r"[\u00d7\u22c5\u00b7]"), "*"),
+    (re.compile(r"[\u2248\u2245]|\\(?:approx|simeq|cong)(?![A-Za-z])"), "="),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\!|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\*\*|__|`"), ""),
+    (re.compile(r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|~"), " "),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0"), " degrees"),
+    (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
+    (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\\[cdt]?frac\s*(\d)\s*\{?(\d+)\}?"), r"\1/\2"),
+    (re.compile(r"\\([%$#&])"), r"\1"),
+    (re.compile(r"([-+])\s*[$\u20ac\u00a3\u00a5\u20b9]\s*"), r"\1"),
+    (re.compile(r"[$\u20ac\u00a3\u00a5\u20b9]"), " "),
+    (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
+    # "m2", "cm^{2}", "CO_2": digits that belong to a unit. The letter before them must not follow "x 10".
+    (re.compile(r"(?<=[A-Za-z])[\^_]?\{?-?\d+\}?"), ""),
+    (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
+]
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|operatorname)\s*\{([^{}]*)\}")
+
+
+class Number(NamedTuple):
+    """A number as it was written."""
+
+    value: Fraction
+    """50 for ``50%``."""
+    percent: bool
+
+    def equals(self, other: Number) -> bool:
+        """Equal values. A percentage equals the bare number it shows (``50%`` and 50) and the share it means (0.5)."""
+        if self.value == other.value:
+            return True
+        return self.percent != other.percent and self._share() == other._share()
+
+    def __str__(self) -> str:
+        return f"{self.value}{'%' if self.percent else ''}"
+
+    def _share(self) -> Fraction:
+        return self.value / 100 if self.percent else self.value
+
+
+def parse_number(text: str) -> Number | None:
+    """The one number in ``text``, or None where there is none, several, or an expression that is not a number.
+
+    Read are: thousands separators, decimals, fractions and mixed fractions, powers of ten, percent, currency signs,
+    words and units around the number, their LaTeX forms, minus signs and digits of any script. Of ``6 * 3 = 18`` the
+    last side counts.
+    """
+    if len(text) > MAX_ANSWER:
+        return None
+    plain = plain_text(text).rsplit("=", 1)[-1]
+    if "\\" in plain or "\u00b1" in plain:  # a root, a logarithm, two values: math-verify's business
+        return None
+    found = list(_NUMBER.finditer(plain))
+    return _value(found[0]) if len(found) == 1 else None
+
+
+def last_number(text: str) -> Number | None:
+    """The last number in ``text``, whatever stands around it."""
+    for line in reversed(text.splitlines()):
+        numbers = [_value(match) for match in _NUMBER.finditer(plain_text(line[-MAX_ANSWER:]))]
+        readable = [number for number in numbers if number is not None]
+        if readable:
+            return readable[-1]
+    return None
+
+
+def plain_text(text: str) -> str:
+    """``text`` with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
+    if not text.isascii():
+        text = _ascii_digits(text)
+    for _ in range(4):  # wrappers nest: \boxed{\text{18}}
+        text = _WRAPPER.sub(r" \1 ", text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _ascii_digits(text: str) -> str:
+    text = text.translate(_SUPERSCRIPTS)
+    text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
+    return "".join(str(unicodedata.decimal(char, char)) for char in text)
+
+
+def _value(match: re.Match[str]) -> Number | None:
+    top, bottom = _decimal(match["top"]), _decimal(match["bottom"] or "1")
+    exponent = int(match["exponent"] or "0") if len(match["exponent"] or "") < 6 else MAX_EXPONENT + 1
+    if bottom == 0 or abs(exponent) > MAX_EXPONENT:
+        return None
+    value = int(match["whole"] or "0") + top / bottom
+    value *= Fraction(10) ** exponent * _SCALES[(match["scale"] or "").lower()]
+    return Number(-value if match["sign"] == "-" else value, percent=match["percent"] is not None)
+
+
+def _decimal(digits: str) -> Fraction:
+    return Fraction(re.sub(r"[, ]", "", digits))

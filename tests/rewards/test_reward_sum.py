@@ -1,0 +1,130 @@
+"""The weighted sum, its YAML form, and the two rewards for form and length."""
+
+import math
+import textwrap
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from qerl_pl.rewards.base import WeightedReward, score_rewards
+from qerl_pl.rewards.format import think_answer_format
+from qerl_pl.rewards.length import SoftOverlong
+from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.types import Completion, Prompt
+
+
+def completion(text: str = "", num_tokens: int = 1) -> Completion:
+    return Completion((1,) * num_tokens, (0.0,) * num_tokens, True, text)
+
+
+def constant(*scores: float | None):
+    return lambda prompts, completions: list(scores)
+
+
+PROMPTS = [Prompt((1,), "5")] * 3
+
+
+def test_the_total_is_the_weighted_sum_and_components_are_unweighted():
+    terms = [WeightedReward("a", constant(1.0, 0.0, 0.5)), WeightedReward("b", constant(-1.0, 2.0, 0.0), weight=0.25)]
+    table = score_rewards(terms, PROMPTS, [completion()] * 3)
+    torch.testing.assert_close(table.total, torch.tensor([0.75, 0.5, 0.5]))
+    assert table.total.dtype == torch.float32
+    assert table.scored.tolist() == [True, True, True]
+    assert {name: scores.tolist() for name, scores in table.components.items()} == {
+        "a": [1.0, 0.0, 0.5],
+        "b": [-1.0, 2.0, 0.0],
+    }
+
+
+def test_one_unscored_component_makes_the_row_unscored_and_its_total_finite():
+    terms = [WeightedReward("a", constant(1.0, None, 1.0)), WeightedReward("b", constant(None, 1.0, 1.0), weight=0.0)]
+    table = score_rewards(terms, PROMPTS, [completion()] * 3)
+    assert table.scored.tolist() == [False, False, True]
+    assert table.total.tolist() == [0.0, 0.0, 1.0]
+    assert math.isnan(table.components["a"][1])
+    assert table.components["a"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("terms", "rows", "message"),
+    [
+        ([], 3, "rewards is empty"),
+        ([WeightedReward("a", constant(1, 1, 1)), WeightedReward("a", constant(0, 0, 0))], 3, "named 'a'"),
+        ([WeightedReward("a", constant(1, 1))], 3, "returned 2 scores for 3 rows"),
+        ([WeightedReward("a", constant(1, math.nan, 1))], 3, "scored row 1 as nan"),
+        ([WeightedReward("a", constant(1, 1, 1))], 2, "3 prompts for 2 completions"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused(terms, rows, message):
+    with pytest.raises(ValueError, match=message):
+        score_rewards(terms, PROMPTS, [completion()] * rows)
+
+
+def test_a_term_without_name_or_with_an_infinite_weight_is_refused():
+    with pytest.raises(ValueError, match="name is empty"):
+        WeightedReward("", constant())
+    with pytest.raises(ValueError, match="weight of reward 'a' is inf"):
+        WeightedReward("a", constant(), weight=math.inf)
+
+
+def test_yaml_takes_classes_with_settings_and_plain_functions(tmp_path):
+    config = tmp_path / "rewards.yaml"
+    config.write_text(
+        textwrap.dedent("""
+        rewards:
+          - {name: answer, reward: {class_path: qerl_pl.rewards.math.NumericAnswer, init_args: {marker: boxed}}}
+          - {name: format, weight: 0.2, reward: qerl_pl.rewards.format.think_answer_format}
+          - name: overlong
+            reward: {class_path: qerl_pl.rewards.length.SoftOverlong, init_args: {max_tokens: 8, buffer: 4}}
+        """)
+    )
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--rewards", type=list[WeightedReward])
+    terms = parser.instantiate(parser.parse_args([f"--config={config}"])).rewards
+    assert [(term.name, term.weight) for term in terms] == [("answer", 1.0), ("format", 0.2), ("overlong", 1.0)]
+    assert isinstance(terms[0].reward, NumericAnswer)
+    assert terms[1].reward is think_answer_format
+    table = score_rewards(
+        terms, PROMPTS[:1], [completion("<think>so</think><answer>\\boxed{5}</answer>", num_tokens=6)]
+    )
+    torch.testing.assert_close(table.total, torch.tensor([1.0 + 0.2 - 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think><answer>5</answer>", 1.0),
+        ("\n<think>\na\n</think>\n\n<answer>\n5\n</answer>\n", 1.0),
+        ("<think>a < b</think><answer>5</answer>", 1.0),
+        ("", 0.0),
+        ("<answer>5</answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think></think><answer></answer>", 0.0),
+        ("<think>a</think><answer> \n</answer>", 0.0),
+        ("<think>a</think> so <answer>5</answer>", 0.0),
+        ("<think>a</think><answer>5</answer> done", 0.0),
+        ("well <think>a</think><answer>5</answer>", 0.0),
+        ("<answer>5</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>5</answer><answer>6</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>5</answer>", 0.0),
+        ("<think>a<answer>5</answer></think>", 0.0),
+        ("<think>a</think><answer>5", 0.0),
+        ("<think>" * 20_000, 0.0),
+    ],
+)
+def test_the_format_is_the_whole_completion_once(text, expected):
+    assert think_answer_format(PROMPTS[:1], [completion(text)]) == [expected]
+
+
+def test_soft_overlong_is_zero_then_linear_then_minus_one():
+    lengths = [0, 80, 81, 90, 99, 100, 101, 1000]
+    scores = SoftOverlong(max_tokens=100, buffer=20)([PROMPTS[0]] * 8, [completion(num_tokens=n) for n in lengths])
+    assert scores == pytest.approx([0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 101])
+def test_soft_overlong_refuses_a_buffer_outside_the_limit(buffer):
+    with pytest.raises(ValueError, match=f"buffer is {buffer}"):
+        SoftOverlong(max_tokens=100, buffer=buffer)
