@@ -1,0 +1,258 @@
+"""python -m qerl_pl tiny: a small policy with a skill and a bad habit, for the quickstart and for tests.
+
+A Qwen2-architecture model of 464 000 parameters in ordinary Hugging Face format, with a byte-level tokenizer (any text
+can be encoded) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
+(qerl_pl/tasks/arithmetic.py): it can do the arithmetic, and it prefers the careless way. That leaves reinforcement
+learning something to improve within minutes, which stopping the fine-tuning half-way does not: a policy without the
+skill hardly ever earns a reward.
+
+Everything is a function of the seed, and nothing of it touches the global random streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from qerl_pl.seeding import derive_seed
+from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, question, solution
+
+SFT_STEPS = 600
+BATCH_SIZE = 64
+LEARNING_RATE = 3e-3
+WARMUP_STEPS = 30
+SLIP = 0.6  # probability of a careless step, of the steps with a carry or borrow
+NUM_HELD_OUT = 512
+ACCURACY_RANGE = (0.2, 0.5)
+MIN_SKILL = 0.85
+VOCAB_SIZE = 272  # 256 bytes, 3 control tokens and 4 tags, padded to a multiple of 16
+NUM_THREADS = 2  # more do not help a model of this size
+RECORD = "tiny.json"
+
+END, PAD = "<|im_end|>", "<|endoftext|>"
+END_ID, PAD_ID = 256, 257  # the bytes come first
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, make the policy, say what it can do."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl tiny", description="Make a small policy with a skill and a bad habit."
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations (default: 0)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(min(NUM_THREADS, torch.get_num_threads()))
+    try:
+        if is_made(args.output, seed=args.seed):
+            print(f"{args.output} already holds this policy (seed {args.seed}): nothing to do")
+            return 0
+        print(f"warm start: {SFT_STEPS} steps of supervised training, about a minute on two cores", flush=True)
+        record = make_tiny(args.output, seed=args.seed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{args.output}: greedy held-out accuracy {record['accuracy']:.3f}, skill {record['skill']:.3f}, "
+        f"made in {record['seconds']:.0f} s"
+    )
+    return 0
+
+
+def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
+    """Make the policy and write it to a folder: all of it, or nothing.
+
+    Args:
+        output: folder to write; it must not exist or be empty.
+        seed: of the weights and the demonstrations.
+        sft_steps: steps of supervised training; 0 leaves the weights random (for tests that need no skill).
+
+    Returns:
+        What was measured on held-out problems: ``accuracy`` (greedy, as a share), ``skill`` (see ``measure``), and
+        ``seconds``.
+
+    Raises:
+        ValueError: the folder is not empty, or the trained policy lacks the skill or the habit.
+    """
+    output, started = Path(output), time.perf_counter()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
+    tokenizer = make_tokenizer()
+    model = random_model(tokenizer, seed=seed)
+    fine_tune(model, tokenizer, seed=seed, steps=sft_steps)
+    record = measure(model, tokenizer, seed=seed)
+    if sft_steps > 0:
+        check(record)
+    record["seconds"] = time.perf_counter() - started
+    _write(output, model, tokenizer, {"settings": _settings(seed, sft_steps), "measured": record})
+    return record
+
+
+def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
+    """Whether a folder holds a finished policy of these settings."""
+    record = output / RECORD
+    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    if not record.is_file() or not all((output / name).is_file() for name in files):
+        return False
+    return json.loads(record.read_text())["settings"] == _settings(seed, sft_steps)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a byte of the text in normal form C. The tags are added tokens but not special: decoding keeps them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # AutoTokenizer takes this class for every Qwen2 model, whatever the folder says: no other survives the round trip.
+    tokenizer = Qwen2Tokenizer(
+        vocab={char: token for token, char in enumerate(alphabet)},
+        merges=[],
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+    for tag in TAGS:
+        tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
+    return tokenizer
+
+
+def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
+    """The architecture with random fp32 weights."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,  # tokens; the longest GSM8K question has 991 bytes
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+    )
+    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights from the global stream
+        torch.default_generator.manual_seed(derive_seed(seed, "tiny/weights"))
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID)
+    return model
+
+
+def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, steps: int) -> None:
+    """Supervised training on fresh careless demonstrations, in place; the loss is on the solution's tokens only."""
+    rng = random.Random(derive_seed(seed, "tiny/demonstrations"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
+    model.train()
+    progress = tqdm(range(steps), desc="warm start", unit="step", disable=None)
+    for step in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / steps)
+        expressions = [draw_expression(rng, validation=False) for _ in range(BATCH_SIZE)]
+        solutions = [solution(expression, careless=lambda: rng.random() < SLIP) for expression in expressions]
+        tokens, mask = encode(tokenizer, expressions, solutions)
+        logits = model(tokens, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits[mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    model.eval()
+
+
+def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Chat prompts followed by solutions and the end token.
+
+    Returns:
+        tokens: [B, S] int64, padded on the right.
+        mask: [B, S] bool, True on the solution's tokens, end token included.
+    """
+    chats = [[{"role": "user", "content": question(expression)}] for expression in expressions]
+    prompts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
+    heads = tokenizer(prompts, add_special_tokens=False).input_ids
+    tails = tokenizer([text + END for text in solutions], add_special_tokens=False).input_ids
+    width = max(len(head) + len(tail) for head, tail in zip(heads, tails, strict=True))
+    tokens = torch.full((len(heads), width), PAD_ID)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
+        tokens[row, : len(head) + len(tail)] = torch.tensor(head + tail)
+        mask[row, len(head) : len(head) + len(tail)] = True
+    return tokens, mask
+
+
+@torch.no_grad()
+def reproduces(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
+) -> Tensor:
+    """[B] bool: greedy decoding gives exactly this solution.
+
+    One forward decides it: greedy decoding follows a text as long as each of its tokens is the most likely one after
+    the tokens before it.
+    """
+    tokens, mask = encode(tokenizer, expressions, solutions)
+    most_likely = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)  # [B, S - 1]
+    return ((most_likely == tokens[:, 1:]) | ~mask[:, 1:]).all(1)
+
+
+def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
+    """Shares of held-out problems: ``accuracy``, greedy work is right; ``skill``, right or careless at every carry.
+
+    Work in other words than the demonstrations' counts as wrong, so both are lower bounds.
+    """
+    expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
+    right = reproduces(model, tokenizer, expressions, [solution(expression) for expression in expressions])
+    careless = [solution(expression, careless=lambda: True) for expression in expressions]
+    skilled = right | reproduces(model, tokenizer, expressions, careless)
+    return {"accuracy": right.float().mean().item(), "skill": skilled.float().mean().item()}
+
+
+def check(record: dict[str, float]) -> None:
+    """Refuse a policy that reinforcement learning could not improve, or not visibly.
+
+    Raises:
+        ValueError: accuracy or skill is out of range.
+    """
+    low, high = ACCURACY_RANGE
+    if not low <= record["accuracy"] <= high:
+        raise ValueError(
+            f"greedy held-out accuracy is {record['accuracy']:.3f}; expected {low} to {high}: try another seed"
+        )
+    if record["skill"] < MIN_SKILL:
+        raise ValueError(f"skill is {record['skill']:.3f}; expected at least {MIN_SKILL}: try another seed")
+
+
+def _settings(seed: int, sft_steps: int) -> dict[str, float]:
+    return {
+        "seed": seed,
+        "sft_steps": sft_steps,
+        "batch_size": BATCH_SIZE,
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": WARMUP_STEPS,
+        "slip": SLIP,
+    }
+
+
+def _write(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, record: dict[str, object]) -> None:
+    """Write beside the target, then rename: the folder appears finished or not at all."""
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(output)
