@@ -1,0 +1,71 @@
+"""Advantages of a group's completions relative to one another. P prompts, G completions each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["normalized", "centered", "leave_one_out"]
+
+
+def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
+    """Groups that can teach something: two scored rewards differ.
+
+    Args:
+        rewards: [P, G], anything where ``scored`` is False.
+        scored: [P, G] bool, True where the reward is known.
+
+    Returns:
+        [P] bool.
+
+    Raises:
+        ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
+    """
+    if rewards.ndim != 2 or rewards.shape != scored.shape:
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and scored {tuple(scored.shape)}; expected the same [P, G] for both"
+        )
+    if not torch.where(scored, rewards, 0.0).isfinite().all():
+        raise ValueError("a scored reward is nan or infinite; rows without a score must be False in `scored`")
+    highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
+    lowest = torch.where(scored, rewards, torch.inf).amin(dim=1)
+    return highest > lowest  # False in an empty group: -inf > inf
+
+
+def group_advantages(
+    rewards: Tensor, scored: Tensor, baseline: Baseline = "normalized", *, eps: float = 1e-4
+) -> Tensor:
+    """How much better than its group each completion is.
+
+    "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
+    no eps). "centered": r - mean (Dr. GRPO, arXiv 2503.20783). "leave_one_out": r minus the mean of the other rewards
+    (RLOO, arXiv 2402.14740), which is "centered" times n / (n - 1).
+
+    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros: computed, the
+    mean of eight times 0.7 is one ulp off, and that ulp would be divided by its own std.
+
+    Args:
+        rewards: [P, G] fp32, anything where ``scored`` is False.
+        scored: [P, G] bool, True where the reward is known.
+        eps: added to the std, in units of the reward; used by "normalized" alone.
+
+    Returns:
+        [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups without signal.
+
+    Raises:
+        ValueError: see ``has_signal``.
+    """
+    signal = has_signal(rewards, scored).unsqueeze(1)
+    values = torch.where(scored, rewards, 0.0).double()
+    count = scored.sum(dim=1, keepdim=True).clamp(min=2)  # groups with fewer have no signal
+    centered = torch.where(scored, values - values.sum(dim=1, keepdim=True) / count, 0.0)
+    if baseline == "normalized":
+        std = (centered.square().sum(dim=1, keepdim=True) / (count - 1)).sqrt()
+        advantages = centered / (std + eps)
+    elif baseline == "leave_one_out":
+        advantages = centered * count / (count - 1)
+    else:
+        advantages = centered
+    return torch.where(signal, advantages, 0.0).to(rewards.dtype)

@@ -1,0 +1,299 @@
+"""Policy losses, KL estimators and their reductions, as pure functions.
+
+Every loss is a sum over tokens of ``row_weights[b] * value[b, s]`` where the mask is True. The row weights hold the
+whole of the averaging rule and its divisor, which is counted once over the whole batch (micro-batches and ranks), so
+the losses of the parts add up to the loss of the whole. The published objectives are pairs of the two:
+
+    GRPO       arXiv 2402.03300   clipped_policy_loss,  "sequence"
+    DAPO       arXiv 2503.14476   clipped_policy_loss,  "token"
+    Dr. GRPO   arXiv 2503.20783   clipped_policy_loss,  "constant"
+    GSPO       arXiv 2507.18071   sequence_policy_loss, "sequence"
+    CISPO      arXiv 2506.13585   cispo_policy_loss,    "token"
+
+B rows, S tokens; logprobs are in nats. Padding may hold any value, nan and inf included: it is masked before exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token", "sequence", "constant"]
+KLKind = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0  # nats; exp of more overflows fp32 sooner or later, and its gradient is clipped or noise
+
+
+class PolicyLoss(NamedTuple):
+    """A loss and what is logged beside it. All but ``loss`` are detached sums over tokens, so that parts add up."""
+
+    loss: Tensor
+    """[] carries the gradient; a zero that can be backpropagated where no token is valid."""
+    clipped_low: Tensor
+    """[] tokens whose ratio was raised to its lower bound."""
+    clipped_high: Tensor
+    """[] tokens whose ratio was cut to its upper bound."""
+    ratio: Tensor
+    """[] sum of the ratios before clipping, 1 a token in expectation."""
+    k1: Tensor
+    """[] sum of log(old / new), nats: KL(old || new), unbiased and noisy."""
+    k3: Tensor
+    """[] sum of new / old - 1 - log(new / old), nats: the same KL, never negative."""
+
+
+def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
+    """This part's share of the divisor: sum it over the whole batch (micro-batches and ranks) before it is used.
+
+    A row without a valid token is not a sequence: it was filtered out or could not be scored.
+
+    Args:
+        mask: [B, S] bool, True on tokens that count in the loss.
+        aggregation: "token": valid tokens; "sequence": rows with a valid token; "constant": such rows x max_tokens.
+        max_tokens: longest completion that could have been sampled, in tokens; used by "constant" alone.
+
+    Returns:
+        [] int64.
+    """
+    if aggregation == "token":
+        return mask.sum()
+    rows = mask.any(dim=1).sum()
+    return rows if aggregation == "sequence" else rows * max_tokens
+
+
+def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
+    """What a token of each row counts in the loss.
+
+    Args:
+        mask: [B, S] bool, whole rows.
+        aggregation: "token" and "constant": 1 / divisor; "sequence": 1 / (divisor x the row's valid tokens).
+        divisor: [] sum of ``count_divisor`` over the whole batch. Where gradients are averaged over W ranks rather
+            than summed, pass the sum divided by W.
+
+    Returns:
+        [B] fp64, finite also where the divisor or a row's length is 0; the losses cast it to the logprobs' dtype.
+    """
+    divisor = divisor.to(mask.device, torch.float64)
+    divisor = torch.where(divisor > 0, divisor, 1.0)
+    if aggregation == "sequence":
+        return 1 / (divisor * mask.sum(dim=1).clamp(min=1))
+    return (1 / divisor).expand(len(mask))
+
+
+def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """Reduce a per-token quantity (a KL, an entropy) as the policy losses do.
+
+    Args:
+        values: [B, S], anything where the mask is False.
+        mask: [B, S] bool.
+        weights: [B] from ``row_weights``.
+
+    Returns:
+        [] sum over valid tokens of weight x value.
+    """
+    return (torch.where(mask, values, 0.0) * weights.unsqueeze(1).to(values.dtype)).sum()
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    max_ratio: float | None = None,
+    importance: Tensor | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate with decoupled bounds: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = new / old.
+
+    arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` arXiv 2402.03300, eq. 3 without its KL term. The upper
+    bound acts where A > 0, the lower one where A < 0; ``max_ratio`` is the two-sided clip of INTELLECT-2 (arXiv
+    2505.07291, its delta), which bounds the ratio from above where A < 0 too.
+
+    Args:
+        logprobs: [B, S] fp32, nats, under the policy being trained; carries the gradient.
+        old_logprobs: [B, S] fp32, the same tokens under the policy before the first update on this batch.
+        advantages: [B] fp32, one per row.
+        mask: [B, S] bool, True on tokens that count.
+        weights: [B] from ``row_weights``.
+        clip_low: distance of the lower bound from 1.
+        clip_high: distance of the upper bound from 1.
+        max_ratio: largest ratio where A < 0, above 1 + clip_high; None: no bound.
+        importance: [B, S] fp32, constant factor of each token from ``correction``; None: 1.
+
+    Raises:
+        ValueError: a shape differs from the above, or a bound is not in its range.
+    """
+    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    return _clipped(log_ratio, log_ratio, gain, mask, clip_low, clip_high, max_ratio)
+
+
+def sequence_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    max_ratio: float | None = None,
+    importance: Tensor | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate of one ratio a sequence, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, eq. 5).
+
+    Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row
+    carries the row's ratio, so the counts are in tokens and any ``row_weights`` may be used.
+    """
+    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
+    return _clipped(torch.where(mask, mean, 0.0), log_ratio, gain, mask, clip_low, clip_high, max_ratio)
+
+
+def cispo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = math.inf,
+    clip_high: float = 4.0,
+    max_ratio: float | None = None,
+    importance: Tensor | None = None,
+) -> PolicyLoss:
+    """REINFORCE with a clipped, constant ratio: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (arXiv 2506.13585).
+
+    No token loses its gradient: the bounds limit its weight, whatever the sign of A. Arguments and errors as in
+    ``clipped_policy_loss``, but ``max_ratio`` is refused. The paper sets no lower bound and does not publish its upper
+    one; a ratio of at most 5 is our default.
+    """
+    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    low, high = _bounds(clip_low, clip_high)
+    if max_ratio is not None:
+        raise ValueError(f"max_ratio is {max_ratio}; CISPO's 1 + clip_high holds for both signs: leave max_ratio out")
+    ratio = log_ratio.detach().exp()
+    loss = -(ratio.clamp(low, high) * gain * torch.where(mask, logprobs, 0.0)).sum()
+    return _result(loss, ratio, ratio < low, ratio > high, log_ratio, mask)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
+    """Per-token estimate of KL(policy || reference) at tokens sampled from the policy.
+
+    "k1" log(p/q): unbiased; its gradient is zero in expectation, so it belongs, detached, in the reward.
+    "k2" log(p/q)^2 / 2: as a loss, on policy, its gradient is that of KL(policy || reference).
+    "k3" q/p - 1 - log(q/p): unbiased and never negative; GRPO's term (arXiv 2402.03300, eq. 4). As a loss, on policy,
+    its gradient is that of KL(reference || policy).
+
+    Args:
+        logprobs: [B, S] nats under the policy; the gradient flows through it in every kind: detach it for a reward.
+        ref_logprobs: [B, S] nats under the reference.
+        mask: [B, S] bool.
+
+    Returns:
+        [B, S] nats, 0 where the mask is False; ``.sum(1)`` is the estimate of a whole row.
+    """
+    log_ratio = _log_ratio(logprobs, ref_logprobs.detach(), mask)  # log p/q
+    estimators: dict[KLKind, Callable[[Tensor], Tensor]] = {
+        "k1": lambda x: x,
+        "k2": lambda x: x.square() / 2,
+        "k3": lambda x: torch.expm1(-x) + x,
+    }
+    return estimators[kind](log_ratio)
+
+
+def entropy_threshold(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """The entropy that the top ``share`` of the valid tokens reach (arXiv 2506.01939, the paper's rho and tau).
+
+    Keep ``mask & (entropy >= threshold)``; gather both arguments first where the batch lies on several ranks. The
+    paper divides the loss by all tokens, so count the divisor with the mask before it is thinned.
+
+    Args:
+        entropy: nats, any shape.
+        mask: bool, the same shape.
+        share: part of the tokens to keep, in (0, 1]; their number is rounded up, and ties are kept.
+
+    Returns:
+        [] nats; +inf where no token is valid.
+
+    Raises:
+        ValueError: the share is out of range.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
+    values = torch.cat([entropy.detach()[mask], entropy.new_tensor([math.inf])])  # [n + 1]: never empty
+    return values.topk(math.ceil(share * (len(values) - 1)) + 1).values[-1]
+
+
+def _clipped(
+    log_ratio: Tensor,
+    token_log_ratio: Tensor,
+    gain: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    max_ratio: float | None,
+) -> PolicyLoss:
+    lowest, highest = _bounds(clip_low, clip_high)
+    if max_ratio is not None and max_ratio <= highest:
+        raise ValueError(f"max_ratio is {max_ratio}; expected more than 1 + clip_high = {highest}")
+    ratio = log_ratio.exp()
+    # min(r A, clip(r) A) is A times r, bounded from above where A > 0 and from below where A < 0.
+    low = torch.where(gain < 0, ratio.new_tensor(lowest), 0.0)
+    high = torch.where(gain > 0, ratio.new_tensor(highest), math.inf)
+    if max_ratio is not None:
+        high = torch.where(gain < 0, max_ratio, high)
+    loss = -(ratio.clamp(low, high) * gain).sum()
+    return _result(loss, ratio, ratio < low, ratio > high, token_log_ratio, mask)
+
+
+def _result(
+    loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
+) -> PolicyLoss:
+    log_ratio = token_log_ratio.detach()
+    k3 = torch.expm1(log_ratio) - log_ratio
+    ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()
+    return PolicyLoss(loss, below.sum(), above.sum(), ratio_sum, -log_ratio.sum(), k3.sum())
+
+
+def _log_ratio(logprobs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """[B, S] log of the ratio, 0 in padding: masked before the difference, as inf - inf and its gradient are nan."""
+    difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, other, 0.0)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
+    for name, distance in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not distance >= 0:
+            raise ValueError(f"{name} is {distance}; expected 0 or more: a distance from ratio 1")
+    return max(0.0, 1 - clip_low), 1 + clip_high
+
+
+def _prepare(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    importance: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """[B, S] the log-ratio, and what one unit of ratio is worth (advantage x weight x importance); 0 in padding."""
+    if logprobs.ndim != 2:
+        raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}; expected torch.bool, True on tokens that count")
+    per_token = {"old_logprobs": old_logprobs, "mask": mask, "importance": importance}
+    per_row = {"advantages": advantages, "weights": weights}
+    for tensors, shape in ((per_token, logprobs.shape), (per_row, logprobs.shape[:1])):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)} to fit the logprobs")
+    gain = (advantages * weights).unsqueeze(1).to(logprobs.dtype)
+    if importance is not None:
+        gain = gain * importance
+    return _log_ratio(logprobs, old_logprobs, mask), torch.where(mask, gain.detach(), 0.0)

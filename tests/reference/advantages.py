@@ -1,0 +1,26 @@
+"""Advantages of one group over python floats; None is an unscored row."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+
+def advantages(rewards: list[float | None], baseline: str, eps: float) -> list[float]:
+    """One group. Exact rational arithmetic up to the square root."""
+    scored = [Fraction(reward) for reward in rewards if reward is not None]
+    if len(scored) < 2:
+        return [0.0] * len(rewards)
+    mean = sum(scored) / len(scored)
+    variance = sum((reward - mean) ** 2 for reward in scored) / (len(scored) - 1)
+    values = []
+    for reward in rewards:
+        if reward is None:
+            values.append(0.0)
+        elif baseline == "normalized":
+            values.append(float(Fraction(reward) - mean) / (float(variance) ** 0.5 + eps))
+        elif baseline == "centered":
+            values.append(float(Fraction(reward) - mean))
+        elif baseline == "leave_one_out":
+            others = sum(scored) - Fraction(reward)
+            values.append(float(Fraction(reward) - others / (len(scored) - 1)))
+    return values

@@ -1,0 +1,94 @@
+"""Laws of the group advantages."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qerl_pl.advantages import Baseline, group_advantages, has_signal
+from tests.reference.advantages import advantages as reference
+
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+
+@st.composite
+def rewards_and_scored(draw) -> tuple[Tensor, Tensor]:
+    """Few distinct values, so that groups of equal rewards and of one scored row are common."""
+    prompts, completions = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    value = st.sampled_from([0.0, 0.1, 0.2, 0.7, 1.0, -0.5])
+    row = st.lists(value, min_size=completions, max_size=completions)
+    rewards = torch.tensor(draw(st.lists(row, min_size=prompts, max_size=prompts)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return rewards, torch.rand(rewards.shape, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.1]))
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@given(case=rewards_and_scored(), garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+def test_advantages_equal_the_loops_whatever_an_unscored_row_holds(baseline, case, garbage):
+    rewards, scored = case
+    found = group_advantages(torch.where(scored, rewards, garbage), scored, baseline, eps=1e-4)
+    for p in range(len(rewards)):
+        group = [float(rewards[p, g]) if scored[p, g] else None for g in range(rewards.shape[1])]
+        expected = torch.tensor(reference(group, baseline, eps=1e-4), dtype=torch.float64)
+        torch.testing.assert_close(found[p], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-4])
+@pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=50)
+@given(reward=st.floats(-1e3, 1e3, width=32), completions=st.integers(1, 17))
+def test_equal_rewards_give_exact_zeros(baseline, eps, reward, completions):
+    rewards = torch.full((2, completions), reward)
+    found = group_advantages(rewards, torch.ones_like(rewards) > 0, baseline, eps=eps)
+    assert torch.equal(found, torch.zeros(2, completions))
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@given(case=rewards_and_scored())
+def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_the_rewards(baseline, case):
+    rewards, scored = case
+    found = group_advantages(rewards, scored, baseline)
+    torch.testing.assert_close(found.sum(1), torch.zeros(len(rewards), dtype=torch.float64), rtol=0, atol=1e-12)
+    for p in torch.nonzero(has_signal(rewards, scored)).flatten().tolist():
+        group, values = rewards[p][scored[p]], found[p][scored[p]]
+        assert torch.equal(group.argsort(stable=True), values.argsort(stable=True))
+
+
+@given(case=rewards_and_scored(), shift=st.sampled_from([-2.0, 3.0]), scale=st.sampled_from([0.5, 8.0]))
+def test_normalized_advantages_ignore_offset_and_scale(case, shift, scale):
+    rewards, scored = case
+    found = group_advantages(rewards * scale + shift, scored, "normalized", eps=0.0)
+    torch.testing.assert_close(found, group_advantages(rewards, scored, "normalized", eps=0.0))
+
+
+def test_known_answers():
+    rewards, scored = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4) > 0
+    assert group_advantages(rewards, scored, "centered").tolist() == [[0.75, -0.25, -0.25, -0.25]]
+    torch.testing.assert_close(group_advantages(rewards, scored, "leave_one_out"), torch.tensor([[1.0] + 3 * [-1 / 3]]))
+    torch.testing.assert_close(  # the unbiased std of 1, 0, 0, 0 is 1/2
+        group_advantages(rewards, scored, "normalized", eps=0.0), torch.tensor([[1.5, -0.5, -0.5, -0.5]])
+    )
+
+
+def test_a_group_has_signal_when_two_scored_rewards_differ():
+    rewards = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [math.nan, 1.0], [math.nan, math.nan]])
+    scored = torch.tensor([[True, True], [True, True], [True, False], [False, True], [False, False]])
+    assert has_signal(rewards, scored).tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_scored_reward_that_is_not_finite_is_refused(reward):
+    with pytest.raises(ValueError, match="nan or infinite"):
+        group_advantages(torch.tensor([[reward, 1.0]]), torch.ones(1, 2) > 0)
+
+
+@pytest.mark.parametrize(("rewards", "scored"), [((4,), (4,)), ((2, 2), (2, 1))])
+def test_shapes_are_checked(rewards, scored):
+    with pytest.raises(ValueError, match=r"expected the same \[P, G\]"):
+        has_signal(torch.zeros(rewards), torch.ones(scored) > 0)
