@@ -1,0 +1,113 @@
+"""A frozen linear layer that holds its weight packed and dequantises it in forward and again in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
+
+
+class NVFP4Linear(nn.Module):
+    """y = x W^T + b for a frozen NVFP4 weight W [N, K] and a frozen bias b [N].
+
+    Nothing here is a parameter, so ``parameters()`` is empty. Weight and scales are integer buffers, which
+    ``module.to(dtype)`` leaves alone; only the bias follows it. The product is computed in the dtype of x. Autograd
+    keeps the packed weight alone, neither x nor a dense copy, with or without gradient checkpointing.
+
+    A new layer has no values yet (zeros, or none on the meta device): assign ``packed`` and ``bias``.
+
+    Args:
+        in_features: K, a multiple of 16.
+        out_features: N.
+        bias: whether b exists.
+        dtype: of b.
+        device: of everything; "meta" allocates nothing.
+
+    Raises:
+        ValueError: in_features does not divide into blocks.
+    """
+
+    codes: Tensor
+    block_scale: Tensor
+    global_scale_bits: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if in_features % BLOCK:
+            raise ValueError(f"in_features is {in_features}; expected a multiple of {BLOCK}, the NVFP4 block")
+        self.in_features, self.out_features = in_features, out_features
+
+        def zeros(*shape: int, dtype: torch.dtype | None) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.register_buffer("codes", zeros(out_features, in_features // 2, dtype=torch.uint8))  # [N, K/2]
+        self.register_buffer("block_scale", zeros(out_features, in_features // BLOCK, dtype=torch.uint8))  # [N, K/16]
+        self.register_buffer("global_scale_bits", zeros(dtype=torch.int64))  # [] fp64 bits of the multiplier
+        self.register_buffer("bias", zeros(out_features, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_weight(cls, weight: NVFP4Weight, bias: Tensor | None = None) -> NVFP4Linear:
+        """A layer that holds these tensors, not copies of them."""
+        num_rows, num_bytes = weight.codes.shape
+        layer = cls(2 * num_bytes, num_rows, device="meta")
+        layer.packed = weight
+        layer.bias = bias
+        return layer
+
+    @property
+    def packed(self) -> NVFP4Weight:
+        """The packed weight: views of the buffers."""
+        return NVFP4Weight(self.codes, self.block_scale, self.global_scale_bits.view(torch.float64))
+
+    @packed.setter
+    def packed(self, weight: NVFP4Weight) -> None:
+        self.codes, self.block_scale = weight.codes, weight.block_scale
+        self.global_scale_bits = weight.global_scale.double().view(torch.int64)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The codes, under the name by which PEFT finds the device of a quantised layer."""
+        return self.codes
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[N, K] in ``dtype``, a new tensor."""
+        return dequantize(self.packed, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] in any floating dtype -> [..., N] in the same."""
+        return _FrozenMatmul.apply(x, self.codes, self.block_scale, self.global_scale_bits, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _FrozenMatmul(torch.autograd.Function):
+    """dX = dY W needs W only, and W is cheaper to unpack again than to keep."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, codes: Tensor, block_scale: Tensor, global_scale_bits: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(codes, block_scale, global_scale_bits)
+        weight = NVFP4Weight(codes, block_scale, global_scale_bits.view(torch.float64))
+        return F.linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (dy,) = grads
+        codes, block_scale, global_scale_bits = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        weight = NVFP4Weight(codes, block_scale, global_scale_bits.view(torch.float64))
+        return dy @ dequantize(weight, dy.dtype), None, None, None, None
