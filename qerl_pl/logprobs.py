@@ -1,0 +1,207 @@
+"""Hidden states to log-probabilities and entropies of tokens, without ever holding [T, V].
+
+Rows are worked through in chunks of a byte budget, forward and backward; what outlives a chunk is [T], and [T, H] where
+asked for. T tokens, H hidden size, V vocabulary, R rows of a chunk. With z = logits / temperature, p = softmax(z):
+
+    d log p[target] / dz = onehot(target) - p
+    d entropy       / dz = -p (log p + entropy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 256 * 2**20
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    recompute: bool = True,
+    entropy_gradient: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of given tokens, and the entropy of the distribution that each was drawn from.
+
+    Products are taken in the inputs' dtype with fp32 accumulation. Those of bf16 and fp16 come out in fp32 on CUDA;
+    elsewhere they are rounded to the inputs' dtype first. All else is done in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        hidden: [T, H] of any floating dtype, the states that predict the targets.
+        weight: [V, H] of the same dtype, the output embedding; gets a gradient where it requires one.
+        targets: [T] int64 in [0, V).
+        bias: [V] of the same dtype, added to the logits.
+        temperature: divides the logits, as in sampling.
+        recompute: True: backward makes the logits again, a third product. False: forward makes the gradient of every
+            token with respect to its hidden state, [T, H], and backward scales it. That is exact too, because what
+            arrives from above is one number a token, but it leaves the head without a gradient.
+        entropy_gradient: let gradients flow through the entropy; a second [T, H] with ``recompute=False``.
+        chunk_bytes: budget of one chunk's fp32 logits; about three times as much is in use at the peak.
+
+    Returns:
+        Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: a shape, dtype, target or temperature is not as above, or the head requires a gradient and
+            ``recompute`` is False.
+    """
+    _check(hidden, weight, targets, bias, temperature)
+    rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
+    rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix product
+    if not recompute and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError("the head requires a gradient, which recompute=False cannot give: freeze it or recompute")
+    with torch.autocast(hidden.device.type, enabled=False):
+        if recompute or not hidden.requires_grad:
+            logprobs, entropy = _Recomputed.apply(hidden, weight, bias, targets, temperature, rows)
+        else:
+            logprobs, entropy = _Kept.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient)
+    return logprobs, entropy if entropy_gradient else entropy.detach()
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps the inputs and [T]; backward goes through the chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, log_partition = hidden.new_empty(3, len(hidden), dtype=_accumulator(hidden)).unbind()
+        for part in _chunks(hidden, rows):
+            z = _logits(hidden[part], weight, bias, temperature)  # [R, V]
+            log_partition[part] = z.logsumexp(dim=1)
+            log_p = z.sub_(log_partition[part].unsqueeze(1))
+            logprobs[part], entropy[part] = _statistics(log_p, targets[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_partition)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy, log_partition = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=entropy.dtype) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
+        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs / ctx.temperature
+        d_entropy = None if d_entropy is None else d_entropy / ctx.temperature
+        for part in _chunks(hidden, ctx.rows):
+            log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(log_partition[part].unsqueeze(1))
+            on_entropy = None if d_entropy is None else d_entropy[part]
+            d_logits = _d_logits(log_p, targets[part], entropy[part], d_logprobs[part], on_entropy)
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+            d_logits = d_logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = d_logits @ weight
+            if d_weight is not None:
+                d_weight += _product(d_logits.t(), hidden[part])
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps d logprob / d hidden, [T, H], and d entropy / d hidden where it is asked for."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, unit = hidden.new_empty(3, len(hidden), dtype=_accumulator(hidden)).unbind()
+        unit.fill_(1 / temperature)
+        slopes = [torch.empty_like(hidden) for _ in range(1 + entropy_gradient)]
+        for part in _chunks(hidden, rows):
+            z = _logits(hidden[part], weight, bias, temperature)  # [R, V]
+            log_p = z.sub_(z.logsumexp(dim=1, keepdim=True))
+            logprobs[part], entropy[part] = _statistics(log_p, targets[part])
+            if entropy_gradient:
+                d_logits = _d_logits(log_p.clone(), targets[part], entropy[part], 0 * unit[part], unit[part])
+                slopes[1][part] = d_logits.to(hidden.dtype) @ weight
+            d_logits = _d_logits(log_p, targets[part], entropy[part], unit[part], None)
+            slopes[0][part] = d_logits.to(hidden.dtype) @ weight
+        ctx.save_for_backward(*slopes)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        slope, *entropy_slope = ctx.saved_tensors
+        d_hidden = d_logprobs.unsqueeze(1) * slope
+        if entropy_slope:
+            d_hidden += d_entropy.unsqueeze(1) * entropy_slope[0]
+        return d_hidden.to(slope.dtype), *[None] * 6
+
+
+def _statistics(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] log-probability of the targets and entropy."""
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -log_p.exp().mul_(log_p).sum(dim=1)
+
+
+def _d_logits(log_p: Tensor, targets: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None) -> Tensor:
+    """[R, V] d / dz from what arrives at the two outputs, [R] each. Overwrites ``log_p``."""
+    if d_entropy is None:
+        gradient = log_p.exp_().mul_(-d_logprobs.unsqueeze(1))
+    else:
+        p = log_p.exp()
+        gradient = log_p.add_(entropy.unsqueeze(1)).mul_(-d_entropy.unsqueeze(1))
+        gradient = gradient.sub_(d_logprobs.unsqueeze(1)).mul_(p)
+    return gradient.scatter_add_(1, targets.unsqueeze(1), d_logprobs.unsqueeze(1))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[R, V] logits / temperature, a new tensor in the accumulator's dtype."""
+    logits = _product(hidden, weight.t())
+    if bias is not None:
+        logits += bias
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    accumulator = _accumulator(a)
+    if a.is_cuda and a.dtype != accumulator:
+        return torch.mm(a, b, out_dtype=accumulator)
+    return (a @ b).to(accumulator)
+
+
+def _accumulator(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(hidden: Tensor, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, len(hidden), rows))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}; expected [T, H] and [V, H]")
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(f"targets is {targets.dtype} {tuple(targets.shape)}; expected int64 [{len(hidden)}]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; expected [{len(weight)}], one a row of weight")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} and hidden {hidden.dtype}; expected one dtype: cast one of them"
+            )
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; expected more than 0: score greedy samples at temperature 1")
+    low, high = torch.stack(targets.aminmax()).tolist() if len(targets) else (0, 0)
+    if low < 0 or high >= len(weight):
+        raise ValueError(f"targets run from {low} to {high}; expected token ids in [0, {len(weight)})")

@@ -1,0 +1,227 @@
+"""Laws of the chunked log-probabilities: equal to the naive way in value and gradient, and no [T, V] is kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qerl_pl.logprobs import token_logprobs
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float):
+    """The definition: dense logits, log-softmax, and the entropy as a sum over the vocabulary."""
+    logits = hidden @ weight.t() + (0 if bias is None else bias)
+    log_p = (logits / temperature).log_softmax(dim=1)
+    return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(dim=1)
+
+
+def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=dtype)
+    weight = torch.randn(vocabulary, hidden_size, generator=generator, dtype=dtype)
+    bias = torch.randn(vocabulary, generator=generator, dtype=dtype)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator), bias
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(0, 9),
+    hidden_size=st.integers(1, 5),
+    vocabulary=st.integers(1, 13),
+    rows=st.integers(1, 10),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    with_bias=st.booleans(),
+    recompute=st.booleans(),
+    upstream=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)]),
+)
+def test_values_and_gradients_equal_the_naive_way(
+    seed, tokens, hidden_size, vocabulary, rows, temperature, with_bias, recompute, upstream
+):
+    hidden, weight, targets, bias = draw(seed, tokens, hidden_size, vocabulary)
+    leaves = [hidden.requires_grad_()]
+    if recompute:
+        leaves += [weight.requires_grad_()] + ([bias.requires_grad_()] if with_bias else [])
+    bias = bias if with_bias else None
+    found = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        recompute=recompute,
+        entropy_gradient=True,
+        chunk_bytes=8 * vocabulary * rows,
+    )
+    expected = naive(hidden, weight, targets, bias, temperature)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    each = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    each *= torch.tensor(upstream, dtype=torch.float64).unsqueeze(1)
+    gradients = [torch.autograd.grad((each * torch.stack(outputs)).sum(), leaves) for outputs in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_gradcheck(recompute):
+    hidden, weight, targets, bias = draw(0, 5, 3, 7)
+    inputs = [hidden.requires_grad_()]
+    if recompute:
+        inputs += [weight.requires_grad_(), bias.requires_grad_()]
+
+    def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        head = leaves[1:] or (weight, bias)
+        return token_logprobs(
+            leaves[0],
+            head[0],
+            targets,
+            bias=head[1],
+            temperature=0.7,
+            recompute=recompute,
+            entropy_gradient=True,
+            chunk_bytes=2 * 8 * 7,
+        )
+
+    assert torch.autograd.gradcheck(both, inputs)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated(recompute):
+    hidden, weight, targets, _ = draw(1, 6, 4, 9)
+    hidden.requires_grad_()
+    for index in range(2):
+        outputs = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=True)
+        expected = naive(hidden, weight, targets, None, 1.0)
+        gradients = [torch.autograd.grad(pair[index].sum(), hidden) for pair in (outputs, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_entropy_carries_no_gradient_unless_asked_for(recompute):
+    hidden, weight, targets, _ = draw(2, 6, 4, 9)
+    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight, targets, recompute=recompute)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_known_answers_at_the_ends(recompute):
+    vocabulary = 8
+    hidden = torch.tensor([[0.0], [1e4]], dtype=torch.float64).requires_grad_()
+    weight = torch.linspace(0, 1, vocabulary, dtype=torch.float64).unsqueeze(1)
+    targets = torch.tensor([3, vocabulary - 1])
+    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=True)
+    expected = torch.tensor([-math.log(vocabulary), 0.0], dtype=torch.float64)  # uniform; all mass on the target
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, -expected)
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))  # both are stationary points
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every operation for the most elements that one tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept(recompute, entropy_gradient):
+    tokens, hidden_size, vocabulary, rows = 60, 4, 101, 3
+    hidden, weight, targets, bias = draw(3, tokens, hidden_size, vocabulary)
+    saved: list[Tensor] = []
+    hidden.requires_grad_()
+    with LargestTensor() as largest:
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            logprobs, entropy = token_logprobs(
+                hidden,
+                weight,
+                targets,
+                bias=bias,
+                recompute=recompute,
+                entropy_gradient=entropy_gradient,
+                chunk_bytes=8 * vocabulary * rows,
+            )
+        loss = logprobs.sum() + (entropy.sum() if entropy_gradient else 0)
+        torch.autograd.grad(loss, hidden)
+    assert largest.elements == max(rows * vocabulary, vocabulary * hidden_size)
+    new = [
+        tensor for tensor in saved if all(tensor.data_ptr() != t.data_ptr() for t in (hidden, weight, bias, targets))
+    ]
+    assert sum(tensor.numel() for tensor in new) <= (2 * tokens if recompute else tokens * hidden_size * 2)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_within_the_rounding_of_its_logits(dtype, recompute):
+    hidden, weight, targets, _ = draw(4, 50, 64, 200)
+    hidden, weight = (hidden / 4).to(dtype), (weight / 4).to(dtype)
+    exact_hidden = hidden.double().requires_grad_()
+    exact = naive(exact_hidden, weight.double(), targets, None, 1.0)
+    (exact_gradient,) = torch.autograd.grad(exact[0].sum(), exact_hidden)
+    found = token_logprobs(hidden.requires_grad_(), weight, targets, recompute=recompute)
+    (gradient,) = torch.autograd.grad(found[0].sum(), hidden)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert gradient.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    largest = (hidden.detach().double() @ weight.double().t()).abs().max()
+    assert (found[0] - exact[0]).abs().max() <= 2 * eps * largest  # half an ulp on the target's logit and on the sum's
+    # Every p is off by a factor of at most exp(2 eps largest), and is rounded once itself.
+    assert (gradient - exact_gradient).abs().max() <= 4 * eps * largest * weight.double().abs().max()
+
+
+def test_autocast_does_not_lower_the_precision():
+    hidden, weight, targets, _ = draw(5, 20, 16, 50, torch.float32)
+    expected = token_logprobs(hidden, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_logprobs(hidden, weight, targets)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets, _ = draw(6, 5, 3, 7, torch.float32)
+    logprobs, entropy = token_logprobs(1e4 * hidden.requires_grad_(), weight, targets, entropy_gradient=True)
+    (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
+    assert logprobs.isfinite().all()
+    assert entropy.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+HIDDEN, WEIGHT, TARGETS, BIAS = draw(7, 4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"hidden": HIDDEN[0]}, "expected \\[T, H\\]"),
+        ({"weight": WEIGHT[:, :2]}, "expected \\[T, H\\]"),
+        ({"weight": WEIGHT.float()}, "weight is torch.float32"),
+        ({"bias": BIAS.float()}, "bias is torch.float32"),
+        ({"bias": BIAS[:2]}, "bias has shape"),
+        ({"targets": TARGETS[:2]}, "targets is torch.int64"),
+        ({"targets": TARGETS.int()}, "targets is torch.int32"),
+        ({"targets": TARGETS - 100}, "targets run from"),
+        ({"targets": torch.full_like(TARGETS, 5)}, "in \\[0, 5\\)"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"weight": WEIGHT.clone().requires_grad_(), "recompute": False}, "freeze it"),
+    ],
+)
+def test_bad_arguments_are_named(bad, named):
+    with pytest.raises(ValueError, match=named):
+        token_logprobs(**{"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS, **bad})
