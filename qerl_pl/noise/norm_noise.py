@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BLOCK_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class NormNoise:
+    """The noise of one rollout: its standard deviation in units of the norm weight, and its seed."""
+
+    sigma: float = 0.0
+    seed: int = 0
 
 
 def is_block_norm(name: str) -> bool:
@@ -30,17 +40,15 @@ def noisy_norms(clean: Mapping[str, Tensor], sigma: float, seed: int) -> dict[st
         The same names to new tensors of the same dtype and device; ``clean`` is left alone.
 
     Raises:
-        ValueError: sigma is negative.
+        ValueError: sigma is negative or not finite.
     """
-    if sigma < 0:
+    if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma is {sigma}; expected 0 (no noise) or more")
-    if sigma == 0 or not clean:
+    if sigma == 0:
         return {name: weight.clone() for name, weight in clean.items()}
-    names = sorted(clean)
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(sum(clean[name].numel() for name in names), generator=generator) * sigma
-    chunks = noise.to(clean[names[0]].device).split([clean[name].numel() for name in names])
-    return {
-        name: (clean[name].float() + chunk.view_as(clean[name])).to(clean[name].dtype)
-        for name, chunk in zip(names, chunks, strict=True)
-    }
+    noisy = {}
+    for name, weight in sorted(clean.items()):
+        noise = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * sigma
+        noisy[name] = (weight + noise.to(weight.device)).to(weight.dtype)  # summed in fp32 at least
+    return noisy

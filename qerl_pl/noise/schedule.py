@@ -12,12 +12,16 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
     """Refuse settings that mean nothing.
 
     Raises:
-        ValueError: fewer than 3 stages, sigma_end not in (0, sigma_start].
+        ValueError: fewer than 3 stages, sigma_start not finite, sigma_end not in (0, sigma_start].
     """
     if num_stages < 3:
         raise ValueError(f"num_stages is {num_stages}; expected at least 3: one without noise and two to decay over")
-    if sigma_end <= 0:
-        raise ValueError(f"sigma_end is {sigma_end}; expected more than 0 (leave the callback out to train without noise)")
+    if not math.isfinite(sigma_start):
+        raise ValueError(f"sigma_start is {sigma_start}; expected a finite noise level")
+    if not sigma_end > 0:
+        raise ValueError(
+            f"sigma_end is {sigma_end}; expected more than 0 (leave the callback out to train without noise)"
+        )
     if sigma_end > sigma_start:
         raise ValueError(f"sigma_end {sigma_end} is above sigma_start {sigma_start}; the noise decays, so swap them")
 
@@ -29,7 +33,14 @@ def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
         index: rollout index, from 0.
         num_rollouts: rollouts in the whole run.
         num_stages: stages in the run.
+
+    Raises:
+        ValueError: the index is negative, or the run has no rollouts.
     """
+    if index < 0:
+        raise ValueError(f"rollout index is {index}; expected 0 or more")
+    if num_rollouts < 1:
+        raise ValueError(f"num_rollouts is {num_rollouts}; expected at least 1, the rollouts of the whole run")
     return min(index * num_stages // num_rollouts, num_stages - 1)
 
 
@@ -60,11 +71,9 @@ def stage_sigma(
         Sigma in units of the norm weight.
 
     Raises:
-        ValueError: see ``check_schedule``; or a negative index.
+        ValueError: see ``check_schedule`` and ``stage_of``.
     """
     check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
-    if index < 0:
-        raise ValueError(f"rollout index is {index}; expected 0 or more")
     stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)
     if stage == 0:
         return 0.0

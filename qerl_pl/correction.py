@@ -1,0 +1,128 @@
+"""How far the trainer is from the policy that sampled, and importance weights that make up for it.
+
+Both take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's side is the policy before
+its first update on the batch: what the updates change is the business of the loss's own ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Mode = Literal["none", "truncate", "mask"]
+Level = Literal["token", "sequence", "geometric"]
+
+MAX_LOG_RATIO = 20.0  # nats; keeps exp finite in fp32
+
+
+class Correction(NamedTuple):
+    """Importance weights, and sums over units (tokens at the level "token", else rows) that add up over ranks."""
+
+    weights: Tensor
+    """[B, S] constant factor of each token in the loss, 0 in padding."""
+    num_units: Tensor
+    """[] units with a valid token."""
+    num_outside: Tensor
+    """[] units whose ratio was outside the bounds, and so truncated or masked."""
+    weight_sum: Tensor
+    """[] sum of the units' weights."""
+    square_sum: Tensor
+    """[] sum of their squares."""
+
+
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, *, mode: Mode, level: Level = "token", low: float = 0.0, high: float = 2.0
+) -> Correction:
+    """Weights from the ratio r of trainer to sampler.
+
+    Modes: "none": 1. "truncate": r put into [low, high]; with low 0 truncated importance sampling (Ionides 2008; for
+    this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0: the unit leaves the loss (IcePop,
+    arXiv 2510.18855, with 0.5 and 5, at the level "token").
+
+    Levels: "token": each its own ratio. "sequence": the product over the row, the true ratio of the whole completion,
+    with a variance that grows with its length. "geometric": its |y|-th root, biased, of the same size at any length.
+
+    Args:
+        log_ratio: [B, S] fp32, nats, anything in padding.
+        mask: [B, S] bool, True on sampled tokens.
+        low: lower bound of the ratio.
+        high: upper bound of the ratio.
+
+    Raises:
+        ValueError: the shapes differ, or not 0 <= low <= 1 <= high.
+    """
+    if log_ratio.ndim != 2 or log_ratio.shape != mask.shape:
+        raise ValueError(
+            f"log_ratio {tuple(log_ratio.shape)} and mask {tuple(mask.shape)}; expected one [B, S] for both"
+        )
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"bounds are [{low}, {high}]; expected 0 <= low <= 1 <= high, so that equal policies weigh 1")
+    values = torch.where(mask, log_ratio.detach(), 0.0)
+    units = mask
+    if level != "token":
+        units = mask.any(dim=1, keepdim=True)  # [B, 1]
+        length = mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else 1
+        values = values.sum(dim=1, keepdim=True) / length
+    ratio = values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = units & ((ratio < low) | (ratio > high))
+    if mode == "none":
+        weights, outside = torch.ones_like(ratio), torch.zeros_like(units)
+    elif mode == "truncate":
+        weights = ratio.clamp(low, high)
+    else:
+        weights = torch.where(outside, 0.0, ratio)
+    weights = torch.where(units, weights, 0.0)
+    per_token = torch.where(mask, weights, 0.0)  # [B, S], whatever the level
+    return Correction(per_token, units.sum(), outside.sum(), weights.sum(), weights.square().sum())
+
+
+def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
+    """Effective sample size over sample size, (sum w)^2 / (n sum w^2), in [1 / n, 1]; 0 where all weights are 0."""
+    return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
+
+
+class Mismatch(NamedTuple):
+    """Statistics of the log-ratio over valid tokens, fp64; nan where there is none."""
+
+    count: Tensor
+    """[] tokens."""
+    k1: Tensor
+    """[] mean of -log r, nats: KL(sampler || trainer), unbiased and noisy."""
+    k3: Tensor
+    """[] mean of r - 1 - log r, nats: the same KL, never negative."""
+    mean_abs: Tensor
+    """[] mean of |log r|, nats."""
+    p99: Tensor
+    """[] 99th percentile of |log r|, nats (the smallest value that 99 % of the tokens do not exceed)."""
+    max: Tensor
+    """[] maximum of |log r|, nats."""
+    outside_share: Tensor
+    """[] share of tokens with r outside [0.9, 1.1]."""
+
+
+def mismatch(log_ratio: Tensor, mask: Tensor) -> Mismatch:
+    """Describe log(trainer / sampler), or any part of it: engine error, noise, staleness.
+
+    Args:
+        log_ratio: nats, any shape and float dtype, anything where the mask is False. Gather it first where the batch
+            lies on several ranks: a percentile cannot be averaged.
+        mask: bool, the same shape.
+    """
+    values = log_ratio.detach()[mask].double()
+    if len(values) == 0:
+        nan = values.new_tensor(math.nan)
+        return Mismatch(values.new_tensor(0.0), nan, nan, nan, nan, nan, nan)
+    size = values.abs().sort().values
+    ratio = values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return Mismatch(
+        count=values.new_tensor(len(values)),
+        k1=-values.mean(),
+        k3=(ratio - 1 - values).mean(),
+        mean_abs=size.mean(),
+        p99=size[math.ceil(0.99 * len(size)) - 1],
+        max=size[-1],
+        outside_share=((ratio < 0.9) | (ratio > 1.1)).double().mean(),
+    )
