@@ -1,0 +1,83 @@
+"""A checkpoint folder in Hugging Face layout: its config and its safetensors, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of a folder by name; files are mapped, and a tensor is read when it is asked for.
+
+    Args:
+        path: folder with config.json and model.safetensors, or shards with their index.
+
+    Raises:
+        ValueError: the folder is missing or is not a model, or a file is missing, cut short or not safetensors.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"model folder {self.path} does not exist; expected a Hugging Face checkpoint folder")
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout")
+        self._files = {name: _open(self.path / name) for name in self._file_names()}
+        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+
+    def _file_names(self) -> list[str]:
+        if (self.path / INDEX).is_file():
+            return sorted(set(read_json(self.path / INDEX)["weight_map"].values()))
+        names = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not names:
+            raise ValueError(f"{self.path} has no .safetensors files; weights in other formats are not read")
+        if len(names) > 1 and "model.safetensors" not in names:
+            raise ValueError(f"{self.path} has {len(names)} safetensors files but no {INDEX} that says what they hold")
+        return ["model.safetensors"] if "model.safetensors" in names else names
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        return sorted(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def num_weights(self, name: str) -> int:
+        """Elements of a tensor; reads no data."""
+        return math.prod(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU. It may be a view of the mapped file: copy what has to outlive the file."""
+        return self._files[self._file_of[name]].get_tensor(name)
+
+
+def read_json(path: Path) -> Mapping:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _open(path: Path) -> safe_open:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though {INDEX} names it")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error

@@ -1,0 +1,49 @@
+"""Tiny random checkpoints of the supported architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_config(architecture: str, *, tied: bool = False) -> PretrainedConfig:
+    sizes = {**SIZES, "tie_word_embeddings": tied}
+    if architecture == "qwen2":
+        return Qwen2Config(**sizes)
+    if architecture == "qwen3":
+        return Qwen3Config(**sizes, head_dim=24)
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    return LlamaConfig(**sizes, rope_parameters=scaled)
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    def make(architecture: str = "qwen2", *, tied: bool = False, shard: str = "5GB", dtype=torch.bfloat16) -> Path:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(architecture, tied=tied), dtype=torch.float32)
+        for name, weight in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
+                torch.nn.init.normal_(weight, mean=1.0, std=0.2)
+        path = tmp_path / f"{architecture}-{tied}-{shard}"
+        model.generation_config.top_k = 7
+        model.generation_config.do_sample = True
+        model.to(dtype).save_pretrained(path, max_shard_size=shard)
+        return path
+
+    return make

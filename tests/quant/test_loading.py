@@ -1,0 +1,274 @@
+"""load_base against transformers' own loading, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from qerl_pl.quant.linear import NVFP4Linear
+from qerl_pl.quant.loading import load_base
+from qerl_pl.quant.nvfp4 import dequantize_reference
+from qerl_pl.quant.quantize import quantize_checkpoint
+
+ARCHITECTURES = ["qwen2", "qwen3", "llama"]
+TOKENS = torch.randint(0, 96, (2, 80), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def packed_modules(model: nn.Module) -> dict[str, NVFP4Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def as_modelopt(path: Path, quantization: dict, *, in_config: bool) -> None:
+    """Rewrite a compressed-tensors folder of ours under ModelOpt's names and conventions."""
+    for file in path.glob("*.safetensors"):
+        renamed = {}
+        for name, tensor in load_file(file).items():
+            if name.endswith("weight_global_scale"):
+                renamed[name.replace("weight_global_scale", "weight_scale_2")] = (1 / tensor[0]).reshape(())
+            else:
+                renamed[name.replace("weight_packed", "weight")] = tensor
+        save_file(renamed, file)
+    (path / "model.safetensors.index.json").unlink()
+    for number, file in enumerate(sorted(path.glob("*.safetensors"))):
+        file.rename(path / f"part{number}.safetensors")
+    weight_map = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if in_config:
+        edit_config(path, quantization_config={"quant_method": "modelopt", **quantization})
+    else:
+        edit_config(path, quantization_config=None)
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+
+
+@pytest.mark.parametrize("shard", ["5GB", "60KB"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(
+    make_checkpoint: Callable[..., Path], architecture: str, tied: bool, shard: str
+) -> None:
+    path = make_checkpoint(architecture, tied=tied, shard=shard)
+    assert (len(list(path.glob("*.safetensors"))) > 1) == (shard == "60KB")
+    model = load_base(path, dtype=torch.float32, device="cpu")
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert torch.equal(logits(model), logits(expected))
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.generation_config.top_k == 7
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_packed_checkpoint_equals_transformers_with_decompressed_weights(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str
+) -> None:
+    quantize_checkpoint(make_checkpoint(architecture), tmp_path / "packed")
+    model = load_base(tmp_path / "packed", dtype=torch.bfloat16, device="cpu")
+    packed = packed_modules(model)
+    assert len(packed) == 2 * 7
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(run_compressed=False)
+    )
+    for name, module in packed.items():
+        assert torch.equal(module.dense(torch.bfloat16), theirs.get_parameter(f"{name}.weight")), name
+    assert torch.equal(logits(model), logits(theirs))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_logits_in_fp32_equal_a_dense_model_with_the_dequantised_weights(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, tied: bool
+) -> None:
+    source = make_checkpoint(tied=tied)
+    quantize_checkpoint(source, tmp_path / "packed")
+    model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, module in packed_modules(model).items():
+        dense.get_parameter(f"{name}.weight").data = dequantize_reference(module.packed)
+    torch.testing.assert_close(logits(model), logits(dense), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
+def test_a_modelopt_checkpoint_gives_the_same_weights(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, in_config: bool
+) -> None:
+    path = tmp_path / "packed"
+    quantize_checkpoint(make_checkpoint(), path)
+    expected = packed_modules(load_base(path, dtype=torch.float32, device="cpu"))
+    as_modelopt(path, {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["lm_head"]}, in_config=in_config)
+    packed = packed_modules(load_base(path, dtype=torch.float32, device="cpu"))
+    assert packed.keys() == expected.keys()
+    for name, module in packed.items():
+        assert torch.equal(module.codes, expected[name].codes)
+        assert torch.equal(module.block_scale, expected[name].block_scale)
+        assert module.packed.global_scale == expected[name].packed.global_scale.float()  # stored as an fp32 multiplier
+
+
+def test_ignored_linears_stay_dense(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed", ignore=["lm_head", "model.layers.1.mlp.down_proj"])
+    model = load_base(tmp_path / "packed", dtype=torch.bfloat16, device="cpu")
+    assert isinstance(model.get_submodule("model.layers.1.mlp.down_proj"), nn.Linear)
+    assert isinstance(model.lm_head, nn.Linear)
+    assert len(packed_modules(model)) == 13
+
+
+def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint()
+    model = load_base(path, dtype=torch.bfloat16, device="cpu")
+    before = logits(model)
+    with (path / "model.safetensors").open("r+b") as file:  # overwritten in place: a mapped tensor would see it
+        file.seek(0, 2)
+        size = file.tell()
+        file.seek(0)
+        file.write(b"\xff" * size)
+    assert torch.equal(logits(model), before)
+
+
+def test_only_what_is_not_packed_follows_the_dtype(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.dtype == model.config.dtype == torch.float32
+    packed = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert {name: buffer.dtype for name, buffer in packed.named_buffers()} == {
+        "codes": torch.uint8,
+        "block_scale": torch.uint8,
+        "global_scale_bits": torch.int64,
+        "bias": torch.float32,
+    }
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_checkpoint_that_holds_only_the_copy_of_a_tied_weight_loads(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint(tied=True)
+    expected = logits(load_base(path, dtype=torch.float32, device="cpu"))
+    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert torch.equal(logits(load_base(path, dtype=torch.float32, device="cpu")), expected)
+
+
+def test_tied_weights_that_differ_in_the_file_are_refused(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint(tied=True)
+    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is tied .*holds different values"):
+        load_base(path, dtype=torch.float32, device="cpu")
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint("llama")
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(path, lambda tensors: tensors.update({key: torch.ones(8)}))
+    load_base(path, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"missing model\.layers\.1\.mlp\.up_proj\.weight; unexp",
+        ),
+        (lambda t: t.update(extra=torch.ones(1)), r"missing nothing; unexpected extra"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            r"model\.norm\.weight is torch\.float32 \[63\]; the model expects torch\.float32 \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.uint8)}),
+            r"model\.norm\.weight is torch\.uint8",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype"],
+)
+def test_tensors_that_do_not_fit_are_named(make_checkpoint: Callable[..., Path], edit, message: str) -> None:
+    path = make_checkpoint()
+    edit_weights(path, edit)
+    with pytest.raises(ValueError, match=message):
+        load_base(path, dtype=torch.float32, device="cpu")
+
+
+def test_a_packed_weight_without_its_scale_is_named(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    file = next(iter((tmp_path / "packed").glob("model-00002*")))
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.global_scale_bits"):
+        load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, r"'gptq' as None; .*nvfp4-pack-quantized"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"'pack-quantized'; .*nvfp4-pack"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"input_activations": {"num_bits": 4}}},
+            },
+            "quantises activations too",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantises activations too"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"'modelopt' as 'FP8'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"},
+            "key/value cache",
+        ),
+    ],
+)
+def test_a_quantisation_that_we_do_not_read_is_named(
+    make_checkpoint: Callable[..., Path], config: dict, message: str
+) -> None:
+    path = make_checkpoint()
+    edit_config(path, quantization_config=config)
+    with pytest.raises(ValueError, match=message):
+        load_base(path, dtype=torch.float32, device="cpu")
+
+
+def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def load(path: Path) -> None:
+        load_base(path, dtype=torch.float32, device="cpu")
+
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        load(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load(empty)
+    (empty / "config.json").write_text("{")
+    (empty / "model.safetensors").write_bytes(b"\0" * 4)
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load(empty)
+    (empty / "model.safetensors").unlink()
+    (empty / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match=r"no \.safetensors files"):
+        load(empty)
+    save_file({"a": torch.ones(1)}, empty / "model.safetensors")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        load(empty)
+    sharded = make_checkpoint(shard="60KB")
+    next(iter(sharded.glob("*.safetensors"))).unlink()
+    with pytest.raises(ValueError, match=r"is missing, though model\.safetensors\.index\.json names it"):
+        load(sharded)

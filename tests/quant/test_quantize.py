@@ -1,0 +1,195 @@
+"""The offline quantiser: what it writes, what it shares, how it stops and continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qerl_pl.quant.layouts import compressed_tensors_config
+from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, quantize_nvfp4, tensor_scale
+from qerl_pl.quant.quantize import fused_groups, quantize_checkpoint, report_layer
+from qerl_pl.tools.quantize import main
+
+
+def read_all(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def dense_of(tensors: dict[str, Tensor], name: str) -> Tensor:
+    parts = (tensors[f"{name}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_global_scale"))
+    codes, scale, divisor = parts
+    return dequantize_reference(NVFP4Weight(codes, scale.view(torch.uint8), 1 / divisor[0].double()))
+
+
+@pytest.mark.parametrize("shard", ["5GB", "60KB"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_linears_are_rounded_to_nearest_and_everything_else_is_copied(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, shard: str
+) -> None:
+    path = make_checkpoint(architecture, shard=shard)
+    reports = quantize_checkpoint(path, tmp_path / "out")
+    source, written = read_all(path), read_all(tmp_path / "out")
+    packed = {report.name for report in reports}
+    assert len(packed) == 14
+    for name, tensor in source.items():
+        module = name.removesuffix(".weight")
+        if module not in packed:
+            assert torch.equal(written[name], tensor), name
+            assert written[name].dtype == tensor.dtype
+    for block in range(2):
+        attention, mlp = f"model.layers.{block}.self_attn", f"model.layers.{block}.mlp"
+        fused = [[f"{attention}.{leaf}_proj" for leaf in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]]
+        for group in [*fused, [f"{attention}.o_proj"], [f"{mlp}.down_proj"]]:
+            weights = {name: source[f"{name}.weight"].float() for name in group}
+            shared = tensor_scale(torch.stack([weight.abs().max() for weight in weights.values()]).max())
+            for name, weight in weights.items():
+                assert torch.equal(dense_of(written, name), dequantize_reference(quantize_nvfp4(weight, shared)))
+                assert f"{name}.weight" not in written
+
+
+def test_each_report_says_what_the_written_weights_say(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_checkpoint()
+    reports = quantize_checkpoint(path, tmp_path / "out")
+    source, written = read_all(path), read_all(tmp_path / "out")
+    for report in reports:
+        weight = source[f"{report.name}.weight"].double()
+        error = dense_of(written, report.name).double() - weight
+        assert report.shape == tuple(weight.shape)
+        assert report.weight_error == pytest.approx((error.norm() / weight.norm()).item(), rel=1e-5)
+        assert report.max_error == pytest.approx((error.abs().max() / weight.abs().max()).item(), rel=1e-5)
+        assert report.outlier_ratio == pytest.approx((weight.abs().max() / weight.square().mean().sqrt()).item())
+        assert 0.05 < report.weight_error < 0.15  # Gaussian weights in NVFP4
+    on_disk = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert [layer["name"] for layer in on_disk["layers"]] == [report.name for report in reports]
+    assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", 1)
+
+
+def test_an_all_zero_weight_is_reported_without_error() -> None:
+    report = report_layer("zero", torch.zeros(2, 32), quantize_nvfp4(torch.zeros(2, 32)))
+    assert (report.weight_error, report.max_error, report.outlier_ratio) == (0, 0, 0)
+
+
+def test_the_config_says_what_compressed_tensors_calls_nvfp4a16() -> None:
+    parsed = QuantizationConfig.model_validate(compressed_tensors_config(["lm_head"]))
+    scheme = parsed.config_groups["group_0"]
+    assert not isinstance(scheme, list)
+    assert scheme.weights == NVFP4A16["weights"]
+    assert scheme.input_activations is None
+    assert scheme.targets == ["Linear"]
+    assert parsed.ignore == ["lm_head"]
+    assert parsed.quantization_status.value == "compressed"
+
+
+def test_small_files_are_copied_and_foreign_weights_are_not(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_checkpoint(shard="60KB")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "pytorch_model.bin").write_bytes(b"weights")
+    out = tmp_path / "out"
+    quantize_checkpoint(path, out)
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "generation_config.json").read_bytes() == (path / "generation_config.json").read_bytes()
+    assert (out / "tokenizer.json").exists()
+    assert not (out / "pytorch_model.bin").exists()
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {file.name for file in out.glob("*.safetensors")}
+    assert index.keys() == read_all(out).keys()
+    source, written = (json.loads((folder / "config.json").read_text()) for folder in (path, out))
+    assert written.pop("quantization_config")["format"] == "nvfp4-pack-quantized"
+    assert written == source
+
+
+def test_a_stopped_run_continues_and_ends_with_the_same_bytes(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_checkpoint()
+    quantize_checkpoint(path, tmp_path / "straight")
+    damaged = path / "model.safetensors"
+    whole = load_file(damaged)
+    bad = {**whole, "model.layers.1.mlp.up_proj.weight": whole["model.layers.1.mlp.up_proj.weight"] * torch.nan}
+    save_file(bad, damaged, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        quantize_checkpoint(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    finished = tmp_path / "out.partial" / "model-00002-of-00003.safetensors"
+    written_at = finished.stat().st_mtime_ns
+    save_file(whole, damaged, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="unfinished run with other settings"):
+        quantize_checkpoint(path, tmp_path / "out", ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    quantize_checkpoint(path, tmp_path / "out")
+    out, straight = tmp_path / "out", tmp_path / "straight"
+    assert (out / finished.name).stat().st_mtime_ns == written_at
+    assert {file.name for file in out.iterdir()} == {file.name for file in straight.iterdir()}
+    for file in straight.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_fused_linears_form_groups_in_order() -> None:
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj", "b.down_proj", "lm_head"]
+    assert list(fused_groups(names).values()) == [names[:3], names[3:4], names[4:6], names[6:7], names[7:]]
+
+
+def test_a_regular_expression_ignores_from_the_start_of_the_name(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["lm_head", r"re:model\.layers\.0\."])
+    assert {report.name.split(".")[2] for report in reports} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [
+        (["lm_heat"], "'lm_heat' matches no linear"),
+        (["lm_head", "model.layers.0.self_attn.k_proj"], "engines fuse .* not only .*k_proj"),
+        ([], "lm_head shares its weight with the embeddings"),
+        (["re:.*"], "leaves no linear"),
+    ],
+)
+def test_an_ignore_list_that_cannot_work_is_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, ignore: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(make_checkpoint(tied=True), tmp_path / "out", ignore=ignore)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = str(make_checkpoint()), tmp_path / "out"
+
+    def fails_with(message: str, *arguments: str) -> None:
+        capsys.readouterr()
+        assert main(["--device", "cpu", "--output", str(out), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+
+    fails_with("does not exist", "--model", str(tmp_path / "nowhere"))
+    assert main(["--device", "cpu", "--model", path, "--output", str(out)]) == 0
+    assert "14 linears packed" in capsys.readouterr().out
+    fails_with("is not an empty folder", "--model", path)
+    out = tmp_path / "again"
+    fails_with("is quantised already", "--model", str(tmp_path / "out"))
+    fails_with("matches no linear", "--model", path, "--ignore", "nothing")
+    out = Path("/proc/out")
+    fails_with("/proc/out", "--model", path)
+
+
+def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--format", "int3"], ["--method", "guess"]):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["--model", "m", "--output", "o", *option])
+        assert exit_info.value.code == 2
+        assert "invalid choice" in capsys.readouterr().err
