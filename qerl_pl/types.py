@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -45,13 +46,19 @@ class Experience:
     """[B, S] int64, prompt then completion, right-padded."""
     lengths: Tensor
     """[B] int64, tokens of each row that are not padding."""
+    sampled: Tensor
+    """[B, S] bool, True where the policy sampled the token."""
     mask: Tensor
-    """[B, S] bool, True where the policy sampled the token and the token counts in the loss."""
+    """[B, S] bool, True where the token counts in the loss: sampled, scored, not filtered out."""
     sampler_logprobs: Tensor
-    """[B, S] fp32 nats from the engine, 0 where mask is False."""
+    """[B, S] fp32 nats from the engine, 0 where ``sampled`` is False."""
     rewards: Tensor
     """[B] fp32, weighted sum of the reward components."""
+    scored: Tensor
+    """[B] bool, False for rows that no reward could score."""
     advantages: Tensor
     """[B] fp32, exactly 0 for rows without signal."""
-    group: Tensor
-    """[B] int64, index of the prompt that the row belongs to."""
+
+    def to(self, device: torch.device) -> Experience:
+        """The same on another device."""
+        return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items()})

@@ -1,0 +1,76 @@
+"""Adaptive Quantization Noise: scheduled Gaussian noise on the norms that rollouts are sampled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from qerl_pl.module import QeRLModule
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
+from qerl_pl.seeding import derive_seed
+
+
+class AdaptiveQuantizationNoise(Callback):
+    """Sets the noise of every rollout (arXiv 2510.11696, section 3.3). Leave the callback out to train without it.
+
+    The noise is on the sampling copy of both norms of every block, fresh for each rollout, and a function of the run's
+    seed and the rollout index: there is no state, and a resumed run repeats it. The horizon is the run's
+    max_steps over its updates a rollout. Validation always samples from the clean policy.
+
+    Args:
+        sigma_start: standard deviation in stage 1, in units of the norm weight.
+        sigma_end: standard deviation in the last stage.
+        num_stages: equal stages of the run, the noise-free first one included; at least 3.
+        decay: path from sigma_start to sigma_end over the stages.
+
+    Raises:
+        ValueError: settings that mean nothing.
+    """
+
+    def __init__(
+        self,
+        sigma_start: float = 1e-2,
+        sigma_end: float = 5e-4,
+        num_stages: int = 10,
+        decay: Decay = "exponential",
+    ) -> None:
+        check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
+        self.sigma_start = sigma_start
+        self.sigma_end = sigma_end
+        self.num_stages = num_stages
+        self.decay: Decay = decay
+
+    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        if pl_module.num_rollouts < self.num_stages:
+            raise ValueError(
+                f"the run has {pl_module.num_rollouts} rollouts for {self.num_stages} noise stages; lower num_stages "
+                "or raise trainer.max_steps"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+        index, num_rollouts = pl_module.rollout_index, pl_module.num_rollouts
+        sigma = stage_sigma(
+            index,
+            num_rollouts=num_rollouts,
+            num_stages=self.num_stages,
+            sigma_start=self.sigma_start,
+            sigma_end=self.sigma_end,
+            decay=self.decay,
+        )
+        pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, "aqn", index))
+        pl_module.log("aqn/sigma", sigma)
+        pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        touched = outputs["rollout"].num_noisy_norms
+        expected = 2 * pl_module.policy.num_layers if pl_module.norm_noise.sigma > 0 else 0
+        if touched != expected:
+            raise RuntimeError(
+                f"noise was to change {expected} norm weights of the rollout engine and changed {touched}: the engine "
+                "does not sample from the policy that the schedule asks for"
+            )
+        pl_module.log("aqn/noisy_norms", float(touched))

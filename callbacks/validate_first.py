@@ -1,0 +1,16 @@
+"""One validation before the first step, so that a curve starts where the policy did."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class ValidateFirst(Callback):
+    """Runs the validation loop when a fresh run starts; a resumed run has done so already."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step > 0 or not trainer.enable_validation:
+            return
+        trainer.validating = True  # selects the loop that `log` writes to
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True

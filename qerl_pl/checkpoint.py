@@ -1,0 +1,110 @@
+"""Checkpoints: the adapter and what training needs to go on, written so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from qerl_pl.policy.lora import LoraSettings
+
+PREVIOUS = "previous.ckpt"  # may not contain "last", which is how Lightning finds the newest
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target and renames; keeps the last checkpoint's predecessor; falls back to it when loading.
+
+    At every moment there is a whole ``last.ckpt``: a full disk or a kill while writing leaves the old one as it was.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint, whole or not at all.
+
+        Raises:
+            OSError: the disk is full or not writable; the checkpoints that were there are untouched.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
+            temporary.unlink(missing_ok=True)
+            kept = f"; {path} still holds the previous one" if path.exists() else ""
+            raise OSError(f"could not write the checkpoint {path}: {error}{kept}") from error
+        if path.name == "last.ckpt" and path.exists():
+            # A second name for the old file first, so that no moment has neither.
+            link = path.with_name(PREVIOUS + ".tmp")
+            link.unlink(missing_ok=True)
+            os.link(path, link)
+            os.replace(link, path.with_name(PREVIOUS))
+        os.replace(temporary, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
+
+        Raises:
+            ValueError: the file is damaged and there is nothing to fall back to.
+        """
+        try:
+            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            previous = Path(path).with_name(PREVIOUS)
+            if Path(path).name != "last.ckpt" or not previous.exists():
+                raise ValueError(
+                    f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by "
+                    "--ckpt_path, or delete it to start anew"
+                ) from error
+            rank_zero_warn(f"the checkpoint {path} is damaged; going on from {previous}, the one before it")
+            return torch.load(previous, map_location=map_location or "cpu", weights_only=True)
+
+
+def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
+    """What must stay the same over a run: the base (by content, not by path), the adapter's shape, the seed."""
+    settings = asdict(lora)
+    settings["targets"] = sorted(settings["targets"])
+    return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
+
+
+def base_digest(base: str) -> str:
+    """Sixteen hex digits over config.json and, of each safetensors file, its header, size, first and last 64 KiB."""
+    folder, digest = Path(base), hashlib.sha256()
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header_size + 65536))
+            digest.update(str(file.seek(0, os.SEEK_END)).encode())
+            file.seek(max(0, file.tell() - 65536))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run that was started with other settings.
+
+    Raises:
+        ValueError: lists every difference, the run's value first.
+    """
+    differences = [
+        f"{name}: the run has {json.dumps(saved.get(name))}, this start has {json.dumps(value)}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+    if differences:
+        raise ValueError(
+            "this checkpoint is of another run; start in a new --run_dir or set back:\n  " + "\n  ".join(differences)
+        )

@@ -1,0 +1,324 @@
+"""QeRLModule: one training step is one RL iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoTokenizer, get_scheduler
+
+from qerl_pl.checkpoint import check_identity, run_identity
+from qerl_pl.correction import mismatch
+from qerl_pl.loop import Evaluation, RolloutLoop
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.objective import Objective
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, check_same_tensors, load_policy
+from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.seeding import derive_seed
+from qerl_pl.stopwatch import Stopwatch
+from qerl_pl.types import Prompt
+from qerl_pl.update import improve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The default optimizer; the learning rate is the paper's for a quantised base (arXiv 2510.11696, table 4)."""
+    return torch.optim.AdamW(params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+class QeRLModule(LightningModule):
+    """A LoRA policy on a frozen base, trained on rollouts of its own (GRPO and its relatives).
+
+    Args:
+        base: checkpoint folder of the base, NVFP4 or dense.
+        engine: what samples, e.g. qerl_pl.rollout.vllm.VLLMEngine.
+        rewards: what completions are worth, each with a name and a weight.
+        sampling: of training rollouts.
+        val_sampling: of validation; null: greedy, one completion, as long as in training.
+        lora: the adapter.
+        objective: the loss.
+        optimizer: over the adapter's parameters.
+        lr_schedule: of the learning rate over trainer.max_steps.
+        warmup_steps: optimizer steps of linear warm-up before it.
+        max_grad_norm: gradients are clipped to this norm; 0: not.
+        updates_per_rollout: optimizer steps on each rollout.
+        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
+        gradient_checkpointing: recompute blocks in backward instead of keeping activations.
+        max_unscored_share: above this share of completions that no reward could score the run stops.
+        max_prompt_tokens: longest prompt (linked from the data module).
+        seed: of everything that is drawn (linked from seed_everything).
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        engine: RolloutEngine,
+        rewards: list[WeightedReward],
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen, and jsonargparse shows its fields)
+        val_sampling: Sampling | None = None,
+        lora: LoraSettings = LoraSettings(),  # noqa: B008
+        objective: Objective = Objective(),  # noqa: B008
+        optimizer: OptimizerCallable = adamw,
+        lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup",
+        warmup_steps: int = 0,
+        max_grad_norm: float = 1.0,
+        updates_per_rollout: int = 1,
+        micro_batch_tokens: int = 16384,
+        dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        gradient_checkpointing: bool = False,
+        max_unscored_share: float = 0.05,
+        max_prompt_tokens: int = 256,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
+        if not rewards:
+            raise ValueError("model.rewards is empty; give at least one reward")
+        for name, value in (("updates_per_rollout", updates_per_rollout), ("micro_batch_tokens", micro_batch_tokens)):
+            if value < 1:
+                raise ValueError(f"model.{name} is {value}; expected at least 1")
+        if sampling.temperature == 0:
+            raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
+        if sampling.num_completions < 2:
+            raise ValueError(
+                f"model.sampling.num_completions is {sampling.num_completions}; advantages compare the completions of "
+                "one prompt, so expected at least 2"
+            )
+        self.base = base
+        self.engine = engine
+        self.rewards = rewards
+        self.sampling = sampling
+        self.val_sampling = val_sampling or Sampling(1, sampling.max_tokens, temperature=0.0)
+        self.lora = lora
+        self.objective = objective
+        self.optimizer = optimizer
+        self.lr_schedule = lr_schedule
+        self.warmup_steps = warmup_steps
+        self.max_grad_norm = max_grad_norm
+        self.updates_per_rollout = updates_per_rollout
+        self.micro_batch_tokens = micro_batch_tokens
+        self.compute_dtype = DTYPES[dtype]
+        self.gradient_checkpointing = gradient_checkpointing
+        self.max_unscored_share = max_unscored_share
+        self.seed = seed
+        self.max_model_len = max_prompt_tokens + max(sampling.max_tokens, self.val_sampling.max_tokens)
+        longest = max_prompt_tokens + sampling.max_tokens
+        if longest > micro_batch_tokens:
+            raise ValueError(
+                f"a prompt of {max_prompt_tokens} and a completion of {sampling.max_tokens} tokens are {longest}, more "
+                f"than model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten prompts or completions"
+            )
+        self.norm_noise = NormNoise()
+        """Noise of the next rollout; a callback may set it before each."""
+        self.policy: Policy
+
+    # ---- what a step is a function of -------------------------------------------------------------------------------
+
+    @property
+    def rollout_index(self) -> int:
+        """RL iterations done. Not global_step, which counts optimizer steps."""
+        return self.trainer.global_step // self.updates_per_rollout
+
+    @property
+    def num_rollouts(self) -> int:
+        """RL iterations of the whole run."""
+        return self.trainer.max_steps // self.updates_per_rollout
+
+    # ---- set-up and tear-down ---------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Check what only the trainer knows.
+
+        Raises:
+            ValueError: trainer settings that do not fit one another.
+        """
+        if self.trainer.precision != "32-true":
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
+                "and rewards. Set the compute dtype by model.dtype"
+            )
+        if stage == "fit":
+            self._check_steps()
+        if not Path(self.base, "config.json").exists():
+            raise ValueError(f"model.base {self.base} is no checkpoint folder: it has no config.json")
+        tokenizer = AutoTokenizer.from_pretrained(self.base)
+        self.loop = RolloutLoop(
+            self.engine,
+            self.rewards,
+            tokenizer,
+            baseline=self.objective.baseline,
+            filter_truncated=self.objective.filter_truncated,
+            max_unscored_share=self.max_unscored_share,
+        )
+
+    def configure_model(self) -> None:
+        """Load the base and put the adapter on it, on this rank's device; once."""
+        if hasattr(self, "policy"):
+            return
+        self.policy = load_policy(
+            self.base,
+            dtype=self.compute_dtype,
+            lora=self.lora,
+            seed=derive_seed(self.seed, "adapter"),
+            device=self.trainer.strategy.root_device,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        limit = self.policy.config.max_position_embeddings
+        if self.max_model_len > limit:
+            raise ValueError(
+                f"prompts and completions may reach {self.max_model_len} tokens and the model has {limit} positions; "
+                "lower data.max_prompt_tokens or model.sampling.max_tokens"
+            )
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over what is trained, and the schedule over trainer.max_steps."""
+        optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+        scheduler = get_scheduler(
+            self.lr_schedule, optimizer, num_warmup_steps=self.warmup_steps, num_training_steps=self.trainer.max_steps
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def teardown(self, stage: str) -> None:
+        """Give the engine's memory back."""
+        self.engine.close()
+
+    # ---- one RL iteration -------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
+        """Sample, score, update; returns what callbacks report on."""
+        index, watch = self.rollout_index, Stopwatch()
+        self._start_engine()
+        rollout = self.loop.collect(
+            batch,
+            adapter=self.policy.adapter_state(),
+            noise=self.norm_noise,
+            sampling=self.sampling,
+            seed=derive_seed(self.seed, "rollout", index),
+            watch=watch,
+        )
+        report = improve(
+            self.policy,
+            rollout.experience,
+            self.objective,
+            group_size=self.sampling.num_completions,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            num_updates=self.updates_per_rollout,
+            micro_batch_tokens=self.micro_batch_tokens,
+            backward=self.manual_backward,
+            step=self._optimizer_step,
+            rank_mean=lambda count: self.trainer.strategy.reduce(count, reduce_op="mean"),
+            watch=watch,
+        )
+        self.log_dict(report.metrics)
+        sampled = report.experience.sampled
+        gap = mismatch(report.old_logprobs - report.experience.sampler_logprobs, sampled)
+        self.log_dict({f"gap/{name}": value for name, value in gap._asdict().items()})
+        return {
+            "rollout": rollout,
+            "rollout_index": index,
+            "entropy": report.entropy[sampled],
+            "seconds": dict(watch.seconds),
+        }
+
+    def _optimizer_step(self) -> Tensor:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer)
+        assert isinstance(scheduler, LambdaLR)
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
+        limit = self.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit) if parameters else torch.zeros((), device=self.device)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return norm
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Sample from the clean policy: the current adapter, no noise."""
+        self._start_engine()
+        self.loop.sync(self.policy.adapter_state(), NormNoise())
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+        """Score one batch of held-out prompts; returns a record a completion."""
+        return self._evaluate(batch, batch_idx, "val")
+
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+        """As in validation."""
+        return self._evaluate(batch, batch_idx, "test")
+
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+        """A record a completion, nothing logged."""
+        return self._sample(batch, batch_idx).rows()
+
+    def _sample(self, batch: list[Prompt], batch_idx: int) -> Evaluation:
+        seed = derive_seed(self.seed, "evaluation", batch_idx)
+        return self.loop.evaluate(batch, sampling=self.val_sampling, seed=seed, watch=Stopwatch())
+
+    def _evaluate(self, batch: list[Prompt], batch_idx: int, stage: str) -> list[dict[str, Any]]:
+        evaluation = self._sample(batch, batch_idx)
+        table, rows = evaluation.table, evaluation.rows()
+        means = {name: scores[table.scored] for name, scores in table.components.items()}
+        means["reward"] = table.total[table.scored]
+        means["unscored_share"] = (~table.scored).float()
+        means["truncated_share"] = torch.tensor([float(not row["finished"]) for row in rows])
+        means["completion_tokens"] = torch.tensor([float(row["num_tokens"]) for row in rows])
+        for name, values in means.items():
+            if len(values):
+                self.log(f"{stage}/{name}", values.mean(), batch_size=len(values), sync_dist=True)
+        return rows
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the adapter alone, and what the run must not change."""
+        checkpoint["state_dict"] = self.policy.adapter_state()
+        checkpoint["identity"] = run_identity(base=self.base, lora=self.lora, seed=self.seed)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the adapter in.
+
+        Raises:
+            ValueError: the checkpoint is of another base, adapter or seed.
+        """
+        check_identity(checkpoint["identity"], run_identity(base=self.base, lora=self.lora, seed=self.seed))
+        check_same_tensors(checkpoint["state_dict"], self.policy.adapter_state())
+        self.policy.load_adapter_state(checkpoint["state_dict"])
+        checkpoint["state_dict"] = {}
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        self.engine.start(self.policy, max_model_len=self.max_model_len, seed=self.seed)
+
+    def _check_steps(self) -> None:
+        updates, max_steps = self.updates_per_rollout, self.trainer.max_steps
+        if max_steps < 1:
+            raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
+        if max_steps % updates:
+            raise ValueError(f"trainer.max_steps ({max_steps}) is no multiple of model.updates_per_rollout ({updates})")
+        for callback in self.trainer.checkpoint_callbacks:
+            every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+            if every % updates:
+                raise ValueError(
+                    f"a ModelCheckpoint has every_n_train_steps {every}, no multiple of model.updates_per_rollout "
+                    f"({updates}): it counts optimizer steps and would fall inside an iteration"
+                )

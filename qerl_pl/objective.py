@@ -1,0 +1,140 @@
+"""What is minimised: the surrogate, its averaging, KL and entropy terms, as YAML chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qerl_pl.advantages import Baseline
+from qerl_pl.correction import Level, Mode
+from qerl_pl.losses import (
+    Aggregation,
+    KLKind,
+    PolicyLoss,
+    cispo_policy_loss,
+    clipped_policy_loss,
+    kl_estimate,
+    row_weights,
+    sequence_policy_loss,
+    weighted_sum,
+)
+
+Surrogate = Literal["clipped", "sequence", "cispo"]
+SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, "cispo": cispo_policy_loss}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a run. The defaults are DAPO's; GRPO is ``aggregation: sequence, clip_high: 0.2``.
+
+    Args:
+        surrogate: "clipped" per token (GRPO, DAPO, Dr.GRPO), "sequence" ratio (GSPO), or "cispo".
+        aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr.GRPO).
+        clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own default.
+        clip_high: distance of its upper bound from 1; null: the surrogate's own default.
+        max_ratio: two-sided clip: largest ratio where the advantage is negative; null: none.
+        baseline: how rewards become advantages inside a group.
+        correction: importance weights between trainer and sampler: "none" keeps the difference (noise included),
+            "truncate" bounds the weight from above, "mask" drops what is outside the bounds.
+        correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token.
+        correction_low: lower bound of a weight.
+        correction_high: upper bound of a weight.
+        filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
+        kl_coefficient: weight of the KL to the base (the adapter off); 0 leaves the reference pass out.
+        kl: estimator.
+        kl_in: a term of the "loss" or taken off the "reward".
+        entropy_coefficient: weight of an entropy bonus.
+        top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    surrogate: Surrogate = "clipped"
+    aggregation: Aggregation = "token"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.28
+    max_ratio: float | None = None
+    baseline: Baseline = "normalized"
+    correction: Mode = "none"
+    correction_level: Level = "token"
+    correction_low: float = 0.0
+    correction_high: float = 2.0
+    filter_truncated: bool = False
+    kl_coefficient: float = 0.0
+    kl: KLKind = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coefficient: float = 0.0
+    top_entropy_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "clip_high", "kl_coefficient"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more")
+        if not 0 < self.top_entropy_share <= 1:
+            raise ValueError(f"top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1")
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """True where something of the whole batch has to be known before the first gradient."""
+        return self.top_entropy_share < 1 or (self.kl_coefficient > 0 and self.kl_in == "reward")
+
+    @property
+    def every_row_counts(self) -> bool:
+        """True where rows without advantage have a gradient too, from a KL or entropy term."""
+        return self.entropy_coefficient != 0 or (self.kl_coefficient > 0 and self.kl_in == "loss")
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        *,
+        old_logprobs: Tensor,
+        ref_logprobs: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        kept: Tensor,
+        importance: Tensor | None,
+        divisor: Tensor,
+    ) -> tuple[Tensor, PolicyLoss, Tensor]:
+        """The loss of one micro-batch; sums over micro-batches give the loss of the batch.
+
+        Args:
+            logprobs: [B, S] nats under the policy; carries the gradient.
+            entropy: [B, S] nats; carries a gradient where there is an entropy bonus.
+            old_logprobs: [B, S] nats before the first update.
+            ref_logprobs: [B, S] nats under the reference; needed by a KL term in the loss.
+            advantages: [B].
+            mask: [B, S] bool, tokens that count.
+            kept: [B, S] bool, those of them that carry the policy loss (all, or the top of the entropy).
+            importance: [B, S] constant weights, or None.
+            divisor: [] over the whole batch, see ``qerl_pl.losses.count_divisor``.
+
+        Returns:
+            The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
+        """
+        weights = row_weights(mask, self.aggregation, divisor)
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        surrogate = SURROGATES[self.surrogate](
+            logprobs,
+            old_logprobs,
+            advantages,
+            kept,
+            weights,
+            max_ratio=self.max_ratio,
+            importance=importance,
+            **{name: bound for name, bound in bounds.items() if bound is not None},
+        )
+        total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
+        if ref_logprobs is not None:
+            kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl)
+            kl_sum = kl.detach().sum()
+            if self.kl_in == "loss":
+                total = total + self.kl_coefficient * weighted_sum(kl, mask, weights)
+        if self.entropy_coefficient:
+            total = total - self.entropy_coefficient * weighted_sum(entropy, mask, weights)
+        return total, surrogate, kl_sum

@@ -1,0 +1,121 @@
+"""LoRA on the frozen linears, through PEFT: fp32 master weights, products in the compute dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qerl_pl.quant.linear import NVFP4Linear
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BLOCK_NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapter: y = W x + (alpha / rank) B A x (arXiv 2106.09685).
+
+    Args:
+        rank: inner dimension of the two matrices.
+        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
+        dropout: on the adapter's input while training. Above 0 the trainer's log-probabilities are no longer those
+            of the policy that sampled.
+        targets: names of the linears that get an adapter.
+        rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
+        train_norms: also train both norms of every block in full (the reference release does; the paper does not).
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    rank: int = 32
+    alpha: float = 32
+    dropout: float = 0.0
+    targets: tuple[str, ...] = PROJECTIONS
+    rslora: bool = False
+    train_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora rank is {self.rank}; expected at least 1")
+        if self.alpha <= 0:
+            raise ValueError(f"lora alpha is {self.alpha}; expected more than 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora dropout is {self.dropout}; expected 0 or more and less than 1")
+        if not self.targets:
+            raise ValueError("lora targets is empty; name at least one linear, e.g. q_proj")
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    """PEFT's layer around a frozen linear, dense or quantised. The base is never merged: it has no room for the update.
+
+    PEFT's own linear casts the input to the adapter's dtype, so fp32 masters would mean fp32 products. Here the masters
+    are cast to the input's dtype instead, which is also what the rollout engine holds.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: LoraConfig,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        # PEFT casts a new adapter to the base's dtype: bf16 masters would lose updates below 2^-8 of a weight.
+        self.lora_A.float()
+        self.lora_B.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., K] -> [..., N], in the dtype of x."""
+        y = self.base_layer(x)
+        if self.disable_adapters:
+            return y
+        for name in self.active_adapters:
+            a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
+            inner = F.linear(self.lora_dropout[name](x), a.to(x.dtype))
+            y = y + F.linear(inner, b.to(x.dtype) * self.scaling[name])
+        return y
+
+
+def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:
+    """PEFT's configuration for these settings, with our layer registered for dense and quantised linears."""
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int and divides)
+        lora_dropout=settings.dropout,
+        target_modules=sorted(settings.targets),
+        use_rslora=settings.rslora,
+        modules_to_save=list(BLOCK_NORM_MODULES) if settings.train_norms else None,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    config._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
+    return config
+
+
+def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Refuse adapter targets that match nothing: PEFT takes a list of which only some names match without a word.
+
+    Raises:
+        ValueError: a target names no module; the linears that there are are listed.
+    """
+    linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
+    unmatched = [target for target in targets if target not in linears]
+    if unmatched:
+        raise ValueError(f"lora targets {unmatched} match no linear of the model; it has {sorted(linears)}")
+
+
+def cast_output_to_input(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Forward hook for a trained norm: an fp32 master weight must not turn the bf16 stream into fp32."""
+    return output.to(args[0].dtype)

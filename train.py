@@ -1,0 +1,53 @@
+"""python train.py {fit,validate,test,predict} -c configs/RECIPE.yaml [--run_dir DIR] [--ckpt_path last]"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from callbacks.rng_state import RNGState
+from datamodules.prompts import PromptDataModule
+from qerl_pl.module import QeRLModule
+
+BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+class QeRLCLI(LightningCLI):
+    """LightningCLI with one folder a run and each value given once."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run_dir", default="runs/default", help="logs, checkpoints and completions of this run")
+        parser.link_arguments("run_dir", "trainer.default_root_dir")
+        parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
+        parser.link_arguments("seed_everything", "model.seed")
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("model.base", "data.tokenizer")
+        parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
+
+    def _parse_ckpt_path(self) -> None:
+        """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""
+
+
+def main(args: list[str]) -> QeRLCLI:
+    """Run one subcommand, with configs/base.yaml read before any file that the arguments name."""
+    if args and args[0] in SUBCOMMANDS:
+        args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
+    sys.argv[1:] = args  # LightningCLI warns when it gets both
+    return QeRLCLI(
+        QeRLModule,
+        PromptDataModule,
+        seed_everything_default=0,
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"callbacks": [RNGState()]},
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
