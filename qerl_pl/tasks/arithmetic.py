@@ -15,7 +15,7 @@ from collections.abc import Callable
 NUM_OPERANDS = (3, 4)
 MAX_TOTAL = 99
 VALIDATION_SHARE = 10  # one expression in ten
-_PATIENCE = 10_000  # draws without a new expression before the supply counts as used up
+_PATIENCE = 300  # draws without a new expression before the supply counts as used up
 
 
 def question(expression: str) -> str:

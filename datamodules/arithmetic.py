@@ -1,0 +1,35 @@
+"""Generated multi-step arithmetic: the quickstart's problems."""
+
+from __future__ import annotations
+
+from qerl_pl.seeding import derive_seed
+from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
+from qerl_pl.types import Problem
+
+
+class Arithmetic:
+    """Problems such as "7+5-3+8=?"; no problem is in both sides, whatever the seeds (qerl_pl/tasks/arithmetic.py).
+
+    Args:
+        seed: which problems are drawn.
+        num_train: different training problems, at most about 28 000.
+        num_validation: different validation problems, at most about 3 000.
+    """
+
+    def __init__(self, seed: int = 0, num_train: int = 8192, num_validation: int = 512) -> None:
+        self.seed = seed
+        self.num_train = num_train
+        self.num_validation = num_validation
+
+    def train(self) -> list[Problem]:
+        """The training problems."""
+        return _problems(self.num_train, seed=derive_seed(self.seed, "arithmetic/train"), validation=False)
+
+    def validation(self) -> list[Problem]:
+        """The validation problems."""
+        return _problems(self.num_validation, seed=derive_seed(self.seed, "arithmetic/validation"), validation=True)
+
+
+def _problems(num: int, *, seed: int, validation: bool) -> list[Problem]:
+    expressions = distinct_expressions(num, seed=seed, validation=validation)
+    return [Problem(question(expression), str(value(expression))) for expression in expressions]

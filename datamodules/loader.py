@@ -1,0 +1,113 @@
+"""Loaders of prompt batches. Plain objects with a length: Lightning fetches nothing ahead and injects no sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from qerl_pl.seeding import derive_seed
+from qerl_pl.types import Prompt
+
+
+class TrainLoader:
+    """Batches for ever, an epoch at a time, in an order that is a function of (seed, epoch).
+
+    Its state is its position: Lightning saves it in the checkpoint and loads it back. Iterating goes on from that
+    position and ends with the epoch. The position does not depend on the number of ranks, so a run may go on with
+    another one. Prompts left over at the end of an epoch are not served in it.
+
+    Args:
+        prompts: all training prompts.
+        batch_size: prompts a batch over all ranks.
+        seed: of the order.
+        rank: which share of each batch is served here.
+        num_ranks: among how many a batch is shared.
+
+    Raises:
+        ValueError: there are fewer prompts than a batch needs, or a batch cannot be shared equally.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], batch_size: int, *, seed: int, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+        if batch_size > len(prompts):
+            raise ValueError(f"batch_size is {batch_size} but there are only {len(prompts)} training prompts")
+        if batch_size % num_ranks:
+            raise ValueError(
+                f"batch_size {batch_size} counts the prompts of all ranks and is no multiple of {num_ranks}"
+            )
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.epoch = 0
+        self.next_batch = 0
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self.prompts) // self.batch_size
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        """The rest of the epoch, or the next one where nothing is left of it."""
+        if self.next_batch == len(self):  # on entry: Lightning takes len(self) batches and never asks for the end
+            self.epoch, self.next_batch = self.epoch + 1, 0
+        order = self._order()
+        while self.next_batch < len(self):
+            start = self.next_batch * self.batch_size
+            self.next_batch += 1  # before the yield: a checkpoint written while a batch is in use counts it as served
+            rows = order[start : start + self.batch_size][self.rank :: self.num_ranks]
+            yield [self.prompts[row] for row in rows]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: the epoch, the next batch in it, and what the meaning of both depends on."""
+        return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            ValueError: it was saved with other data, another batch size or another seed: it would mean other prompts.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"cannot resume: the checkpoint's data had {name} {state[name]}, this run's has {value}"
+                )
+        self.epoch, self.next_batch = state["epoch"], state["next_batch"]
+
+    def _identity(self) -> dict[str, int]:
+        return {"num_prompts": len(self.prompts), "batch_size": self.batch_size, "seed": self.seed}
+
+    def _order(self) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", self.epoch))
+        return torch.randperm(len(self.prompts), generator=generator).tolist()
+
+
+class EvaluationLoader:
+    """All prompts once, in order; the last batch may be smaller.
+
+    Args:
+        prompts: the prompts of all ranks.
+        batch_size: prompts a batch, on each rank.
+        rank: which share of the prompts is served here.
+        num_ranks: among how many they are shared.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
+        if batch_size < 1:
+            raise ValueError(f"val_batch_size is {batch_size}; expected at least 1")
+        self.prompts = list(prompts[rank::num_ranks])
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Batches."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        """Every batch, from the first."""
+        for start in range(0, len(self.prompts), self.batch_size):
+            yield self.prompts[start : start + self.batch_size]

@@ -1,0 +1,211 @@
+"""The data module: problems from a source become tokenised chat prompts, the same way for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from datamodules.loader import EvaluationLoader, TrainLoader
+from qerl_pl.types import Problem, Prompt
+
+
+class PromptSource(Protocol):
+    """Where problems come from. Built cheaply from YAML; data is read when it is asked for."""
+
+    def train(self) -> list[Problem]:
+        """Training problems, always in the same order."""
+        ...
+
+    def validation(self) -> list[Problem]:
+        """Validation problems, always in the same order."""
+        ...
+
+
+class PromptDataModule(LightningDataModule):
+    """Serves ``list[Prompt]``: shuffled for ever in training, in order once in validation, test and prediction.
+
+    A prompt that is too long is never cut: it would lose its question or its instructions. It is dropped and counted. A
+    training problem whose question is also a validation question is removed and counted.
+
+    Args:
+        source: where the problems come from.
+        tokenizer: folder or hub name of the policy's tokenizer; it must have a chat template.
+        batch_size: training prompts a rollout (P), over all ranks.
+        max_prompt_tokens: longest prompt, in tokens, the chat template included.
+        max_dropped_share: share of the prompts that may be dropped before the run refuses to start.
+        system_prompt: text of a system turn; None leaves the turn to the chat template.
+        question_template: text of the user turn; ``{question}`` stands for the question.
+        val_limit: validate on the first so many problems; None takes all.
+        val_batch_size: prompts a validation batch, on each rank.
+        seed: of the training order.
+
+    Attributes:
+        num_dropped: prompts dropped for their length, "train" and "validation".
+        num_shared: training problems removed because their question is in validation.
+
+    Raises:
+        ValueError: in ``setup``, where there is no data, no chat template, or too much would be dropped.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        tokenizer: str,
+        batch_size: int = 32,
+        max_prompt_tokens: int = 256,
+        max_dropped_share: float = 0.01,
+        system_prompt: str | None = None,
+        question_template: str = "{question}",
+        val_limit: int | None = None,
+        val_batch_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if "{question}" not in question_template:
+            raise ValueError(f"question_template {question_template!r} has no {{question}}")
+        if not 0 <= max_dropped_share <= 1:
+            raise ValueError(f"max_dropped_share is {max_dropped_share}; expected 0 to 1")
+        if val_limit is not None and val_limit < 1:
+            raise ValueError(f"val_limit is {val_limit}; expected at least 1, or null for all")
+        self.source = source
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_dropped_share = max_dropped_share
+        self.system_prompt = system_prompt
+        self.question_template = question_template
+        self.val_limit = val_limit
+        self.val_batch_size = val_batch_size
+        self.seed = seed
+        self.num_dropped: dict[str, int] = {}
+        self.num_shared = 0
+        self._train: list[Prompt] = []
+        self._validation: list[Prompt] = []
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenise what the stage needs; a second call does nothing."""
+        if self._validation and (self._train or stage != "fit"):
+            return
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
+        validation = self.source.validation()
+        self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
+        if stage == "fit":
+            train, self.num_shared = without_shared(self.source.train(), validation)
+            if self.num_shared and not train:
+                raise ValueError(f"all {self.num_shared} training problems are also in validation")
+            if self.num_shared:
+                rank_zero_info(f"data: removed {self.num_shared} training problems that are also in validation")
+            self._train = self._prompts(tokenizer, train, "train")
+
+    def train_dataloader(self) -> TrainLoader:
+        """Batches of this rank, without end."""
+        rank, num_ranks = self._rank()
+        return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
+
+    def val_dataloader(self) -> EvaluationLoader:
+        """The validation prompts of this rank."""
+        rank, num_ranks = self._rank()
+        return EvaluationLoader(self._validation, self.val_batch_size, rank=rank, num_ranks=num_ranks)
+
+    def test_dataloader(self) -> EvaluationLoader:
+        """The validation prompts: a benchmark is a source whose validation side is the benchmark."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvaluationLoader:
+        """The validation prompts."""
+        return self.val_dataloader()
+
+    def _rank(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str) -> list[Prompt]:
+        if not problems:
+            raise ValueError(f"{type(self.source).__name__} gives no {side} problems")
+        questions = [problem.question for problem in problems]
+        rows = encode(tokenizer, questions, system_prompt=self.system_prompt, question_template=self.question_template)
+        check_lengths(
+            [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
+        )
+        prompts = [
+            Prompt(tuple(row), problem.answer)
+            for row, problem in zip(rows, problems, strict=True)
+            if len(row) <= self.max_prompt_tokens
+        ]
+        self.num_dropped[side] = len(rows) - len(prompts)
+        rank_zero_info(
+            f"data: {len(prompts)} {side} prompts; dropped {self.num_dropped[side]} of more than "
+            f"{self.max_prompt_tokens} tokens"
+        )
+        return prompts
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[str],
+    *,
+    system_prompt: str | None = None,
+    question_template: str = "{question}",
+) -> list[list[int]]:
+    """Tokens of the chat prompt of each question, ready for the assistant's answer.
+
+    Args:
+        tokenizer: with a chat template.
+        questions: as the data set has them.
+        system_prompt: text of a system turn; None leaves the turn to the chat template.
+        question_template: text of the user turn; ``{question}`` stands for the question.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; use an instruction-tuned model's"
+        )
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    texts = [
+        # replace, not format: a question or a template may hold braces of its own
+        str(
+            tokenizer.apply_chat_template(
+                [*system, {"role": "user", "content": question_template.replace("{question}", question)}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        )
+        for question in questions
+    ]
+    return tokenizer(texts, add_special_tokens=False).input_ids  # the template has written the special tokens
+
+
+def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
+    """Refuse to go on where more prompts are too long than may be dropped.
+
+    Args:
+        lengths: tokens of each prompt.
+        side: "train" or "validation", for the message.
+        limit: longest prompt that is kept, in tokens.
+        max_dropped_share: of the prompts.
+
+    Raises:
+        ValueError: with the numbers, and the limit that would do.
+    """
+    num_long = sum(length > limit for length in lengths)
+    may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
+    if num_long > may_drop:
+        enough = sorted(lengths, reverse=True)[may_drop]
+        raise ValueError(
+            f"{num_long} of {len(lengths)} {side} prompts ({num_long / len(lengths):.1%}) have more than "
+            f"max_prompt_tokens={limit} tokens, and max_dropped_share={max_dropped_share} lets {may_drop} be dropped; "
+            f"set max_prompt_tokens to {enough} or more (the longest prompt has {max(lengths)}), or raise "
+            "max_dropped_share"
+        )
+
+
+def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
+    """Training problems whose question is not a validation question, and how many were; white space does not count."""
+    seen = {" ".join(problem.question.split()) for problem in validation}
+    kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
+    return kept, len(train) - len(kept)

@@ -1,0 +1,111 @@
+"""Rows of a data set, from a local file or the hub, each with where it stands: what every source reads with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning.pytorch.utilities import rank_zero_info
+
+
+class Row(NamedTuple):
+    """One row as it was stored."""
+
+    where: str
+    """For error messages: file and line, or data set and row."""
+    columns: dict[str, object]
+
+
+def read_rows(path: str, *, split: str, subset: str | None = None) -> Iterator[Row]:
+    """Rows of a .jsonl file, a .parquet file, or a data set of the hub, in their order.
+
+    Args:
+        path: a file, or the name of a data set on the hub (or of a local copy of one).
+        split: of a hub data set; a file has one.
+        subset: of a hub data set.
+
+    Raises:
+        ValueError: there is no such file or data set, or it cannot be read.
+    """
+    if path.endswith(".jsonl"):
+        return jsonl_rows(path)
+    if path.endswith(".parquet"):
+        return _parquet_rows(path)
+    return _hub_rows(path, split=split, subset=subset)
+
+
+def jsonl_rows(path: str) -> Iterator[Row]:
+    """Rows of a JSON Lines file. Blank lines are skipped and counted; numbers keep the digits they are written with.
+
+    Raises:
+        ValueError: the file is missing or not UTF-8, or a line is not a JSON object.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"data file {path} does not exist")
+    num_blank = 0
+    with open(path, encoding="utf-8-sig") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(f"{path}:{number}", _parse(line, f"{path}:{number}"))
+                else:
+                    num_blank += 1
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data file {path} is not UTF-8: {error}") from error
+    if num_blank:
+        rank_zero_info(f"{path}: skipped {num_blank} blank lines")
+
+
+def text(row: Row, column: str) -> str:
+    """The text or number in a column, as text.
+
+    Raises:
+        ValueError: the row has no such column, or it holds something else or nothing.
+    """
+    if column not in row.columns:
+        raise ValueError(f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}")
+    value = row.columns[column]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected text or a number")
+    if not str(value).strip():
+        raise ValueError(f"{row.where}: column {column!r} is empty")
+    return str(value)
+
+
+def in_share(question: str, share: float) -> bool:
+    """Whether a question falls into a share of all questions: a function of its text, so equal ones stay together."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return int.from_bytes(digest[:8], "little") < share * 2**64
+
+
+def _parquet_rows(path: str) -> Iterator[Row]:
+    from pyarrow import parquet  # heavy, and files of this kind are rare
+
+    if not Path(path).is_file():
+        raise ValueError(f"data file {path} does not exist")
+    for number, columns in enumerate(parquet.read_table(path).to_pylist()):
+        yield Row(f"{path}, row {number}", columns)
+
+
+def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
+    from datasets import load_dataset  # heavy, and not needed for local files
+
+    try:
+        table = load_dataset(name, subset, split=split)  # code of the repository is never run
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(f"cannot load {name}: {error}; a local .jsonl or .parquet file does as well") from error
+    for number, columns in enumerate(table):
+        yield Row(f"{name}, {split} row {number}", dict(columns))
+
+
+def _parse(line: str, where: str) -> dict[str, object]:
+    try:
+        row = json.loads(line, parse_float=str)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {line.strip()[:60]} is not a JSON object")
+    return row

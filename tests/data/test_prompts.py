@@ -1,0 +1,255 @@
+"""The data module: one template, nothing cut, nothing lost in silence, and a run that resumes where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import AutoTokenizer
+
+from datamodules.arithmetic import Arithmetic
+from datamodules.prompts import PromptDataModule, check_lengths, encode, without_shared
+from datamodules.table import Table
+from qerl_pl.tools.tiny import make_tokenizer
+from qerl_pl.types import Problem, Prompt
+
+
+class Fixed:
+    """A source of given problems."""
+
+    def __init__(self, train: list[Problem], validation: list[Problem]) -> None:
+        self._train, self._validation = train, validation
+
+    def train(self) -> list[Problem]:
+        return self._train
+
+    def validation(self) -> list[Problem]:
+        return self._validation
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(path)
+    # The class is looked up by the model's type, as it is beside a model.
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return str(path)
+
+
+def problems(num: int, start: int = 0) -> list[Problem]:
+    return [Problem(f"{number}+1=?", str(number + 1)) for number in range(start, start + num)]
+
+
+def module(tokenizer: str, train: list[Problem], validation: list[Problem], **settings) -> PromptDataModule:
+    data = PromptDataModule(Fixed(train, validation), tokenizer, **settings)
+    data.setup("fit")
+    return data
+
+
+def test_a_question_gives_the_same_tokens_in_training_and_in_evaluation(tokenizer_path):
+    settings = {"batch_size": 4, "question_template": "Compute {question}", "system_prompt": "Think."}
+    train = module(tokenizer_path, problems(4), problems(1, start=90), **settings)
+    evaluation = module(tokenizer_path, problems(4, start=90), problems(4), **settings)
+    assert sorted(next(iter(train.train_dataloader()))) == sorted(next(iter(evaluation.val_dataloader())))
+
+
+def test_prompts_are_what_the_chat_template_says(tokenizer_path):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    (row,) = encode(tokenizer, ["1+1=?"], system_prompt="Be brief.", question_template="Q: {question}")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 1+1=?"}]
+    assert row == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(row).endswith("<|im_start|>assistant\n")
+
+
+def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    (row,) = encode(tokenizer, [r"\frac{1}{2} {question} {0}"], question_template=r"\boxed{} {x}: {question}")
+    assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in tokenizer.decode(row)
+
+
+def test_long_prompts_are_dropped_whole_and_counted(tokenizer_path):
+    short, long = problems(99), [Problem("1+" * 200, "?")]
+    data = module(tokenizer_path, short + long, problems(8, start=500), batch_size=99, max_prompt_tokens=64)
+    assert data.num_dropped == {"train": 1, "validation": 0}
+    (batch,) = data.train_dataloader()
+    assert sorted(prompt.answer for prompt in batch) == sorted(problem.answer for problem in short)
+
+
+def test_the_run_refuses_to_start_where_too_much_would_be_dropped(tokenizer_path):
+    long = [Problem("1+" * 200, "?")] * 2
+    with pytest.raises(ValueError, match=r"2 of 100 train prompts \(2.0%\) have more than max_prompt_tokens=64"):
+        module(tokenizer_path, problems(98) + long, problems(8, start=500), max_prompt_tokens=64)
+    with pytest.raises(ValueError, match=r"2 of 10 validation prompts"):
+        module(tokenizer_path, problems(98), problems(8, start=500) + long, max_prompt_tokens=64)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_the_limit_that_is_advised_is_the_lowest_that_works(share):
+    lengths = [number % 37 + 10 for number in range(200)]
+    with pytest.raises(ValueError, match="set max_prompt_tokens to") as error:
+        check_lengths(lengths, "train", limit=9, max_dropped_share=share)
+    advised = int(str(error.value).split("set max_prompt_tokens to ")[1].split()[0])
+    check_lengths(lengths, "train", limit=advised, max_dropped_share=share)
+    with pytest.raises(ValueError, match="set max_prompt_tokens to"):
+        check_lengths(lengths, "train", limit=advised - 1, max_dropped_share=share)
+
+
+def test_validation_questions_leave_training(tokenizer_path):
+    data = module(tokenizer_path, problems(10), problems(3) + [Problem(" 4+1=?\n", "5")], batch_size=6)
+    assert data.num_shared == 4
+    (batch,) = data.train_dataloader()
+    assert sorted(prompt.answer for prompt in batch) == ["10", "4", "6", "7", "8", "9"]
+
+
+def test_shared_questions_are_found_beyond_the_validation_limit(tokenizer_path):
+    data = module(tokenizer_path, problems(10), problems(3), batch_size=7, val_limit=1)
+    assert data.num_shared == 3
+    assert [len(batch) for batch in data.val_dataloader()] == [1]
+
+
+def test_problems_that_share_nothing_are_all_kept():
+    assert without_shared(problems(5), problems(5, start=5)) == (problems(5), 0)
+
+
+@pytest.mark.parametrize(("train", "validation", "side"), [([], problems(1), "train"), (problems(1), [], "validation")])
+def test_empty_data_is_refused(tokenizer_path, train, validation, side):
+    with pytest.raises(ValueError, match=f"Fixed gives no {side} problems"):
+        module(tokenizer_path, train, validation)
+
+
+def test_training_problems_that_are_all_in_validation_are_refused(tokenizer_path):
+    with pytest.raises(ValueError, match="all 4 training problems are also in validation"):
+        module(tokenizer_path, problems(4), problems(6))
+
+
+def test_a_batch_larger_than_the_data_is_refused(tokenizer_path):
+    data = module(tokenizer_path, problems(3), problems(1, start=9), batch_size=4)
+    with pytest.raises(ValueError, match="batch_size is 4 but there are only 3 training prompts"):
+        data.train_dataloader()
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode(tokenizer, ["1+1=?"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"question_template": "Q"}, "has no {question}"),
+        ({"max_dropped_share": 1.5}, "max_dropped_share is 1.5"),
+        ({"val_limit": 0}, "val_limit is 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(Arithmetic(), "tokenizer", **settings)
+
+
+def test_validation_alone_reads_no_training_data(tokenizer_path, tmp_path):
+    rows = [json.dumps({"question": problem.question, "answer": problem.answer}) for problem in problems(5)]
+    (tmp_path / "v.jsonl").write_text("\n".join(rows))
+    data = PromptDataModule(Table(str(tmp_path / "missing.jsonl"), str(tmp_path / "v.jsonl")), tokenizer_path)
+    data.setup("validate")
+    for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+        assert [prompt.answer for batch in loader for prompt in batch] == ["1", "2", "3", "4", "5"]
+    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
+        data.setup("fit")
+
+
+def parse(**init) -> PromptDataModule:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    config = {"data": {"class_path": "datamodules.prompts.PromptDataModule", "init_args": init}}
+    return parser.instantiate_classes(parser.parse_object(config))["data"]
+
+
+def test_a_source_is_chosen_by_its_class_path(tokenizer_path):
+    source = {"class_path": "datamodules.arithmetic.Arithmetic", "init_args": {"num_train": 40}}
+    data = parse(source=source, tokenizer=tokenizer_path)
+    data.setup("fit")
+    assert len(data.train_dataloader().prompts) == 40
+
+
+def test_a_misspelt_setting_or_a_class_that_is_no_source_is_refused():
+    arithmetic = {"class_path": "datamodules.arithmetic.Arithmetic"}
+    with pytest.raises(ArgumentError, match="max_promt_tokens"):
+        parse(source=arithmetic, tokenizer="t", max_promt_tokens=3)
+    with pytest.raises(ArgumentError, match="num_trian"):
+        parse(source=arithmetic | {"init_args": {"num_trian": 3}}, tokenizer="t")
+    with pytest.raises(ArgumentError, match="PromptSource"):
+        parse(source={"class_path": "datamodules.prompts.PromptDataModule"}, tokenizer="t")
+
+
+class Recorder(LightningModule):
+    """Takes one optimizer step a batch by hand and remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[list[str]] = []
+        self.validated: list[str] = []
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        self.seen.append([prompt.answer for prompt in batch])
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        self.manual_backward(self.weight.square())
+        optimizer.step()
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        self.validated.extend(prompt.answer for prompt in batch)
+
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[str]:
+        return [prompt.answer for prompt in batch]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, tokenizer: str, max_steps: int) -> Recorder:
+    recorder = Recorder()
+    data = PromptDataModule(Arithmetic(num_train=13, num_validation=5), tokenizer, batch_size=4, val_batch_size=2)
+    trainer = Trainer(
+        max_epochs=-1,
+        max_steps=max_steps,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=0, save_last=True)],
+    )
+    trainer.fit(recorder, data, ckpt_path="last", weights_only=True)
+    return recorder
+
+
+def test_a_run_stopped_after_any_step_resumes_with_the_prompts_that_come_next(tokenizer_path, tmp_path):
+    straight = fit(tmp_path / "straight", tokenizer_path, max_steps=8)  # 3 batches an epoch
+    assert len(straight.seen) == 8
+    assert straight.validated == [problem.answer for problem in Arithmetic(num_validation=5).validation()] * 4
+    for cut in range(1, 8):
+        first = fit(tmp_path / str(cut), tokenizer_path, max_steps=cut)
+        second = fit(tmp_path / str(cut), tokenizer_path, max_steps=8)
+        assert first.seen + second.seen == straight.seen
+
+
+def test_prediction_serves_the_validation_prompts_in_order(tokenizer_path, tmp_path):
+    data = PromptDataModule(Arithmetic(num_validation=5), tokenizer_path, val_batch_size=2)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    predicted = trainer.predict(Recorder(), data)
+    assert predicted is not None
+    assert [answer for batch in predicted for answer in batch] == [
+        problem.answer for problem in Arithmetic(num_validation=5).validation()
+    ]

@@ -1,0 +1,149 @@
+"""Sources of problems: generated arithmetic, tables, GSM8K."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from datamodules.arithmetic import Arithmetic
+from datamodules.gsm8k import GSM8K
+from datamodules.table import Table
+from qerl_pl.types import Problem
+
+DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not in {DATA}; set QERL_DATA")
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def row(**columns: object) -> str:
+    return json.dumps(columns, ensure_ascii=False)
+
+
+def test_arithmetic_shares_no_problem_between_its_sides_whatever_the_seeds():
+    train = {problem.question for problem in Arithmetic(seed=0).train()}
+    validation = {problem.question for seed in range(5) for problem in Arithmetic(seed=seed).validation()}
+    assert len(train) == 8192
+    assert not train & validation
+
+
+def test_arithmetic_repeats_itself_for_a_seed_and_not_for_another():
+    assert Arithmetic(seed=1, num_train=50).train() == Arithmetic(seed=1, num_train=50).train()
+    assert Arithmetic(seed=1, num_train=50).train() != Arithmetic(seed=2, num_train=50).train()
+
+
+def test_more_arithmetic_than_there_is_is_refused():
+    with pytest.raises(
+        ValueError, match=r"1000000 different validation problems were asked for; about [23]\d\d\d exist"
+    ):
+        Arithmetic(num_validation=10**6).validation()
+
+
+@needs_data
+def test_gsm8k_has_its_published_size_and_numeric_answers():
+    source = GSM8K(str(DATA / "gsm8k_train.jsonl"), str(DATA / "gsm8k_test.jsonl"))
+    train, validation = source.train(), source.validation()
+    assert (len(train), len(validation)) == (7473, 1319)
+    assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in train + validation)
+    assert train[0] == Problem(train[0].question, "72")
+    assert train[0].question.startswith("Natalia sold clips to 48 of her friends")
+
+
+def test_gsm8k_takes_the_last_marked_answer_without_commas(tmp_path):
+    path = write(tmp_path / "t.jsonl", row(question="q", answer="#### 5 is not it\n#### 1,234 "))
+    assert GSM8K(path, path).train() == [Problem("q", "1234")]
+
+
+def test_a_gsm8k_solution_without_an_answer_is_named(tmp_path):
+    path = write(tmp_path / "t.jsonl", row(question="q", answer="#### 1"), row(question="q", answer="forty"))
+    with pytest.raises(ValueError, match=r"t\.jsonl:2: the solution has no final answer"):
+        GSM8K(path, path).train()
+
+
+def test_a_table_reads_the_named_columns_and_keeps_digits_as_written(tmp_path):
+    path = write(
+        tmp_path / "t.jsonl",
+        row(ask="a {b} \u2028 c", gold="x"),
+        "",
+        '{"ask": "d", "gold": 27.10}',
+        row(ask="e", gold=7),
+    )
+    found = Table(path, path, question="ask", answer="gold").train()
+    assert found == [Problem("a {b} \u2028 c", "x"), Problem("d", "27.10"), Problem("e", "7")]
+
+
+def test_blank_lines_are_counted(tmp_path, capsys, caplog):
+    path = write(tmp_path / "t.jsonl", "", row(question="q", answer="a"), "   ")
+    with caplog.at_level("INFO"):
+        Table(path, path).train()
+    assert "skipped 2 blank lines" in caplog.text + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (row(question="q"), "no column 'answer'; the row has 'question'"),
+        (row(question="q", answer=None), "column 'answer' is None; expected text or a number"),
+        (row(question="q", answer=True), "column 'answer' is True; expected text or a number"),
+        (row(question="q", answer=["a"]), "column 'answer' is .'a'.; expected text or a number"),
+        (row(question=" ", answer="a"), "column 'question' is empty"),
+        ('["q", "a"]', "is not a JSON object"),
+        ('{"question": "q", ', "not JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, line, message):
+    path = write(tmp_path / "t.jsonl", row(question="q", answer="a"), "", line)
+    with pytest.raises(ValueError, match=rf"t\.jsonl:3: .*{message}"):
+        Table(path, path).train()
+
+
+def test_a_file_that_is_missing_or_not_utf8_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl does not exist"):
+        Table(str(tmp_path / "nowhere.jsonl"), validation_share=0.5).train()
+    with pytest.raises(ValueError, match=r"nowhere\.parquet does not exist"):
+        Table(str(tmp_path / "nowhere.parquet"), validation_share=0.5).train()
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "\u00e9", "answer": "a"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+        Table(str(tmp_path / "latin.jsonl"), validation_share=0.5).train()
+
+
+def test_a_validation_share_splits_by_question_whatever_the_order(tmp_path):
+    rows = [row(question=f"q{number % 900}", answer="a") for number in range(1000)]
+    source = Table(write(tmp_path / "a.jsonl", *rows), validation_share=0.2)
+    backwards = Table(write(tmp_path / "b.jsonl", *reversed(rows)), validation_share=0.2)
+    train, validation = source.train(), source.validation()
+    assert len(train) + len(validation) == 1000
+    assert 140 < len(validation) < 260
+    assert not set(train) & set(validation)
+    assert set(backwards.validation()) == set(validation)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
+def test_a_share_that_leaves_a_side_empty_is_refused(share):
+    with pytest.raises(ValueError, match="validation_share"):
+        Table("t.jsonl", validation_share=share)
+
+
+def test_a_table_needs_one_way_to_validate(tmp_path):
+    with pytest.raises(ValueError, match="one of them"):
+        Table("t.jsonl")
+    with pytest.raises(ValueError, match="one of them"):
+        Table("t.jsonl", "v.jsonl", validation_share=0.1)
+
+
+def test_a_parquet_file_gives_what_the_same_json_lines_give(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"question": ["a", "b"], "answer": ["1", "2"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    lines = [row(question=q, answer=a) for q, a in zip(columns["question"], columns["answer"], strict=True)]
+    path = write(tmp_path / "t.jsonl", *lines)
+    assert Table(str(tmp_path / "t.parquet"), path).train() == Table(path, path).train()

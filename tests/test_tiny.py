@@ -1,0 +1,212 @@
+"""The small policy: generated problems, the careless solver, the tokenizer, and the folder that is written."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, is_validation, question, solution, value
+from qerl_pl.tools import tiny
+
+seeds = st.integers(0, 2**31)
+
+
+def step_results(text: str) -> list[tuple[int, str, int, int]]:
+    """(total before, sign, operand, total after) of every line of work."""
+    found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", text)
+    return [(int(before), sign, int(operand), int(after)) for before, sign, operand, after in found]
+
+
+@given(seeds, st.booleans())
+def test_expressions_keep_their_rules(seed, validation):
+    expression = draw_expression(random.Random(seed), validation=validation)
+    assert re.fullmatch(r"[1-9]([+-][1-9]){2,3}", expression)
+    assert is_validation(expression) == validation
+    totals = [after for *_, after in step_results(solution(expression))]
+    assert all(0 <= total <= 99 for total in totals)
+
+
+@given(seeds)
+def test_the_right_solution_adds_up_line_by_line_to_the_value(seed):
+    expression = draw_expression(random.Random(seed), validation=False)
+    steps = step_results(solution(expression))
+    for before, sign, operand, after in steps:
+        assert after == (before + operand if sign == "+" else before - operand)
+    assert [steps[0][0], *(after for *_, after in steps)][1:-1] == [before for before, *_ in steps][1:]
+    assert solution(expression).endswith(f"<answer>{value(expression)}</answer>")
+    assert value(expression) == steps[-1][3]
+
+
+@given(seeds)
+def test_a_careless_step_is_ten_too_high_exactly_where_the_tens_digit_changes(seed):
+    expression = draw_expression(random.Random(seed), validation=False)
+    for before, sign, operand, after in step_results(solution(expression, careless=lambda: True)):
+        right = before + operand if sign == "+" else before - operand
+        assert after - right == (10 if right // 10 != before // 10 else 0)
+
+
+def test_the_format_is_the_one_that_rewards_read():
+    assert solution("7+5-3+8") == "<think>7+5=12\n12-3=9\n9+8=17</think><answer>17</answer>"
+    assert solution("7+5-3+8", careless=lambda: True) == "<think>7+5=22\n22-3=29\n29+8=47</think><answer>47</answer>"
+    assert question("7+5-3+8") == "7+5-3+8=?"
+
+
+def test_errors_never_cancel_to_a_right_answer():
+    for expression in distinct_expressions(300, seed=0, validation=True):
+        for pattern in product((False, True), repeat=3):
+            slips = iter(pattern)
+            text = solution(expression, careless=lambda slips=slips: next(slips))
+            assert (f"<answer>{value(expression)}</answer>" in text) == (text == solution(expression))
+
+
+def test_drawing_problems_is_repeatable_and_has_no_repeats():
+    drawn = distinct_expressions(500, seed=3, validation=True)
+    assert drawn == distinct_expressions(500, seed=3, validation=True)
+    assert len(set(drawn)) == 500
+    assert drawn != distinct_expressions(500, seed=4, validation=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "policy"
+    tiny.make_tiny(path, seed=5, sft_steps=0)
+    return path
+
+
+def test_the_folder_is_an_ordinary_checkpoint(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = model.config
+    assert config.model_type == "qwen2"
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (128, 2, 4)
+    assert (config.num_key_value_heads, config.intermediate_size, config.vocab_size) == (2, 384, 272)
+    assert config.max_position_embeddings == 2048
+    assert not config.tie_word_embeddings
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(464_000, rel=1e-3)
+    assert len(tokenizer) <= config.vocab_size
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.eos_token_id == tokenizer.eos_token_id == tiny.END_ID
+    assert generation.pad_token_id == tokenizer.pad_token_id == tiny.PAD_ID
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7+5=12\n", " \t\r\n  x", "h\u00e9 \u65e5\u672c \U0001f642", "<thin", "a</think ><answer>"]
+)
+def test_any_text_survives_the_saved_tokenizer(folder, text):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(text).input_ids
+    assert tokenizer.decode(tokens) == text
+    assert tokens == tiny.make_tokenizer()(text).input_ids
+
+
+def test_a_byte_is_a_token_and_so_is_a_tag_which_decoding_keeps(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "<think>7+5=12</think><answer>12</answer>"
+    tokens = tokenizer(text + tiny.END).input_ids
+    assert len(tokens) == 4 + len("7+5=12") + len("12") + 1
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == text
+
+
+def test_the_loss_falls_on_the_solution_and_its_end_alone():
+    tokenizer = tiny.make_tokenizer()
+    expressions = ["7+5-3", "7+5-3+8"]
+    solutions = [solution(expression) for expression in expressions]
+    tokens, mask = tiny.encode(tokenizer, expressions, solutions)
+    for row, sampled, text, expression in zip(tokens, mask, solutions, expressions, strict=True):
+        assert tokenizer.decode(row[sampled]) == text + tiny.END
+        chat = [{"role": "user", "content": question(expression)}]
+        assert row.tolist()[: int(sampled.int().argmax())] == tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
+
+
+def test_reproduces_says_what_greedy_generation_writes():
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.random_model(tokenizer, seed=0)
+    expressions, learnt = ["1+2+3", "9-8+7"], [solution("1+2+3"), solution("9-8+7", careless=lambda: True)]
+    tokens, mask = tiny.encode(tokenizer, expressions, learnt)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(80):  # enough to know two rows by heart
+        loss = F.cross_entropy(model(tokens).logits[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tiny.reproduces(model, tokenizer, expressions, learnt).tolist() == [True, True]
+    assert tiny.reproduces(model, tokenizer, expressions, learnt[::-1]).tolist() == [False, False]
+    generator: Any = model  # the type of generate's self asks for attributes that no model declares
+    for row, sampled, text in zip(tokens, mask, learnt, strict=True):
+        prompt = row[None, : int(sampled.int().argmax())]
+        written = generator.generate(prompt, max_new_tokens=60, do_sample=False)[0, prompt.shape[1] :]
+        assert tokenizer.decode(written) == text + tiny.END
+
+
+def test_weights_are_a_function_of_the_seed_and_the_global_stream_is_left_alone(tmp_path):
+    before = torch.random.get_rng_state()
+    tokenizer = tiny.make_tokenizer()
+    made = []
+    for noise, seed in ((1, 0), (2, 0), (3, 1)):
+        torch.manual_seed(noise)
+        random.seed(noise)
+        model = tiny.random_model(tokenizer, seed=seed)
+        tiny.fine_tune(model, tokenizer, seed=seed, steps=2)
+        made.append(torch.cat([weight.flatten() for weight in model.parameters()]))
+        assert torch.equal(torch.random.get_rng_state(), torch.manual_seed(noise).get_state())
+    torch.random.set_rng_state(before)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_a_finished_folder_is_recognised_by_its_settings(folder):
+    assert tiny.is_made(folder, seed=5, sft_steps=0)
+    assert not tiny.is_made(folder, seed=6, sft_steps=0)
+    assert not tiny.is_made(folder, seed=5)
+    assert not tiny.is_made(folder / "nothing", seed=5, sft_steps=0)
+
+
+def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_was(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("keep me")
+    assert tiny.main(["--output", str(tmp_path)]) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        tiny.make_tiny(tmp_path / "mine.txt", sft_steps=0)
+
+
+def test_a_second_run_with_the_same_settings_does_nothing(folder, tmp_path, capsys):
+    finished = shutil.copytree(folder, tmp_path / "policy")
+    record = json.loads((finished / tiny.RECORD).read_text())
+    record["settings"]["sft_steps"] = tiny.SFT_STEPS  # as if it had been trained
+    (finished / tiny.RECORD).write_text(json.dumps(record))
+    before = {path.name: path.stat().st_mtime_ns for path in finished.iterdir()}
+    assert tiny.main(["--output", str(finished), "--seed", "5"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in finished.iterdir()} == before
+    (finished / "model.safetensors").unlink()
+    assert tiny.main(["--output", str(finished), "--seed", "5"]) == 1
+
+
+def test_nothing_is_left_behind_where_the_policy_is_not_good_enough(tmp_path):
+    with pytest.raises(ValueError, match=r"greedy held-out accuracy is 0.000; expected 0.2 to 0.5"):
+        tiny.make_tiny(tmp_path / "policy", sft_steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "skill", "message"),
+    [(0.19, 0.9, "accuracy is 0.190"), (0.51, 0.9, "accuracy is 0.510"), (0.3, 0.84, "skill is 0.840")],
+)
+def test_a_policy_that_would_not_improve_is_refused(accuracy, skill, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.check({"accuracy": accuracy, "skill": skill})
+    tiny.check({"accuracy": 0.3, "skill": 0.9})
