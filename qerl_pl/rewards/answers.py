@@ -10,6 +10,16 @@ Marker = Literal["answer", "boxed", "hash", "any"]
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A line of hashes that goes on with a word or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading.
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)")
+# What may stand between two boxes that are one answer: "$ and $", ", \(", " or $x = ".
+_CONNECTOR = re.compile(
+    r"[\s$\\()\[\]]*(?:,|;|and\b|or\b)[\s$\\()\[\]]*(?:(?:and|or)\b)?[\s$\\()\[\]]*(?:[a-z]\s*=\s*)?"
+)
+_MAX_CONNECTOR = 20  # characters
+_STATED = re.compile(
+    r"\banswer(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=])[\s:*]*(\S[^\n]*)", re.IGNORECASE
+)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$", re.DOTALL)
+_TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -38,22 +48,53 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Inside the last ``\\boxed{...}`` that is closed; of nested boxes the outermost."""
-    opened: list[int | None] = []  # where a box's content starts; None for an ordinary brace
-    answer = None
+    """Inside the last ``\\boxed{...}`` that is closed; of nested boxes the outermost.
+
+    Boxes with only ``,``, ``and`` or ``or`` between them are one answer with several values.
+    """
+    opened: list[tuple[int, int] | None] = []  # where a box and its content start; None for an ordinary brace
+    boxes: list[tuple[int, int, str]] = []  # start, end, content
     for token in _BRACE.finditer(text):
         if token.group().endswith("{") and len(token.group()) > 2:
-            opened.append(token.end())
+            opened.append((token.start(), token.end()))
         elif token.group() == "{":
             opened.append(None)
         elif token.group() == "}" and opened:
-            start = opened.pop()
-            if start is not None:
-                answer = text[start : token.start()].strip()
-    return answer
+            box = opened.pop()
+            if box is not None:
+                boxes = [inner for inner in boxes[-8:] if inner[0] < box[0]]
+                boxes.append((box[0], token.end(), text[box[1] : token.start()].strip()))
+    if not boxes:
+        return None
+    values = [boxes[-1][2]]
+    for before, after in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+        between = text[before[1] : after[0]]
+        if len(between) > _MAX_CONNECTOR or not _CONNECTOR.fullmatch(between):
+            break
+        values.insert(0, before[2])
+    return ", ".join(dict.fromkeys(values))
 
 
 def last_hash(text: str) -> str | None:
     """The rest of the line after the last ``####`` that is not a heading."""
     found = _HASH.findall(text)
     return found[-1].strip() if found else None
+
+
+def stated_answer(text: str) -> str | None:
+    """What follows the last "answer is" or "answer:", to the end of its sentence."""
+    found = _STATED.findall(_final_part(text))
+    if not found:
+        return None
+    return re.split(r"\.\s+(?=[A-Z])|\.\W*$", found[-1], maxsplit=1)[0].strip() or None
+
+
+def last_math(text: str) -> str | None:
+    """The last expression between math delimiters."""
+    found = [next(filter(None, groups)).strip() for groups in _MATH.findall(_final_part(text))]
+    return next((math for math in reversed(found) if math), None)
+
+
+def _final_part(text: str) -> str:
+    """After the thoughts, if there are any, and near the end."""
+    return text.rpartition("</think>")[2][-_TAIL:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from qerl_pl.rewards.answers import Marker, marked_answer
-from qerl_pl.rewards.numbers import last_number, parse_number
-from qerl_pl.rewards.verdict import Verdict
+from qerl_pl.rewards.answers import Marker, last_boxed, last_math, marked_answer, stated_answer
+from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, parse_number
+from qerl_pl.rewards.verdict import Verdict, no_progress
+from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
 
 
@@ -19,38 +20,137 @@ class NumericAnswer:
 
     Args:
         marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, or any of the three.
-        fallback: what counts when nothing readable is marked: nothing, or the last number of the text. The latter
-            agrees with how people label free-form solutions, but teaches a policy no format.
+        fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its
+            last number. The latter agrees with how people label free-form solutions, but teaches a policy no format.
 
     Raises:
         ValueError: ``marker`` or ``fallback`` is not one of the above.
     """
 
     def __init__(self, marker: Marker = "answer", fallback: Literal["none", "last_number"] = "none") -> None:
-        if marker not in get_args(Marker):
-            raise ValueError(f"marker is {marker!r}; expected one of {', '.join(get_args(Marker))}")
-        if fallback not in ("none", "last_number"):
-            raise ValueError(f"fallback is {fallback!r}; expected 'none' or 'last_number'")
+        _check("marker", marker, get_args(Marker))
+        _check("fallback", fallback, ("none", "last_number"))
         self.marker: Marker = marker
         self.fallback = fallback
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        rows = zip(completions, prompts, strict=True)
-        return [self.judge(completion.text, prompt.answer).score for completion, prompt in rows]
+        texts, answers = [each.text for each in completions], [prompt.answer for prompt in prompts]
+        return [verdict.score for verdict in self.judge(texts, answers)]
 
-    def judge(self, text: str, answer: str) -> Verdict:
-        """Judge one completion's text against the known answer."""
+    def judge(
+        self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
+    ) -> list[Verdict]:
+        """Judge completions' texts against the known answers; ``progress`` is told how many rows just got done."""
+        verdicts = []
+        for text, answer in zip(texts, answers, strict=True):
+            verdicts.append(self._judge(text, answer))
+            progress(1)
+        return verdicts
+
+    def _judge(self, text: str, answer: str) -> Verdict:
         gold = parse_number(answer.rpartition("####")[2])
         if gold is None:
             return Verdict(None, f"the known answer {_short(answer)} is not a number")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(span)
-        if found is None and self.fallback == "last_number":
-            found = last_number(text if span is None else span)
+        if span is None and self.fallback == "last_number":
+            found = _unmarked_number(text)
         if found is None:
             return Verdict(0.0, "no marked answer" if span is None else f"the answer {_short(span)} is not one number")
         right = found.equals(gold)
         return Verdict(float(right), f"{found} {'equals' if right else 'is not'} {gold}")
+
+
+class MathAnswer:
+    """1 if the answer is mathematically equal to the prompt's; else 0. For MATH, BigMath, AIME and their like.
+
+    Only the answer span is compared: a tagged answer, else the last box (with the default marker). Equal are LaTeX and
+    plain forms of numbers, expressions, sets, intervals, points, matrices, equations, several values, choices and
+    words; units do not matter. Verification runs in worker processes. A row that hangs, kills its worker, or whose
+    known answer cannot be read is unscored.
+
+    Args:
+        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, or any: the tag if there is one,
+            else the box, else the line.
+        fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its last
+            formula or number. The latter agrees with how people label solutions, but teaches a policy no format.
+        num_workers: processes; null for one a core, at most 4.
+        time_limit: seconds of processor time a row.
+
+    Raises:
+        ValueError: an argument is not one of the above.
+    """
+
+    def __init__(
+        self,
+        marker: Marker = "any",
+        fallback: Literal["none", "last_math"] = "none",
+        num_workers: int | None = None,
+        time_limit: float = 5.0,
+    ) -> None:
+        _check("marker", marker, get_args(Marker))
+        _check("fallback", fallback, ("none", "last_math"))
+        self.marker: Marker = marker
+        self.fallback = fallback
+        self.verifier = Verifier(num_workers, time_limit)
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+        texts, answers = [each.text for each in completions], [prompt.answer for prompt in prompts]
+        return [verdict.score for verdict in self.judge(texts, answers)]
+
+    def judge(
+        self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
+    ) -> list[Verdict]:
+        """Judge completions' texts against the known answers; ``progress`` is told how many rows just got done."""
+        return judge_spans(self.verifier, [self._span(text) for text in texts], answers, progress)
+
+    def close(self) -> None:
+        """End the worker processes. The next row starts new ones."""
+        self.verifier.close()
+
+    def _span(self, text: str) -> str | None:
+        span = marked_answer(text, self.marker)
+        if span is None and self.fallback == "last_math":
+            number = last_number(text)
+            span = stated_answer(text) or last_math(text) or (None if number is None else str(number))
+        return span
+
+
+def judge_spans(
+    verifier: Verifier,
+    spans: Sequence[str | None],
+    answers: Sequence[str],
+    progress: Callable[[int], object] = no_progress,
+) -> list[Verdict]:
+    """Judge the parts of completions that answer (None: there is none) against the known answers.
+
+    A known answer may be a solution that ends in a box or in GSM8K's ``####``.
+    """
+    verdicts: dict[int, Verdict] = {}
+    rows: dict[int, tuple[str, str]] = {}
+    for index, (span, answer) in enumerate(zip(spans, answers, strict=True)):
+        gold = last_boxed(answer) or answer.rpartition("####")[2].strip()
+        if not 0 < len(gold) <= MAX_ANSWER:
+            verdicts[index] = Verdict(None, f"the known answer {_short(gold)} has {len(gold)} characters")
+        elif span is None:
+            verdicts[index] = Verdict(0.0, "no marked answer")
+        elif len(span) > MAX_ANSWER:
+            verdicts[index] = Verdict(0.0, f"the answer has {len(span)} characters; at most {MAX_ANSWER} are read")
+        else:
+            rows[index] = (gold, span)
+    progress(len(verdicts))
+    verdicts.update(zip(rows, verifier.judge(list(rows.values()), progress), strict=True))
+    return [verdicts[index] for index in range(len(spans))]
+
+
+def _unmarked_number(text: str) -> Number | None:
+    stated = stated_answer(text)
+    return (parse_number(stated) if stated else None) or last_number(text)
+
+
+def _check(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
 
 
 def _short(text: str) -> str:

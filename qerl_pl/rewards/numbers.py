@@ -12,7 +12,7 @@ MAX_EXPONENT = 300  # 1e999999999 is not worth its memory
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)])[-+])?"
+    rf"(?P<sign>(?<![\w)+-])[-+])?"
     rf"(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/))?"
     rf"(?P<top>{_DECIMAL})"
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
@@ -35,7 +35,7 @@ _REWRITES = [
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\!|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\*\*|__|`"), ""),
     (re.compile(r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|~"), " "),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0"), " degrees"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0|\\degree(?![A-Za-z])"), " degrees"),
     (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
     (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\[cdt]?frac\s*(\d)\s*\{?(\d+)\}?"), r"\1/\2"),
@@ -43,11 +43,13 @@ _REWRITES = [
     (re.compile(r"([-+])\s*[$\u20ac\u00a3\u00a5\u20b9]\s*"), r"\1"),
     (re.compile(r"[$\u20ac\u00a3\u00a5\u20b9]"), " "),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
-    # "m2", "cm^{2}", "CO_2": digits that belong to a unit. The letter before them must not follow "x 10".
-    (re.compile(r"(?<=[A-Za-z])[\^_]?\{?-?\d+\}?"), ""),
+    # Digits that belong to a unit or a name: "m2", "cm^{2}", "CO_2".
+    (re.compile(r"(?<=[A-Za-z])(?:\s*[\^_]\s*\{?-?\d+\}?|\d+)"), ""),
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
 ]
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|operatorname)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
+)
 
 
 class Number(NamedTuple):
@@ -86,6 +88,14 @@ def parse_number(text: str) -> Number | None:
     return _value(found[0]) if len(found) == 1 else None
 
 
+def exact_number(text: str) -> Number | None:
+    """The number that ``text`` is, with nothing but white space around it, or None."""
+    if len(text) > MAX_ANSWER:
+        return None
+    match = _NUMBER.fullmatch(plain_text(text).strip())
+    return _value(match) if match else None
+
+
 def last_number(text: str) -> Number | None:
     """The last number in ``text``, whatever stands around it."""
     for line in reversed(text.splitlines()):
@@ -99,7 +109,7 @@ def last_number(text: str) -> Number | None:
 def plain_text(text: str) -> str:
     """``text`` with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
     if not text.isascii():
-        text = _ascii_digits(text)
+        text = ascii_digits(text)
     for _ in range(4):  # wrappers nest: \boxed{\text{18}}
         text = _WRAPPER.sub(r" \1 ", text)
     for pattern, replacement in _REWRITES:
@@ -107,7 +117,8 @@ def plain_text(text: str) -> str:
     return text
 
 
-def _ascii_digits(text: str) -> str:
+def ascii_digits(text: str) -> str:
+    """Digits, powers and fractions of any script in ASCII."""
     text = text.translate(_SUPERSCRIPTS)
     text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")

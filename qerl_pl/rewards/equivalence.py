@@ -1,0 +1,267 @@
+"""Whether two answers are the same: exact rules first, math-verify for what needs algebra.
+
+``judge`` runs in the verifier's worker processes only: algebra on what a model wrote may hang or eat memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import NamedTuple
+
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, I, Set
+
+from qerl_pl.rewards.latex import join_thousands, normalize, split_top, without_choice
+from qerl_pl.rewards.numbers import Number, exact_number
+from qerl_pl.rewards.verdict import Verdict
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
+
+MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
+_NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+_EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
+_SEPARATOR = r",|;|\bor\b|\band\b"
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([A-Za-z, ]+\)|')?|\([A-Za-z](?:,\s*[A-Za-z])+\)"
+_ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in{'(?![A-Za-z])'})\s*(?P<value>.+)$", re.S)
+_RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
+_BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?P<condition>.+?)\\\}$", re.S)
+_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
+_CHOICE = re.compile(r"^\(?([A-K])\)?$")
+_PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
+_TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
+
+
+class Unreadable(ValueError):
+    """A known answer that neither the rules nor math-verify can read."""
+
+
+class _Group(NamedTuple):
+    brackets: str
+    """The enclosing pair, e.g. ``[)``; empty for a bare list."""
+    items: list[str]
+
+
+def judge(gold: str, answer: str) -> Verdict:
+    """Compare a model's answer (the span alone) with the known one.
+
+    Returns:
+        1, 0, or None where the known answer is empty or cannot be read.
+    """
+    if not gold.strip():
+        return Verdict(None, "the known answer is empty")
+    known, found = normalize(gold), normalize(answer)
+    try:
+        right = bool(found) and _same_answer(known, found)
+    except Unreadable as error:
+        return Verdict(None, str(error))
+    return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
+
+
+def _same_answer(gold: str, found: str) -> bool:
+    if _letters(gold) == _letters(found):
+        return True
+    choice = _CHOICE.match(gold)
+    if choice:
+        picked = _PICKED.match(found)
+        return picked is not None and (picked["inner"] or picked["bare"]).upper() == choice[1]
+    if _TIME.search(gold):
+        return False
+    gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
+    if _RELATION.search(gold + found):
+        return _same_relations(gold, found)
+    # "48,384" may be two values whose comma looks as if it grouped digits
+    return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(_letters(gold)) == found)
+
+
+def _letters(text: str) -> str:
+    """Without what typing alone changes: blanks, case, braces around one character of a script."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).lower()
+
+
+def _bare_solutions(text: str) -> str:
+    """Drops set builders around a condition, and what an integer parameter may be."""
+    builder = _BUILDER.match(text)
+    text = builder["condition"] if builder else text
+    return re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
+
+
+def _same_relations(gold: str, found: str) -> bool:
+    """Inequalities against inequalities or against the intervals they describe."""
+    gold, found = _ascending(gold), _ascending(found)
+    if _letters(gold) == _letters(found):
+        return True
+    known, given = _solution_set(gold), _solution_set(found)
+    if known is not None and given is not None:
+        return bool(known == given or known.symmetric_difference(given).is_empty)
+    return _same_by_algebra(gold, found)
+
+
+def _ascending(chain: str) -> str:
+    """``b > a > c`` as ``c<a<b``."""
+    parts = re.split(r"(>|\\geq)", chain)
+    if len(parts) == 1 or "<" in chain or "\\leq" in chain or "," in chain:
+        return chain
+    flipped = [{">": "<", "\\geq": "\\leq "}.get(part, part.strip()) for part in reversed(parts)]
+    return "".join(flipped)
+
+
+def _solution_set(text: str):
+    """The reals that inequalities or intervals in one unknown describe, or None."""
+    conjunction = re.search(r"\band\b", text) is not None
+    union = None
+    for part in split_top(text, _SEPARATOR):
+        part = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", part)
+        parsed = _parse(part)
+        if parsed is None:
+            return None
+        if _RELATION.search(part):
+            if len(parsed.free_symbols) != 1:
+                return None
+            parsed = parsed.as_set()
+        if not isinstance(parsed, Set):
+            return None
+        union = parsed if union is None else union.intersect(parsed) if conjunction else union.union(parsed)
+    return union
+
+
+def _group(text: str) -> _Group:
+    """Takes ``(1,2)``, ``[1,2)``, ``\\{1,2\\}``, a column vector, or a bare list apart."""
+    vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
+    if vector and "\\\\" in vector[1]:
+        return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
+    if text.startswith("\\{") and text.endswith("\\}") and len(split_top(text, _SEPARATOR)) == 1:
+        return _Group("{}", _values(text[2:-2]))
+    if text[:1] in "([" and text[-1:] in ")]" and len(text) > 2:
+        items = split_top(text[1:-1], ",|;")
+        if len(items) > 1 and _balanced(text[1:-1]):
+            return _Group(text[0] + text[-1], items)
+    return _Group("", _values(text))
+
+
+def _values(text: str) -> list[str]:
+    """The members of a bare list; ``1 \\pm 2`` is two of them."""
+    values = []
+    for item in filter(None, split_top(text, _SEPARATOR)):
+        if "\\pm" in item:
+            values += [item.replace("\\pm", upper).replace("\\mp", lower).strip(" +") for upper, lower in ("+-", "-+")]
+        else:
+            values.append(item)
+    return values
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for char in re.findall(r"[()\[\]]", text):
+        depth += 1 if char in "([" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _same_groups(gold: _Group, found: _Group) -> bool:
+    if len(gold.items) != len(found.items):
+        assigned = _ASSIGNMENT.match(found.items[0]) if len(found.items) == 1 else None
+        return assigned is not None and _same_groups(gold, _group(assigned["value"]))
+    ordered = gold.brackets not in ("", "{}") and len(gold.items) > 1
+    if len(gold.items) == 1 and gold.brackets == found.brackets == "":
+        return _same_value(gold.items[0], found.items[0])
+    if gold.brackets == "()" and not found.brackets:
+        found = _by_name(found)
+    elif len(gold.items) > 1 and not _compatible(gold, found):
+        return False
+    pairs = zip(gold.items, found.items, strict=True)
+    if all(_same_groups(_group(known), _group(given)) for known, given in pairs):
+        return True
+    return not ordered and 1 < len(gold.items) <= MAX_ITEMS and _same_unordered(gold.items, found.items)
+
+
+def _compatible(gold: _Group, found: _Group) -> bool:
+    if gold.brackets == found.brackets or {gold.brackets, found.brackets} == {"", "{}"}:
+        return True
+    # (1,2,3), <1,2,3> and [1,2,3] are one vector; with two entries the brackets may tell an interval
+    return len(gold.items) > 2 and {gold.brackets, found.brackets} == {"()", "[]"}
+
+
+def _by_name(found: _Group) -> _Group:
+    """``y=2, x=1`` in the order of a point."""
+    named = [_ASSIGNMENT.match(item) for item in found.items]
+    if not all(named):
+        return found
+    return _Group("", [item for _, item in sorted((each["name"], each["value"]) for each in named if each)])
+
+
+def _same_unordered(gold: list[str], found: list[str]) -> bool:
+    left = list(found)
+    for known in gold:
+        match = next((given for given in left if _same_groups(_group(known), _group(given))), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _same_value(gold: str, found: str) -> bool:
+    """Two single values: numbers exactly, words as words, the rest by algebra."""
+    if _letters(gold) == _letters(found):
+        return True
+    gold, found = _sides(gold, found)
+    known, given = exact_number(gold), exact_number(found)
+    if isinstance(known, Number) and isinstance(given, Number):
+        return known.equals(given)
+    if _letters(gold) == _letters(found):
+        return True
+    if _is_text(gold):
+        return False
+    return _same_by_algebra(gold, found)
+
+
+def _sides(gold: str, found: str) -> tuple[str, str]:
+    """Reduces ``x = 5`` to 5 where the other side says only 5, and both where they name the same."""
+    found = _exact_part(found, decimal=re.fullmatch(r"-?\d*\.\d+", gold) is not None)
+    known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
+    if known and given:
+        if _letters(known["name"]) == _letters(given["name"]) or "(" in known["name"] + given["name"]:
+            return known["value"], given["value"].rsplit("=", 1)[-1].strip()
+        return gold, found
+    if known and "=" not in found:
+        return known["value"], found
+    if "=" in found and "=" not in gold:
+        first, _, last = found.rpartition("=")
+        return gold, first if re.fullmatch(r"\s*[a-zA-Z]\s*", last) and not re.fullmatch(
+            r"[a-zA-Z]", gold
+        ) else last.strip()
+    return gold, found
+
+
+def _exact_part(text: str, *, decimal: bool) -> str:
+    """Of ``1/3 \\approx 0.333`` the exact side, or the decimal one if that is what the known answer is."""
+    parts = re.split(r"\\approx", text)
+    if len(parts) != 2 or not re.search(r"\d", parts[0]):
+        return parts[-1].strip()
+    return parts[1 if decimal else 0].strip()
+
+
+def _is_text(text: str) -> bool:
+    """Words, not a product of one-letter variables."""
+    return _WORDS.match(text) is not None and any(len(word) > 3 for word in re.findall(r"[A-Za-z]+", text))
+
+
+def _same_by_algebra(gold: str, found: str) -> bool:
+    known = _parse(gold)
+    if known is None:
+        raise Unreadable(f"the known answer {gold!r} cannot be read, so {found!r} cannot be compared with it")
+    given = _parse(found)
+    return given is not None and verify(known, given, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _parse(text: str):
+    """math-verify's reading of one expression, or None. Its own time limit needs signals: the worker has a better."""
+    found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
+    if not found:
+        return None
+    if not isinstance(found[0], Basic):
+        return found[0]
+    return found[0].subs({symbol: I for symbol in found[0].free_symbols if str(symbol) == "i"})

@@ -1,0 +1,212 @@
+"""Brings answers written in LaTeX, Unicode or words to one plain form. Strings in, strings out, no evaluation."""
+
+from __future__ import annotations
+
+import re
+
+from qerl_pl.rewards.answers import last_boxed
+from qerl_pl.rewards.numbers import ascii_digits
+
+_UNICODE = str.maketrans(
+    {
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u2264": "\\leq ",
+        "\u2265": "\\geq ",
+        "\u2260": "\\neq ",
+        "\u00d7": "\\times ",
+        "\u00f7": "/",
+        "\u00b7": "\\cdot ",
+        "\u22c5": "\\cdot ",
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u00b0": "^\\circ ",
+        "\u00b1": "\\pm ",
+        "\u222a": "\\cup ",
+        "\u2229": "\\cap ",
+        "\u2208": "\\in ",
+        "\u2205": "\\emptyset ",
+        "\u211d": "\\mathbb{R}",
+        "\u2124": "\\mathbb{Z}",
+        "\u03b8": "\\theta ",
+        "\u03b1": "\\alpha ",
+        "\u03b2": "\\beta ",
+        "\u2248": "\\approx ",
+        "\u20ac": "\\$",
+        "\u00a3": "\\$",
+    }
+)
+_END = r"(?![A-Za-z])"  # of a command's name
+_NAMES = {
+    "dfrac|tfrac|cfrac": "frac",
+    "dbinom|tbinom": "binom",
+    "le|leqslant|leqq": "leq",
+    "ge|geqslant|geqq": "geq",
+    "ne": "neq",
+    "lt": "<",
+    "gt": ">",
+    "mid|vert|lvert|rvert": "|",
+    "lbrace": "{",
+    "rbrace": "}",
+    "langle|lparen": "(",
+    "rangle|rparen": ")",
+    "colon": ":",
+    "varnothing": "emptyset",
+    "backslash": "setminus",
+    "overrightarrow": "vec",
+    "simeq|cong": "approx",
+    "imath": "i",
+    "degree": "^\\circ ",
+    "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|rm|bf|emph": "text",
+}
+_BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not commands
+_STYLE = re.compile(
+    rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol){_END}\.?|\\!"
+)
+_SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
+_SHORT_UNITS = (
+    r"(?:sq(?:uare)?\.?|cubic)?\s*"
+    r"(?:cm|mm|km|dm|nm|kg|mg|ml|mL|ft|in|yd|mi|hr|hrs|min|sec|mph|kmh|km/h|kph|m/s|cm/s|miles?/h(?:our)?|rad|cc|lbs?|oz)"
+)
+_LONG_UNITS = r"(?:(?!alpha|beta|gamma|delta|theta|infty|sqrt)[A-Za-z]{4,}|an?|the|of|per|in|for|each)\b"
+_UNITS = re.compile(
+    rf"(?<=[\d}})%])\s*(?:{_SHORT_UNITS}\.?|(?<=\d)\s+m(?=\^)|(?<=\\pi)\s+m(?=\^)|{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
+    rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
+)
+_TEXT_UNIT = re.compile(
+    r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
+    r"\s*(?:[/*]|\\cdot)?\s*\\text\{(?!\s*(?:and|or|[ap]\.?\s?m)\b)[^{}]*\}(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
+)
+_PREFIX = re.compile(
+    r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
+    r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice)\b[,: ]*)+)\s*:?\s*(?=\S)",
+    re.IGNORECASE,
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
+
+
+def normalize(text: str) -> str:
+    """One plain form of an answer: delimiters, style, spacing, units, currency and prose around it are gone.
+
+    Kept are commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%``. Two answers that differ
+    only in how they are typed have the same form; the reverse need not hold.
+    """
+    text = _commands(text)
+    text = _unwrap(text)
+    text = re.sub(r"(?<!\\)\$\s*([,;])\s*\$", r"\1 ", text)
+    text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
+    text = _unwrap(text)
+    text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
+    text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|percent)\s*\}|\bpercent\b", r"\\%", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", r" \1m", text, flags=re.IGNORECASE)
+    text = text.replace(":00 ", " ")
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
+    text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
+    text = _TEXT_UNIT.sub("", text)
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
+    text = _UNITS.sub("", text)
+    text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
+    text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
+    return join_thousands(_fractions(text)).strip()
+
+
+def split_top(text: str, separator: str) -> list[str]:
+    """Split at matches of the regex ``separator`` that stand outside brackets and braces."""
+    parts, depth, start = [], 0, 0
+    tokens = re.compile(
+        rf"(?P<open>\\\{{|[({{\[]|\\begin)|(?P<close>\\\}}|[)}}\]]|\\end)|(?P<separator>{separator})|\\?.", re.S
+    )
+    for token in tokens.finditer(text):
+        if token["open"]:
+            depth += 1
+        elif token["close"]:
+            depth = max(depth - 1, 0)
+        elif token["separator"] and depth == 0:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def _commands(text: str) -> str:
+    """Synonyms to one command, Unicode to commands, spacing to blanks."""
+    if not text.isascii():
+        text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
+    if "matrix" not in text:  # doubled backslashes of badly escaped JSON
+        text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
+    text = _STYLE.sub("", text)
+    for names, name in _NAMES.items():
+        text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
+    text = re.sub(r"\{,\}", ",", text)
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
+    text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
+    return _SPACE.sub(" ", text).strip()
+
+
+def _unwrap(text: str) -> str:
+    """Take off what encloses the whole answer: math delimiters, a box, ``\\text``, bold, quotes, a full stop."""
+    while True:
+        inner = text.strip().rstrip(".,;").strip("`\"' ")
+        for start, end in (
+            ("$$", "$$"),
+            ("$", "$"),
+            ("\\(", "\\)"),
+            ("\\[", "\\]"),
+            ("**", "**"),
+            ("\\text{", "}"),
+            ("{", "}"),
+        ):
+            core = inner[len(start) : len(inner) - len(end)]
+            if (
+                inner.startswith(start)
+                and inner.endswith(end)
+                and len(inner) > len(start) + len(end)
+                and _closed(core, start)
+            ):
+                inner = core
+                break
+        box = last_boxed(inner)
+        inner = inner if box is None else box
+        if inner == text:
+            return text
+        text = inner
+
+
+def _closed(core: str, start: str) -> bool:
+    """Whether the delimiter before ``core`` is closed by the one after it, and not inside."""
+    if not start.endswith("{"):
+        return start not in core
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", core):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def join_thousands(text: str) -> str:
+    """``12,500`` and ``12 500`` as 12500, but not inside brackets: ``(1,200)`` is a pair."""
+    text = _SPACED_THOUSANDS.sub(lambda match: match.group().replace(" ", ""), text)
+    if not re.search(r"[(\[{]", text.replace("\\frac{", "")):
+        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+    return text
+
+
+def without_choice(text: str) -> str:
+    """``(C) 27`` is 27; ``(C)`` alone stays."""
+    return re.sub(r"^(?:\([A-K]\)|[A-K][.:)])\s*(?=[^\s,])", "", text)
+
+
+def _fractions(text: str) -> str:
+    """Naked decimals, short fractions and roots, mixed fractions."""
+    text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}", text)
+    mixed = r"(?<![\w.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}"
+    text = re.sub(mixed, r"(\1+\\frac{\2}{\3})", text)
+    return re.sub(r"(?<![\w.}^/])(\d+) (\d+)/(\d+)(?![\w.])", r"(\1+\\frac{\2}{\3})", text)

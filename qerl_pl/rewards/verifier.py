@@ -1,0 +1,222 @@
+"""Judges answers in worker processes that can be killed: a row that hangs or crashes costs a worker, never the run.
+
+Everything here runs in the calling thread, whichever it is: no signal handlers, no helper threads. Workers are fresh
+interpreters (``worker.py``), not forks, so CUDA and vLLM in this process do not matter to them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from qerl_pl.rewards.verdict import Verdict
+
+START_LIMIT = 120.0  # seconds a worker may take to import math-verify on a busy machine
+MAX_FAILED_STARTS = 3
+WALL_FACTOR = 10.0  # wall-clock limit of a row over its processor-time limit: for rows that sleep and full machines
+_ROOT = Path(__file__).parents[2]
+
+
+class Verifier:
+    """A pool of workers. Cheap to build and to pickle: processes start with the first row and end with this one.
+
+    Args:
+        num_workers: processes; None: one a core that this process may use, at most 4.
+        time_limit: seconds of processor time a row, after which it is unscored.
+
+    Raises:
+        ValueError: an argument is not positive.
+    """
+
+    def __init__(self, num_workers: int | None = None, time_limit: float = 5.0) -> None:
+        if num_workers is not None and num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}; expected at least 1, or null for one a core")
+        if time_limit <= 0:
+            raise ValueError(f"time_limit is {time_limit}; expected a positive number of seconds")
+        self.num_workers = num_workers or min(4, len(os.sched_getaffinity(0)))
+        self.time_limit = time_limit
+        self._lock = threading.Lock()
+        self._begin()
+
+    def __reduce__(self) -> tuple[type[Verifier], tuple[int, float]]:
+        return Verifier, (self.num_workers, self.time_limit)
+
+    def judge(
+        self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
+    ) -> list[Verdict]:
+        """The verdicts of (known answer, answer) pairs, in order. Both are short: ``numbers.MAX_ANSWER`` at most.
+
+        A row that exceeds its time limit is unscored. A row whose worker dies is tried once more, then unscored.
+
+        Args:
+            rows: the known answer, and the part of the completion that answers.
+            progress: called with the number of rows that have just got their verdict.
+
+        Raises:
+            RuntimeError: workers cannot be started.
+        """
+        with self._lock:
+            if os.getpid() != self._owner:
+                self._begin()  # a fork: the workers are the parent's
+            try:
+                return self._run(rows, progress)
+            finally:
+                if any(worker.row for worker in self._workers):  # interrupted: what they answer is nobody's
+                    _stop_all(self._workers, self._owner)
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run now."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers. The next row starts new ones."""
+        with self._lock:
+            _stop_all(self._workers, self._owner)
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
+        self._workers: list[_Worker] = []
+        weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
+
+    def _run(self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object]) -> list[Verdict]:
+        verdicts: dict[int, Verdict] = {}
+        waiting = deque(_Row(index, retried=False) for index in range(len(rows)))
+        failed_starts = 0
+        while len(verdicts) < len(rows):
+            while len(self._workers) < min(self.num_workers, len(rows) - len(verdicts)):
+                self._workers.append(_Worker())
+            for worker in self._workers:
+                if worker.ready and worker.row is None and waiting:
+                    row = waiting.popleft()
+                    worker.send(row, *rows[row.index], self.time_limit)
+            num_before = len(verdicts)
+            for worker in _due(self._workers):
+                row, verdict = worker.row, worker.receive()
+                if verdict is not None and row is not None:
+                    verdicts[row.index], worker.row = verdict, None
+                if worker.failure is None:
+                    continue
+                self._workers.remove(worker)
+                if row is None:
+                    failed_starts += not worker.ready
+                elif row.retried or worker.failure.final:
+                    verdicts[row.index] = Verdict(None, worker.failure.reason)
+                else:
+                    waiting.appendleft(_Row(row.index, retried=True))
+            if failed_starts > MAX_FAILED_STARTS:
+                raise RuntimeError(
+                    f"{failed_starts} verifier processes died at their start; "
+                    f"run `{sys.executable} -m qerl_pl.rewards.worker` to see why"
+                )
+            progress(len(verdicts) - num_before)
+        return [verdicts[index] for index in range(len(rows))]
+
+
+class _Row(NamedTuple):
+    index: int
+    retried: bool
+
+
+class _Failure(NamedTuple):
+    reason: str
+    final: bool
+    """True: trying the row again would end the same way."""
+
+
+class _Worker:
+    """One process, and the row it is at."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # A fixed hash seed makes sympy's orderings, and with them the verdicts, the same in every run.
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "qerl_pl.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.ready = False
+        self.row: _Row | None = None
+        self.failure: _Failure | None = None
+        self.limit = START_LIMIT
+        self.deadline = time.monotonic() + START_LIMIT
+        self._received = b""
+
+    def send(self, row: _Row, gold: str, answer: str, limit: float) -> None:
+        """Start on a row. If the process has died, the next ``receive`` tells."""
+        self.row, self.limit = row, limit
+        self.deadline = time.monotonic() + WALL_FACTOR * limit
+        with suppress(BrokenPipeError):
+            self.stdin.write(json.dumps([gold, answer, limit]).encode() + b"\n")
+            self.stdin.flush()
+
+    def receive(self) -> Verdict | None:
+        """The verdict on its row, if it is there. Sets ``failure``, and reaps the process, where none will come."""
+        late = _Failure(f"took more than {self.limit:g} s", final=True)
+        if not _readable([self], wait=0):
+            self.stop()
+            self.failure = late
+            return None
+        chunk = os.read(self.stdout.fileno(), 65536)
+        if not chunk:
+            status = self.stop()
+            died = _Failure(f"its process died twice (exit status {status})", final=False)
+            self.failure = late if status == -signal.SIGPROF else died
+            return None
+        line, newline, self._received = (self._received + chunk).partition(b"\n")
+        if not newline:
+            self._received = line
+            return None
+        if not self.ready:
+            self.ready, self.deadline = True, float("inf")
+            return None
+        self.deadline = float("inf")
+        return Verdict(*json.loads(line))
+
+    def stop(self) -> int:
+        """Kill and reap; the exit status, negative for the signal that ended it."""
+        self.process.kill()
+        status = self.process.wait()
+        self.stdout.close()
+        with suppress(BrokenPipeError):  # a row that was never read
+            self.stdin.close()
+        return status
+
+
+def _due(workers: list[_Worker]) -> list[_Worker]:
+    """Wait until some worker has something to say or has run out of time; those that do."""
+    patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
+    readable = _readable(workers, wait=min(patience, START_LIMIT))
+    now = time.monotonic()
+    return [worker for worker in workers if worker in readable or worker.deadline <= now]
+
+
+def _readable(workers: list[_Worker], *, wait: float) -> list[_Worker]:
+    poll = select.poll()
+    by_descriptor = {worker.stdout.fileno(): worker for worker in workers}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(1000 * wait)]
+
+
+def _stop_all(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:
+        for worker in workers:
+            worker.stop()
+        workers.clear()

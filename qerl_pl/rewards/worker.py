@@ -1,0 +1,49 @@
+"""The verifier's worker process: one JSON line in, one out, until its input closes. Started by ``verifier.py``.
+
+It imports neither torch nor anything of ours that does, so it starts in half a second and never touches a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+
+MEMORY = 4 * 2**30  # bytes of address space
+HEAVY = 2**30  # bytes resident: beyond them a verdict may rest on a MemoryError that sympy swallowed
+
+
+def main() -> None:
+    """Serve until end of input. Dies by SIGPROF when a row takes more processor time than its limit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes our input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from qerl_pl.rewards.equivalence import judge
+
+    judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")  # loads the grammar and sympy's lazy parts outside of any row's time
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    with open(os.devnull, "w") as nowhere:  # nothing that a library prints may get between the lines
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        gold, answer, limit = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        try:
+            score, reason = judge(gold, answer)
+        except (RecursionError, MemoryError) as error:
+            score, reason = None, f"the verifier gave up: {type(error).__name__}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        heavy = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > HEAVY
+        if heavy:
+            score, reason = None, f"the comparison took more than {HEAVY // 2**20} MiB"
+        print(json.dumps([score, reason]), file=answers, flush=True)
+        if heavy:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""python -m qerl_pl score: score a file of completions with a reward."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from jsonargparse import ArgumentParser
+from tqdm import tqdm
+
+from qerl_pl.rewards.base import Reward
+from qerl_pl.rewards.verdict import Verdict
+from qerl_pl.types import Completion, Prompt
+
+CHUNK = 1024  # rows in memory at once; a completion may have 100 kB
+NAMED = {
+    "gsm8k": {
+        "class_path": "qerl_pl.rewards.math.NumericAnswer",
+        "init_args": {"marker": "any", "fallback": "last_number"},
+    },
+    "math": {
+        "class_path": "qerl_pl.rewards.math.MathAnswer",
+        "init_args": {"marker": "any", "fallback": "last_math"},
+    },
+    "dapo": {"class_path": "qerl_pl.rewards.dapo.DapoAnswer"},
+}
+_EPILOG = """\
+gsm8k and math read what people would: a tagged answer, else the last box, else the #### line, else what the text
+states as its answer, else its last number or formula. As a reward in training, unmarked answers count 0 unless asked for;
+for that here: --reward math --reward.fallback none, and --reward.marker answer for the tag alone.
+"""
+
+Row = dict[str, object]
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """A reward that also says why."""
+
+    def judge(
+        self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object]
+    ) -> list[Verdict]: ...
+
+
+def main(argv: list[str]) -> int:
+    """Score a file; returns the exit status."""
+    parser = ArgumentParser(prog="python -m qerl_pl score", description=__doc__, epilog=_EPILOG)
+    parser.add_argument("--reward", type=Reward, required=True, help="gsm8k, math, dapo, or the path of a reward")
+    parser.add_argument("--input", type=Path, required=True, help='JSON lines: {"completion": ..., "answer": ...}')
+    parser.add_argument("--output", type=Path, required=True, help='the same rows with "score" and "reason"')
+    arguments = parser.instantiate(parser.parse_args(_named(argv)))
+    try:
+        counts, reasons = score_file(arguments.reward, arguments.input, arguments.output)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    scored = sum(counts.values()) - counts[None]
+    mean = sum(score * count for score, count in counts.items() if score is not None) / max(scored, 1)
+    print(f"{scored + counts[None]} rows, {scored} scored with mean {mean:.4f}, {counts[None]} unscored")
+    for reason, count in reasons.most_common(5):
+        print(f"  unscored {count}: {reason}")
+    return 0
+
+
+def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
+    """Write the rows of ``source`` to ``target`` with score and reason, all or nothing.
+
+    Returns:
+        How often each score came up, and why rows are unscored.
+
+    Raises:
+        ValueError: a row is malformed; the message names file and line. Nothing is written.
+    """
+    num_rows = sum(1 for _ in read_rows(source))  # also finds a malformed row before the work, not after it
+    counts: Counter[float | None] = Counter()
+    reasons: Counter[str] = Counter()
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring") as bar:
+            rows = read_rows(source)
+            while chunk := list(islice(rows, CHUNK)):
+                for row, verdict in zip(chunk, _judge(reward, chunk, bar.update), strict=True):
+                    file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
+                    counts[verdict.score] += 1
+                    if verdict.score is None:
+                        reasons[verdict.reason] += 1
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return counts, reasons
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a JSON-lines file; empty lines are passed over.
+
+    Raises:
+        ValueError: a line is not a JSON object, or lacks a text in "completion" or a text or number in "answer".
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _row(line, f"{path}:{number}")
+
+
+def _row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # broken JSON or broken UTF-8
+        raise ValueError(f"{where}: not a line of JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with completion and answer, got {type(row).__name__}")
+    for field, kinds in (("completion", str), ("answer", (str, int, float))):
+        if field not in row:
+            raise ValueError(f"{where}: there is no {field!r}; the row has {', '.join(map(repr, row)) or 'no fields'}")
+        if not isinstance(row[field], kinds) or isinstance(row[field], bool):
+            raise ValueError(f"{where}: {field!r} is {row[field]!r}; expected a text")
+    return row
+
+
+def _judge(reward: Reward, rows: Sequence[Row], progress: Callable[[int], object]) -> list[Verdict]:
+    texts, answers = [str(row["completion"]) for row in rows], [str(row["answer"]) for row in rows]
+    if isinstance(reward, Judge):
+        return reward.judge(texts, answers, progress)
+    prompts = [Prompt((), answer) for answer in answers]
+    scores = reward(prompts, [Completion((), (), True, text) for text in texts])
+    progress(len(rows))
+    return [Verdict(score, "") for score in scores]
+
+
+def _named(argv: Iterable[str]) -> list[str]:
+    """The names after ``--reward`` as what they stand for."""
+    spelled = []
+    for argument in argv:
+        option, equals, value = argument.partition("=")
+        if (spelled[-1:] == ["--reward"] and argument in NAMED) or (option == "--reward" and equals and value in NAMED):
+            argument = (option + equals if equals else "") + json.dumps(NAMED[value or argument])
+        spelled.append(argument)
+    return spelled
