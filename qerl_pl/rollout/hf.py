@@ -1,0 +1,257 @@
+"""Rollouts from transformers, with the policy's own model: any machine, and the oracle that vLLM is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
+from qerl_pl.policy.policy import Policy, check_same_tensors
+from qerl_pl.rollout.base import Sampling, expected_fingerprint
+from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
+from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.seeding import derive_seed
+from qerl_pl.types import Completion
+
+
+class TransformersEngine:
+    """``generate`` of transformers as a ``RolloutEngine``.
+
+    There is no second copy of the model. What the engine was given last (adapter, noise) is written into the policy for
+    the length of a call and taken out again bit for bit, so training sees its own weights, clean.
+
+    Log-probabilities are those of the distribution that was sampled from: at the sampling temperature, and with top_p
+    or top_k over the tokens that these keep. Greedy completions come with log-probabilities at temperature 1.
+
+    Args:
+        batch_tokens: most tokens, padding included, in the cache of one batch. A longer sequence is a batch by itself.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(self, batch_tokens: int = 16384) -> None:
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens is {batch_tokens}; expected at least 1")
+        self.batch_tokens = batch_tokens
+        self._policy: Policy | None = None
+        self._asleep = False
+
+    def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
+        """Take the policy. ``generate`` is given a seed of its own, so ``seed`` is not used."""
+        if self._policy is not None:
+            return
+        self._policy, self._max_model_len = policy, max_model_len
+        self._end_tokens = end_tokens(policy.base, policy.config)
+        norms = _norm_weights(policy, adapter=False)
+        self._base_norms = {name: weight.clone() for name, weight in norms.items()}
+        self._noise = NormNoise()
+        self.load_adapter(policy.adapter_state())
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
+    ) -> list[list[Completion]]:
+        """See ``RolloutEngine``."""
+        policy = self._check(prompts, max_tokens=sampling.max_tokens)
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        rows = [index for index in range(len(prompts)) for _ in range(sampling.num_completions)]
+        batches = self._batches([len(prompts[index]) + sampling.max_tokens for index in rows])
+        with preserved_rng(), self._in_place(policy, adapter=adapter):
+            for number, batch in enumerate(batches):
+                torch.manual_seed(derive_seed(seed, "batch", number))
+                indices = [rows[row] for row in batch]
+                completions = self._sample(policy, [prompts[index] for index in indices], sampling)
+                for index, completion in zip(indices, completions, strict=True):
+                    groups[index].append(completion)
+        return groups
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
+        """See ``RolloutEngine``."""
+        policy = self._check(sequences, max_tokens=0)
+        scores: list[list[float]] = [[] for _ in sequences]
+        with self._in_place(policy, adapter=adapter):
+            for batch in self._batches([len(sequence) for sequence in sequences]):
+                tokens, real = _padded([sequences[row] for row in batch], left=False, device=policy.causal_lm.device)
+                real[:, 0] = False  # nothing predicts a first token
+                logprobs = policy.token_stats(tokens, real, temperature=1.0).logprobs
+                for row, values, mask in zip(batch, logprobs, real, strict=True):
+                    scores[row] = values[mask].tolist()
+        return scores
+
+    def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """See ``RolloutEngine``. The engine keeps a copy: what the trainer does next is not sampled from."""
+        check_same_tensors(adapter, self._running().adapter_state())
+        self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
+
+    def set_norm_noise(self, sigma: float, seed: int) -> int:
+        """See ``RolloutEngine``."""
+        self._running()
+        clean = self._clean_norms(adapter=True)
+        noisy = noisy_norms(clean, sigma, seed)
+        self._noise = NormNoise(sigma, seed)
+        return sum(not torch.equal(noisy[name], clean[name]) for name in clean)
+
+    def fingerprint(self) -> dict[str, int]:
+        """See ``RolloutEngine``. Read from the policy's model as it is during a call."""
+        policy = self._running()
+        with self._in_place(policy, adapter=True):
+            return expected_fingerprint(
+                policy.adapter_state(), policy.norm_weights(), scaling=policy.lora_scaling, dtype=policy.dtype
+            )
+
+    def sleep(self) -> None:
+        """There is nothing to give back."""
+        if not self._asleep:
+            self._running()
+            self._asleep = True
+
+    def wake(self) -> None:
+        """See ``RolloutEngine``."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """See ``RolloutEngine``."""
+        if self._policy is not None:
+            self._policy, self._asleep = None, False
+            del self._adapter, self._base_norms
+
+    def _running(self) -> Policy:
+        if self._policy is None:
+            raise RuntimeError("the transformers engine is not running: call start(policy, ...) first")
+        if self._asleep:
+            raise RuntimeError("the transformers engine is asleep: call wake() first")
+        return self._policy
+
+    def _check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Policy:
+        policy = self._running()
+        vocab_size = policy.config.vocab_size
+        check_prompts(prompts, vocab_size=vocab_size, max_model_len=self._max_model_len, max_tokens=max_tokens)
+        return policy
+
+    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        limit = max([self.batch_tokens, *lengths])
+        return [batch.tolist() for batch in micro_batches(torch.tensor(lengths, dtype=torch.int64), limit)]
+
+    def _sample(self, policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        tokens, real = _padded(prompts, left=True, device=policy.causal_lm.device)
+        recorder = SampledLogprobs(sampling)
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_tokens,
+            do_sample=sampling.temperature > 0,
+            top_k=0,  # the recorder cuts the distribution down, so that it sees the result
+            eos_token_id=self._end_tokens or None,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        sequences = policy.causal_lm.generate(
+            tokens,
+            attention_mask=real.long(),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([recorder]),
+        )
+        logprobs = recorder.finish(sequences)
+        pairs = zip(sequences[:, tokens.shape[1] :].tolist(), logprobs.tolist(), strict=True)
+        return [self._completion(row, values) for row, values in pairs]
+
+    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+        ends = [position for position, token in enumerate(tokens) if token in self._end_tokens]
+        length = ends[0] + 1 if ends else len(tokens)
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), finished=bool(ends))
+
+    def _clean_norms(self, *, adapter: bool) -> dict[str, Tensor]:
+        return self._base_norms | (trained_norms(self._adapter) if adapter else {})
+
+    @contextmanager
+    def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
+        """The policy as it was loaded here, with noise, in evaluation mode; everything is put back afterwards."""
+        wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
+        wanted |= noisy_norms(self._clean_norms(adapter=adapter), self._noise.sigma, self._noise.seed)
+        live = policy.adapter_state() | _norm_weights(policy, adapter=adapter)
+        changed = [name for name, tensor in wanted.items() if not torch.equal(live[name], tensor)]
+        kept = {name: live[name].clone() for name in changed}
+        modes = [(module, module.training) for module in policy.modules()]
+        generation_config = policy.causal_lm.generation_config
+        try:
+            for name in changed:
+                live[name].copy_(wanted[name])
+            policy.eval()  # also turns gradient checkpointing off, and with it the ban on a cache
+            policy.causal_lm.generation_config = GenerationConfig()  # or the checkpoint's preferences fill the gaps
+            with nullcontext() if adapter else policy.model.disable_adapter():
+                yield
+        finally:
+            policy.causal_lm.generation_config = generation_config
+            for module, training in modes:
+                module.training = training
+            for name in changed:
+                live[name].copy_(kept[name])
+
+
+class SampledLogprobs(LogitsProcessor):
+    """Applies temperature, top_k and top_p, and notes the log-probability of each token that is then drawn.
+
+    ``generate`` keeps scores of the whole vocabulary for every step, or none. This keeps one step's.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._cuts: list[LogitsProcessor] = []
+        if sampling.temperature > 0:
+            self._cuts.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k > 0:
+            self._cuts.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._cuts.append(TopPLogitsWarper(sampling.top_p))
+        self._distribution: Tensor | None = None
+        self._columns: list[Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """input_ids: [B, S] int64 so far; scores: [B, V] fp32 logits -> [B, V] to sample from."""
+        self._note(input_ids)
+        for cut in self._cuts:
+            scores = cut(input_ids, scores)
+        self._distribution = scores.log_softmax(dim=-1)
+        return scores
+
+    def finish(self, sequences: Tensor) -> Tensor:
+        """[B, S] int64 as ``generate`` returns them -> [B, N] fp32 nats of the N columns that were drawn."""
+        self._note(sequences)
+        return torch.cat(self._columns, dim=1)
+
+    def _note(self, input_ids: Tensor) -> None:
+        if self._distribution is not None:
+            self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
+
+
+def _norm_weights(policy: Policy, *, adapter: bool) -> dict[str, Tensor]:
+    """Live norm weights in use; without the adapter a trained norm gives way to the base's, as PEFT does."""
+    if adapter:
+        return policy.norm_weights()
+    found = {}
+    for name in policy.norm_weights():
+        module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))
+        found[name] = getattr(module, "original_module", module).weight.detach()
+    return found
+
+
+def _padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, S] int64 tokens, padded with 0, and [B, S] bool, True on those that are not padding."""
+    longest = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    real = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        place = slice(longest - len(row), longest) if left else slice(0, len(row))
+        tokens[index, place] = torch.tensor(row)
+        real[index, place] = True
+    return tokens.to(device), real.to(device)

@@ -1,0 +1,78 @@
+"""How vLLM is started for a policy: the environment variables that it reads and the arguments that it gets."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, get_args
+
+import torch
+from transformers import PretrainedConfig
+
+from qerl_pl.policy.policy import Policy
+
+DEFAULT_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are for servers; INFO shows, for instance, which kernels it chose
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # that sampler knows no per-request seeds
+}
+CPU_CACHE_LIMIT = 4 * 2**30
+
+
+def prepare_environment() -> None:
+    """Set the environment variables that vLLM reads when it is imported; what the user set stays.
+
+    Raises:
+        ValueError: the user asks for a worker process, where neither adapter nor noise can be written in place.
+    """
+    found = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if found != "0":
+        raise ValueError(
+            f"VLLM_ENABLE_V1_MULTIPROCESSING is {found!r}; vLLM has to run in the trainer's process: unset it"
+        )
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that follow from the policy.
+
+    Raises:
+        ValueError: the adapter's rank is more than vLLM takes.
+    """
+    from vllm.platforms import current_platform
+
+    return {
+        "model": policy.base,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what the caller says, not what the checkpoint's authors prefer
+        "logprobs_mode": "processed_logprobs",
+        "enable_lora": True,
+        "max_lora_rank": accepted_rank(policy.peft_config.r),
+        "max_loras": 1,
+        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
+        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+        "use_tqdm_on_load": False,
+    }
+
+
+def accepted_rank(rank: int) -> int:
+    """The smallest rank that vLLM takes and the adapter fits in.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    accepted = sorted(get_args(MaxLoRARanks))
+    if rank > accepted[-1]:
+        raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
+    return next(larger for larger in accepted if larger >= rank)
+
+
+def cpu_cache_bytes(config: PretrainedConfig, *, dtype: torch.dtype, num_sequences: int, max_model_len: int) -> int:
+    """Bytes of keys and values of so many sequences of the longest length, at most 4 GiB."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+    return min(num_sequences * max_model_len * token_bytes, CPU_CACHE_LIMIT)

@@ -1,0 +1,85 @@
+"""What runs inside vLLM's worker: its adapter slots and norm weights, read and written in place.
+
+vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. One adapter of zeros is
+registered when the engine starts, and an update is a copy into its slots: no file, no new objects, stable addresses
+(so CUDA graphs stay valid), and reading the slots back tells what is really sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_pl.noise.norm_noise import is_block_norm
+from qerl_pl.rollout.common import PEFT_PREFIX
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.worker_base import WorkerBase
+
+ADAPTER_ID = 1
+
+
+class Slot(NamedTuple):
+    """Where vLLM keeps the adapter of one linear; R is the rank rounded up to what vLLM accepts."""
+
+    a: Tensor
+    """[R, K], rows from the adapter's rank on are 0."""
+    b: Tensor
+    """[N, R], multiplied by LoRA's scaling; columns from the adapter's rank on are 0."""
+
+
+def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> list[str]:
+    """Give the request's adapter its slots, all 0; returns the linears that have one, by PEFT's names.
+
+    vLLM takes an id that is loaded as it is, so it never looks for the file that the request names.
+    """
+    manager = _manager(worker)
+    manager.add_dummy_lora(request, rank=1)
+    manager._adapter_manager.activate_adapter(request.adapter_id)
+    return list(_slots(worker))
+
+
+@torch.no_grad()
+def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
+    """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled in the slot's dtype, as vLLM itself does."""
+    for name, slot in _slots(worker).items():
+        if f"{name}.lora_A.weight" in adapter:
+            a, b = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+            rank = a.shape[0]
+            slot.a[:rank].copy_(a)
+            slot.b[:, :rank].copy_(b.to(slot.b.dtype) * scaling)
+
+
+def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
+    """What is in every slot, without the rank's padding."""
+    found = {}
+    for name, slot in _slots(worker).items():
+        found[f"{name}.lora_A.weight"] = slot.a[:rank]
+        found[f"{name}.lora_B.weight"] = slot.b[:, :rank]
+    return found
+
+
+def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
+    """The norm weights of every block that the model samples with, not copies."""
+    return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_block_norm(name)}
+
+
+def _manager(worker: WorkerBase) -> WorkerLoRAManager:
+    # Both of vLLM's model runners keep it under this name; WorkerBase knows neither of them.
+    return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
+
+
+def _slots(worker: WorkerBase) -> dict[str, Slot]:
+    manager = _manager(worker)._adapter_manager
+    index = manager.lora_index_to_id.index(ADAPTER_ID)
+    slots = {}
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])  # vLLM fuses q/k/v and gate/up; each part has its own slot
+        for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            slots[PEFT_PREFIX + part] = Slot(a[index, 0], b[index, 0])
+    return slots

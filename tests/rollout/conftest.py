@@ -1,0 +1,190 @@
+"""A small random policy in three forms, and both engines on each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.base import RolloutEngine, expected_fingerprint
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.vllm import VLLMEngine
+
+VOCAB_SIZE = 48
+NUM_LAYERS = 2
+MAX_MODEL_LEN = 160
+BLOCK_SIZE = 32  # of vLLM's cache; prompts longer than this can meet a stale prefix
+END_TOKENS = {5, 6, 7}  # of the config, the generation config and the tokenizer
+
+
+def save_dense(path: Path) -> None:
+    """A random Qwen2 whose generation config would change every distribution, if it were obeyed."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,  # heads of 32, the smallest that vLLM has on a CPU
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=5,
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
+            torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[5, 6], do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.7
+    )
+    model.save_pretrained(path)
+    words = {f"w{token}": token for token in range(VOCAB_SIZE)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w7"
+    ).save_pretrained(path)
+
+
+def random_adapter(policy: Policy, seed: int) -> dict[str, Tensor]:
+    """Matrices large enough that the policy is another one; trained norms near their old values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 0.1 + (0.0 if ".lora_" in name else tensor)
+        for name, tensor in policy.adapter_state().items()
+    }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A started engine, its policy, and the law that the one obeys: ``logprobs`` by the policy's own forward."""
+
+    engine: RolloutEngine
+    policy: Policy
+    adapter: Mapping[str, Tensor]
+    other_adapter: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor]
+    """The clean norm weights that belong to ``adapter``."""
+
+    def reset(self) -> None:
+        """Trainer and engine both at ``adapter``, without noise."""
+        self.engine.wake()
+        self.policy.load_adapter_state(self.adapter)
+        self.engine.load_adapter(self.adapter)
+        self.engine.set_norm_noise(0.0, 0)
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], *, adapter: bool = True) -> Tensor:
+        """[S, V] fp32 of a whole sequence at once, without a cache."""
+        row = torch.tensor([list(tokens)])
+        if adapter:
+            return self.policy.model(input_ids=row).logits[0].float()
+        with self.policy.model.disable_adapter():
+            return self.policy.model(input_ids=row).logits[0].float()
+
+    def logprobs(
+        self, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0, adapter: bool = True
+    ) -> Tensor:
+        """[N] fp32 nats of the tokens that follow the prompt."""
+        logits = self.logits([*prompt, *tokens], adapter=adapter)[len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1).gather(1, torch.tensor([list(tokens)]).T)[:, 0]
+
+    @contextmanager
+    def noisy_policy(self, sigma: float, seed: int) -> Iterator[None]:
+        """The trainer's own model with the noise that ``set_norm_noise`` asks for."""
+        live = self.policy.norm_weights()
+        clean = {name: weight.clone() for name, weight in live.items()}
+        for name, weight in noisy_norms(clean, sigma, seed).items():
+            live[name].copy_(weight)
+        yield
+        for name, weight in clean.items():
+            live[name].copy_(weight)
+
+    def expected_fingerprint(
+        self, adapter: Mapping[str, Tensor] | None = None, norms: Mapping[str, Tensor] | None = None
+    ) -> dict[str, int]:
+        return expected_fingerprint(
+            adapter or self.adapter, norms or self.norms, scaling=self.policy.lora_scaling, dtype=self.policy.dtype
+        )
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of the same random model, dense and NVFP4."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_dense(folder / "dense")
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return {"dense": str(folder / "dense"), "nvfp4": str(folder / "nvfp4")}
+
+
+def make_policy(checkpoint: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
+    # Rank 6 is none that vLLM has, and 12 / sqrt(6) is no power of two: padding and scaling would show.
+    lora = LoraSettings(rank=6, alpha=12, rslora=True, train_norms=train_norms)
+    return load_policy(checkpoint, dtype=dtype, lora=lora, seed=0)
+
+
+def make_engine(name: str) -> RolloutEngine:
+    if name == "vllm":
+        return VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=64, kv_cache_bytes=32 * 2**20)
+    return TransformersEngine(batch_tokens=1024)
+
+
+FORMS = ("dense", "nvfp4", "trained norms")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("transformers", "dense"), id="transformers-dense"),
+        *(
+            pytest.param(("transformers", form), id=f"transformers-{form}", marks=pytest.mark.slow)
+            for form in FORMS[1:]
+        ),
+        *(pytest.param(("vllm", form), id=f"vllm-{form}", marks=pytest.mark.vllm) for form in FORMS),
+    ],
+)
+def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[Setup]:
+    """One engine at a time: those of vLLM share global state, which the one that closes takes along."""
+    name, form = request.param
+    policy = make_policy(checkpoints["nvfp4" if form == "nvfp4" else "dense"], train_norms=form == "trained norms")
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
+    engine = make_engine(name)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    yield Setup(engine, policy, adapter, random_adapter(policy, seed=2), norms)
+    engine.close()
+
+
+@pytest.fixture
+def setup(running: Setup) -> Setup:
+    running.reset()
+    return running
+
+
+def some_prompts(*lengths: int) -> list[list[int]]:
+    """Different prompts without end tokens."""
+    return [[8 + (3 * i * i + 7 * i + 5 * row) % (VOCAB_SIZE - 8) for i in range(n)] for row, n in enumerate(lengths)]
+
+
+def total_variation(counts: Tensor, probabilities: Tensor) -> float:
+    """Half the L1 distance of two distributions, in [0, 1]."""
+    return ((counts / counts.sum() - probabilities).abs().sum() / 2).item()
+
+
+def sampling_error(probabilities: Tensor, num_samples: int) -> float:
+    """What ``total_variation`` of so many independent samples is at most, in the mean."""
+    return (probabilities.sqrt().sum() / 2 / math.sqrt(num_samples)).item()

@@ -1,0 +1,95 @@
+"""Starting, stopping and sleeping, and what an engine must leave alone in the trainer's process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from conftest import (  # pyright: ignore[reportMissingImports]
+    MAX_MODEL_LEN,
+    make_engine,
+    make_policy,
+    random_adapter,
+    some_prompts,
+)
+
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+
+PROMPTS = some_prompts(1, 40)
+SAMPLING = Sampling(num_completions=2, max_tokens=6)
+
+
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def started(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[tuple[RolloutEngine, Policy]]:
+    policy = make_policy(checkpoints["dense"])
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    engine = make_engine(request.param)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    yield engine, policy
+    engine.close()
+
+
+def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(started):
+    engine, policy = started
+    engine.set_norm_noise(0.1, seed=5)
+    before = engine.generate(PROMPTS, SAMPLING, seed=1)
+    engine.start(policy, max_model_len=8, seed=1)
+    assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
+
+
+def test_close_then_start_gives_the_same_tokens(started):
+    engine, policy = started
+    engine.set_norm_noise(0.0, seed=0)
+    before, fingerprint = engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint()
+    engine.set_norm_noise(0.1, seed=5)
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint, engine.sleep):
+        with pytest.raises(RuntimeError, match="not running: call start"):
+            call()
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert engine.fingerprint() == fingerprint
+    assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
+
+
+def test_an_engine_that_sleeps_says_so_and_wakes_as_it_was(started):
+    engine, policy = started
+    engine.set_norm_noise(0.1, seed=5)
+    before = engine.generate(PROMPTS, SAMPLING, seed=1)
+    engine.sleep()
+    engine.sleep()
+    adapter = policy.adapter_state()
+    for call in (lambda: engine.generate(PROMPTS, SAMPLING, seed=1), lambda: engine.load_adapter(adapter)):
+        with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
+            call()
+    engine.wake()
+    engine.wake()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
+
+
+def test_the_trainers_global_state_is_left_alone(started):
+    engine, policy = started
+
+    def reset():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    def state():
+        draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
+        settings = (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
+        return draws, settings, torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled()
+
+    reset()
+    expected = state()
+    reset()
+    engine.close()
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=3)
+    engine.generate(PROMPTS, SAMPLING, seed=1)
+    engine.set_norm_noise(0.1, seed=2)
+    engine.score(PROMPTS)
+    assert state() == expected

@@ -1,0 +1,153 @@
+"""What only the vLLM engine can get wrong."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from conftest import (  # pyright: ignore[reportMissingImports]
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    make_engine,
+    make_policy,
+    random_adapter,
+    some_prompts,
+)
+
+from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
+from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
+from qerl_pl.rollout.base import Sampling, expected_fingerprint
+from qerl_pl.rollout.vllm import VLLMEngine
+
+PROMPTS = some_prompts(1, 40, 70)
+SAMPLING = Sampling(num_completions=2, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def started(checkpoints):
+    policy = make_policy(checkpoints["dense"])
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    engine = make_engine("vllm")
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(60)
+def test_a_call_that_fails_inside_vllm_does_not_hang_the_next_one(started):
+    expected = started.generate(PROMPTS, SAMPLING, seed=1)
+    adapter = started._policy.adapter_state()
+    started._call(lambda worker: vllm_worker._manager(worker).remove_adapter(vllm_worker.ADAPTER_ID))
+    with pytest.raises(Exception, match="in memory"):  # vLLM now looks for the adapter in a folder
+        started.generate(PROMPTS, SAMPLING, seed=1)
+    started._call(vllm_worker.reserve_adapter, started._lora_request)
+    started.load_adapter(adapter)
+    assert started.generate(PROMPTS, SAMPLING, seed=1) == expected
+
+
+@pytest.mark.vllm
+def test_rows_without_adapter_in_a_mixed_batch_do_not_get_it(started):
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    greedy = Sampling(1, max_tokens=6, temperature=0)
+    apart = [started.generate(PROMPTS, greedy, seed=1, adapter=adapter) for adapter in (True, False)]
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS] * 2
+    lora = [started._lora_request] * len(PROMPTS) + [None] * len(PROMPTS)
+    params = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=started._end_tokens, detokenize=False)
+    with torch.compiler.set_stance("force_eager"):
+        mixed = started._llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
+    assert [tuple(row.outputs[0].token_ids) for row in mixed] == [g.tokens for group in apart for [g] in group]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_that_vllm_would_change_is_refused(started, temperature):
+    with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+        started.generate(PROMPTS, Sampling(2, max_tokens=4, temperature=temperature), seed=1)
+
+
+@pytest.mark.vllm
+def test_a_noisy_norm_that_is_put_back_by_hand_is_seen(started):
+    assert started.set_norm_noise(0.1, seed=1) == 4
+    fingerprint = started.fingerprint()
+    name = "model.layers.1.input_layernorm.weight"
+    started._call(lambda worker: vllm_worker.live_norms(worker)[name].copy_(started._clean_norms[name]))
+    changed = started.fingerprint()
+    assert [key for key in changed if changed[key] != fingerprint[key]] == [name]
+    started.set_norm_noise(0.0, seed=0)
+
+
+@pytest.mark.vllm
+def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(checkpoints):
+    lora = LoraSettings(rank=3, alpha=7, targets=("q_proj", "down_proj"), train_norms=True)
+    policy = load_policy(checkpoints["nvfp4"], dtype=torch.bfloat16, lora=lora, seed=0)
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=64)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    try:
+        expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
+        assert engine.fingerprint() == expected_fingerprint(adapter, policy.norm_weights(), **expected)
+        engine.set_norm_noise(0.05, seed=3)
+        noisy = noisy_norms(policy.norm_weights(), 0.05, 3)
+        assert engine.fingerprint() == expected_fingerprint(adapter, noisy, **expected)
+        engine.set_norm_noise(0.0, seed=0)
+        [score] = engine.score(PROMPTS[-1:])
+        row = torch.tensor(PROMPTS[-1:])
+        own = policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        assert (torch.tensor(score) - own).abs().mean() < 0.05  # two bf16 implementations
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
+    policy = make_policy(checkpoints["dense"])
+    too_small = VLLMEngine(block_size=BLOCK_SIZE, kv_cache_bytes=1024)
+    with pytest.raises(ValueError, match=r"(?i)cache"):
+        too_small.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    with pytest.raises(RuntimeError, match="not running"):
+        too_small.generate(PROMPTS, SAMPLING, seed=1)
+    engine = make_engine("vllm")
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("rank", "accepted"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
+def test_ranks_are_rounded_up_to_what_vllm_takes(rank, accepted):
+    assert vllm_setup.accepted_rank(rank) == accepted
+
+
+@pytest.mark.vllm
+def test_a_rank_above_vllms_largest_is_refused():
+    with pytest.raises(ValueError, match="lora rank is 513"):
+        vllm_setup.accepted_rank(513)
+
+
+def test_the_plugin_is_declared_to_vllm():
+    [entry] = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "qerl_pl"]
+    assert entry.load() is vllm_plugin.register
+
+
+def test_a_worker_process_is_refused_and_other_settings_of_the_user_stay(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    vllm_setup.prepare_environment()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING is '1'"):
+        vllm_setup.prepare_environment()
+
+
+@pytest.mark.parametrize("bad", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.5}, {"max_num_seqs": 0}])
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        VLLMEngine(**bad)
