@@ -5,17 +5,20 @@ asked for. T tokens, H hidden size, V vocabulary, R rows of a chunk. With z = lo
 
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
+
+On CUDA the steps over [R, V] between the products are Triton kernels, ``qerl_pl.kernels.softmax``; what stands here is
+their definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 256 * 2**20
+CHUNK_BYTES = 512 * 2**20
 
 
 def token_logprobs(
@@ -26,7 +29,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     recompute: bool = True,
-    entropy_gradient: bool = False,
+    entropy_gradient: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of given tokens, and the entropy of the distribution that each was drawn from.
@@ -43,8 +46,10 @@ def token_logprobs(
         recompute: True: backward makes the logits again, a third product. False: forward makes the gradient of every
             token with respect to its hidden state, [T, H], and backward scales it. That is exact too, because what
             arrives from above is one number a token, but it leaves the head without a gradient.
-        entropy_gradient: let gradients flow through the entropy; a second [T, H] with ``recompute=False``.
-        chunk_bytes: budget of one chunk's fp32 logits; about three times as much is in use at the peak.
+        entropy_gradient: let gradients flow through the entropy too. It costs nothing where nothing flows, but for
+            ``recompute=False``, which makes and keeps a second [T, H].
+        chunk_bytes: budget of one chunk's fp32 logits. On CUDA half as much comes on top of it for bf16 inputs,
+            elsewhere about twice as much.
 
     Returns:
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
@@ -73,12 +78,11 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, log_partition = hidden.new_empty(3, len(hidden), dtype=_accumulator(hidden)).unbind()
+        logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
+        statistics, _ = _row_functions(hidden)
         for part in _chunks(hidden, rows):
-            z = _logits(hidden[part], weight, bias, temperature)  # [R, V]
-            log_partition[part] = z.logsumexp(dim=1)
-            log_p = z.sub_(log_partition[part].unsqueeze(1))
-            logprobs[part], entropy[part] = _statistics(log_p, targets[part])
+            found = statistics(_logits(hidden[part], weight, bias), targets[part], temperature)
+            logprobs[part], entropy[part], log_partition[part] = found
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_partition)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
@@ -92,19 +96,25 @@ class _Recomputed(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=entropy.dtype) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
-        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs / ctx.temperature
-        d_entropy = None if d_entropy is None else d_entropy / ctx.temperature
+        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
+        _, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, ctx.rows):
-            log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(log_partition[part].unsqueeze(1))
-            on_entropy = None if d_entropy is None else d_entropy[part]
-            d_logits = _d_logits(log_p, targets[part], entropy[part], d_logprobs[part], on_entropy)
-            if d_bias is not None:
-                d_bias += d_logits.sum(dim=0)
-            d_logits = d_logits.to(hidden.dtype)
+            d_logits = logit_gradient(
+                _logits(hidden[part], weight, bias),
+                targets[part],
+                ctx.temperature,
+                entropy[part],
+                log_partition[part],
+                d_logprobs[part],
+                None if d_entropy is None else d_entropy[part],
+                hidden.dtype,
+            )
             if d_hidden is not None:
                 d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 d_weight += _product(d_logits.t(), hidden[part])
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0, dtype=d_bias.dtype)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
@@ -124,18 +134,18 @@ class _Kept(torch.autograd.Function):
         rows: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, unit = hidden.new_empty(3, len(hidden), dtype=_accumulator(hidden)).unbind()
-        unit.fill_(1 / temperature)
+        logprobs, entropy = _per_token(hidden), _per_token(hidden)
+        statistics, logit_gradient = _row_functions(hidden)
         slopes = [torch.empty_like(hidden) for _ in range(1 + entropy_gradient)]
         for part in _chunks(hidden, rows):
-            z = _logits(hidden[part], weight, bias, temperature)  # [R, V]
-            log_p = z.sub_(z.logsumexp(dim=1, keepdim=True))
-            logprobs[part], entropy[part] = _statistics(log_p, targets[part])
-            if entropy_gradient:
-                d_logits = _d_logits(log_p.clone(), targets[part], entropy[part], 0 * unit[part], unit[part])
-                slopes[1][part] = d_logits.to(hidden.dtype) @ weight
-            d_logits = _d_logits(log_p, targets[part], entropy[part], unit[part], None)
-            slopes[0][part] = d_logits.to(hidden.dtype) @ weight
+            logits = _logits(hidden[part], weight, bias)
+            logprobs[part], entropy[part], log_partition = statistics(logits, targets[part], temperature)
+            one, zero = torch.ones_like(log_partition), torch.zeros_like(log_partition)
+            for slope, upstream in zip(slopes, ((one, None), (zero, one)), strict=False):
+                d_logits = logit_gradient(
+                    logits, targets[part], temperature, entropy[part], log_partition, *upstream, hidden.dtype
+                )
+                slope[part] = d_logits @ weight
         ctx.save_for_backward(*slopes)
         return logprobs, entropy
 
@@ -149,28 +159,52 @@ class _Kept(torch.autograd.Function):
         return d_hidden.to(slope.dtype), *[None] * 6
 
 
-def _statistics(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] log-probability of the targets and entropy."""
-    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -log_p.exp().mul_(log_p).sum(dim=1)
+def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] log-probability of the targets, entropy and log-partition of softmax(logits / temperature)."""
+    z = logits / temperature  # [R, V]
+    log_partition = z.logsumexp(dim=1)
+    log_p = z.sub_(log_partition.unsqueeze(1))
+    logprobs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+    return logprobs, -log_p.exp().mul_(log_p).sum(dim=1), log_partition
 
 
-def _d_logits(log_p: Tensor, targets: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None) -> Tensor:
-    """[R, V] d / dz from what arrives at the two outputs, [R] each. Overwrites ``log_p``."""
-    if d_entropy is None:
-        gradient = log_p.exp_().mul_(-d_logprobs.unsqueeze(1))
-    else:
-        p = log_p.exp()
-        gradient = log_p.add_(entropy.unsqueeze(1)).mul_(-d_entropy.unsqueeze(1))
-        gradient = gradient.sub_(d_logprobs.unsqueeze(1)).mul_(p)
-    return gradient.scatter_add_(1, targets.unsqueeze(1), d_logprobs.unsqueeze(1))
+def logit_gradient_reference(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: Tensor,
+    log_partition: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[R, V] gradient of what arrives at the log-probabilities and entropies, [R] each, with respect to the logits."""
+    log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
+    p = log_p.exp()
+    weight = d_logprobs.unsqueeze(1)
+    if d_entropy is not None:
+        weight = log_p.add_(entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1)).add_(weight)
+    gradient = p.mul_(weight).neg_()
+    gradient.scatter_add_(1, targets.unsqueeze(1), d_logprobs.unsqueeze(1))
+    return gradient.div_(temperature).to(dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[R, V] logits / temperature, a new tensor in the accumulator's dtype."""
+def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
+    if hidden.is_cuda and hidden.dtype != torch.float64:
+        from qerl_pl.kernels import softmax  # Triton is there where CUDA is
+
+        return softmax.statistics, softmax.logit_gradient
+    return statistics_reference, logit_gradient_reference
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[R, V] in the accumulator's dtype, before the temperature."""
     logits = _product(hidden, weight.t())
-    if bias is not None:
-        logits += bias
-    return logits if temperature == 1 else logits.div_(temperature)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _per_token(hidden: Tensor) -> Tensor:
+    return hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

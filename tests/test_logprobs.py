@@ -57,7 +57,6 @@ def test_values_and_gradients_equal_the_naive_way(
         bias=bias,
         temperature=temperature,
         recompute=recompute,
-        entropy_gradient=True,
         chunk_bytes=8 * vocabulary * rows,
     )
     expected = naive(hidden, weight, targets, bias, temperature)
@@ -84,7 +83,6 @@ def test_gradcheck(recompute):
             bias=head[1],
             temperature=0.7,
             recompute=recompute,
-            entropy_gradient=True,
             chunk_bytes=2 * 8 * 7,
         )
 
@@ -96,16 +94,17 @@ def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated(recompute
     hidden, weight, targets, _ = draw(1, 6, 4, 9)
     hidden.requires_grad_()
     for index in range(2):
-        outputs = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=True)
+        outputs = token_logprobs(hidden, weight, targets, recompute=recompute)
         expected = naive(hidden, weight, targets, None, 1.0)
         gradients = [torch.autograd.grad(pair[index].sum(), hidden) for pair in (outputs, expected)]
         torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_the_entropy_carries_no_gradient_unless_asked_for(recompute):
+def test_the_entropy_can_be_left_without_a_gradient(recompute):
     hidden, weight, targets, _ = draw(2, 6, 4, 9)
-    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight, targets, recompute=recompute)
+    hidden.requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=False)
     assert logprobs.requires_grad
     assert not entropy.requires_grad
 
@@ -116,7 +115,7 @@ def test_known_answers_at_the_ends(recompute):
     hidden = torch.tensor([[0.0], [1e4]], dtype=torch.float64).requires_grad_()
     weight = torch.linspace(0, 1, vocabulary, dtype=torch.float64).unsqueeze(1)
     targets = torch.tensor([3, vocabulary - 1])
-    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=True)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute)
     expected = torch.tensor([-math.log(vocabulary), 0.0], dtype=torch.float64)  # uniform; all mass on the target
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropy, -expected)
@@ -195,7 +194,7 @@ def test_autocast_does_not_lower_the_precision():
 
 def test_large_logits_do_not_overflow():
     hidden, weight, targets, _ = draw(6, 5, 3, 7, torch.float32)
-    logprobs, entropy = token_logprobs(1e4 * hidden.requires_grad_(), weight, targets, entropy_gradient=True)
+    logprobs, entropy = token_logprobs(1e4 * hidden.requires_grad_(), weight, targets)
     (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
     assert logprobs.isfinite().all()
     assert entropy.isfinite().all()

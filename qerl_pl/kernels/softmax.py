@@ -1,0 +1,145 @@
+"""Triton kernels over rows of logits; ``qerl_pl.logprobs`` holds their definitions in plain torch.
+
+One pass over [R, V] each: the statistics read the logits once and write [R], the gradient reads them once and writes
+the dtype that the next matrix product takes. R rows, V vocabulary.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+# Triton's launch options and scalars are not in its type hints.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def statistics(
+    logits: Tensor, targets: Tensor, temperature: float, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, entropy and log-partition of softmax(logits / temperature).
+
+    Args:
+        logits: [R, V] fp32, contiguous.
+        targets: [R] int64 in [0, V).
+        block: columns that a program holds at a time, a power of 2.
+
+    Returns:
+        Three [R] fp32, nats.
+    """
+    assert logits.is_contiguous(), logits.stride()
+    logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
+    _statistics_kernel[(len(logits),)](
+        logits,
+        targets.contiguous(),
+        logprobs,
+        entropy,
+        log_partition,
+        1 / temperature,
+        logits.shape[1],
+        BLOCK=block,
+        num_warps=8,
+    )
+    return logprobs, entropy, log_partition
+
+
+def logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: Tensor,
+    log_partition: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    block: int = BLOCK,
+) -> Tensor:
+    """Gradient with respect to the logits of what arrives at the log-probabilities and, if given, the entropies.
+
+    Args:
+        logits: [R, V] fp32, contiguous.
+        targets: [R] int64 in [0, V).
+        entropy: [R] from ``statistics``.
+        log_partition: [R] from ``statistics``.
+        d_logprobs: [R] fp32.
+        d_entropy: [R] fp32.
+        dtype: of the result.
+        block: columns that a program holds at a time, a power of 2.
+
+    Returns:
+        [R, V].
+    """
+    assert logits.is_contiguous(), logits.stride()
+    out = torch.empty_like(logits, dtype=dtype)
+    _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
+        logits,
+        targets.contiguous(),
+        entropy.contiguous(),
+        log_partition.contiguous(),
+        d_logprobs.contiguous(),  # autograd hands over expanded scalars
+        None if d_entropy is None else d_entropy.contiguous(),
+        out,
+        1 / temperature,
+        logits.shape[1],
+        BLOCK=block,
+        num_warps=8,
+    )
+    return out
+
+
+@triton.jit
+def _merge(highest, total, moment, highest2, total2, moment2):
+    """Two partial softmaxes into one: the highest logit, the sum of e = exp(z - highest), that of e (z - highest)."""
+    top = tl.maximum(highest, highest2)
+    drop, drop2 = highest - top, highest2 - top
+    scale, scale2 = tl.exp(drop), tl.exp(drop2)
+    moment = scale * (moment + drop * total) + scale2 * (moment2 + drop2 * total2)
+    return top, scale * total + scale2 * total2, moment
+
+
+@triton.jit
+def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, inverse_temperature, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    # One running softmax a lane; the lanes meet once, after the loop. Not -inf: the difference of two would be nan.
+    highest = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    moment = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, V, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + row * V + col, mask=col < V, other=-1e30) * inverse_temperature
+        highest, total, moment = _merge(highest, total, moment, z, tl.where(col < V, 1.0, 0.0), 0.0)
+    highest, total, moment = tl.reduce((highest, total, moment), 0, _merge)
+    log_total = tl.log(total)
+    target = tl.load(logits + row * V + tl.load(targets + row)) * inverse_temperature
+    tl.store(logprobs + row, target - highest - log_total)
+    tl.store(entropy + row, log_total - moment / total)
+    tl.store(log_partition + row, highest + log_total)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,
+    targets,
+    entropy,
+    log_partition,
+    d_logprobs,
+    d_entropy,
+    out,
+    inverse_temperature,
+    V,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < V
+    z = tl.load(logits + row * V + col, mask=inside, other=0.0) * inverse_temperature
+    log_p = z - tl.load(log_partition + row)
+    upstream = tl.load(d_logprobs + row)
+    weight = upstream
+    if d_entropy is not None:
+        weight += tl.load(d_entropy + row) * (log_p + tl.load(entropy + row))
+    gradient = tl.where(col == tl.load(targets + row), upstream, 0.0) - tl.exp(log_p) * weight
+    tl.store(out + row * V + col, (gradient * inverse_temperature).to(out.dtype.element_ty), mask=inside)
