@@ -12,8 +12,8 @@ class Arithmetic:
 
     Args:
         seed: which problems are drawn.
-        num_train: different training problems, at most about 28 000.
-        num_validation: different validation problems, at most about 3 000.
+        num_train: different training problems, at most 28 709.
+        num_validation: different validation problems, at most 3 226.
     """
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_validation: int = 512) -> None:

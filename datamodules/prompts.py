@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from datamodules.loader import EvaluationLoader, TrainLoader
+from datamodules.sources import PromptSource
 from qerl_pl.types import Problem, Prompt
-
-
-class PromptSource(Protocol):
-    """Where problems come from. Built cheaply from YAML; data is read when it is asked for."""
-
-    def train(self) -> list[Problem]:
-        """Training problems, always in the same order."""
-        ...
-
-    def validation(self) -> list[Problem]:
-        """Validation problems, always in the same order."""
-        ...
 
 
 class PromptDataModule(LightningDataModule):

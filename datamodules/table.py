@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from datamodules.rows import in_share, read_rows, text
+from typing import Literal
+
+from datamodules.rows import Row, in_share, read_rows, text
+from qerl_pl.rewards.answers import marked_answer
 from qerl_pl.types import Problem
 
 
@@ -16,13 +19,18 @@ class Table:
             question's hash: the same rows in every run, whatever their order.
         question: column of the question.
         answer: column of the verifiable answer.
+        marker: how the answer is marked where that column holds a worked solution: "boxed" or "hash"; None takes the
+            whole column.
         subset: of a hub data set.
         train_split: of a hub data set.
         validation_split: of a hub data set.
+        only: columns to the values that are kept in training, e.g. ``{level: ["Level 4", "Level 5"]}``.
+        between: columns to the lowest and highest number that is kept in training, e.g.
+            ``{llama8b_solve_rate: [0.1, 0.9]}``.
 
     Raises:
         ValueError: a share outside (0, 1), or both or none of validation_path and validation_share; when read, a row
-            lacks a column (file and line are named).
+            lacks a column or a marked answer (file and line are named).
     """
 
     def __init__(
@@ -32,9 +40,12 @@ class Table:
         validation_share: float | None = None,
         question: str = "question",
         answer: str = "answer",
+        marker: Literal["boxed", "hash"] | None = None,
         subset: str | None = None,
         train_split: str = "train",
         validation_split: str = "test",
+        only: dict[str, list[str]] | None = None,
+        between: dict[str, tuple[float, float]] | None = None,
     ) -> None:
         if (validation_path is None) == (validation_share is None):
             raise ValueError("give either validation_path or validation_share, one of them")
@@ -45,13 +56,17 @@ class Table:
         self.validation_share = validation_share
         self.question = question
         self.answer = answer
+        self.marker: Literal["boxed", "hash"] | None = marker
         self.subset = subset
         self.train_split = train_split
         self.validation_split = validation_split
+        self.only = only or {}
+        self.between = between or {}
 
     def train(self) -> list[Problem]:
-        """The training problems, in the order of the table."""
-        problems = self._read(self.train_path, self.train_split)
+        """The training problems that the filters keep, in the order of the table."""
+        rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
+        problems = [self._problem(row) for row in rows if self._keeps(row)]
         if self.validation_share is None:
             return problems
         return [problem for problem in problems if not in_share(problem.question, self.validation_share)]
@@ -59,11 +74,30 @@ class Table:
     def validation(self) -> list[Problem]:
         """The validation problems, in the order of the table."""
         if self.validation_path is not None:
-            return self._read(self.validation_path, self.validation_split)
+            rows = read_rows(self.validation_path, subset=self.subset, split=self.validation_split)
+            return [self._problem(row) for row in rows]
         assert self.validation_share is not None
-        problems = self._read(self.train_path, self.train_split)
+        rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
+        problems = [self._problem(row) for row in rows]
         return [problem for problem in problems if in_share(problem.question, self.validation_share)]
 
-    def _read(self, path: str, split: str) -> list[Problem]:
-        rows = read_rows(path, subset=self.subset, split=split)
-        return [Problem(text(row, self.question), text(row, self.answer)) for row in rows]
+    def _problem(self, row: Row) -> Problem:
+        answer = text(row, self.answer)
+        if self.marker is not None:
+            answer = marked_answer(answer, self.marker)
+            if not answer:
+                raise ValueError(f"{row.where}: no answer is marked ({self.marker}) in column {self.answer!r}")
+        return Problem(text(row, self.question), answer)
+
+    def _keeps(self, row: Row) -> bool:
+        return all(text(row, column) in values for column, values in self.only.items()) and all(
+            low <= _number(row, column) <= high for column, (low, high) in self.between.items()
+        )
+
+
+def _number(row: Row, column: str) -> float:
+    value = text(row, column)
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected a number") from None

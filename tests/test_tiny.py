@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, is_validation, question, solution, value
+from qerl_pl.tasks.arithmetic import (
+    distinct_expressions,
+    draw_expression,
+    is_validation,
+    num_expressions,
+    question,
+    solution,
+    value,
+)
 from qerl_pl.tools import tiny
 
 seeds = st.integers(0, 2**31)
@@ -75,6 +83,13 @@ def test_drawing_problems_is_repeatable_and_has_no_repeats():
     assert drawn == distinct_expressions(500, seed=3, validation=True)
     assert len(set(drawn)) == 500
     assert drawn != distinct_expressions(500, seed=4, validation=True)
+
+
+def test_a_tenth_of_the_expressions_validates_and_no_more_can_be_asked_for():
+    num = num_expressions(validation=True)
+    assert num / (num + num_expressions(validation=False)) == pytest.approx(0.1, abs=0.01)
+    with pytest.raises(ValueError, match=f"{num + 1} different validation problems were asked for; {num} exist"):
+        distinct_expressions(num + 1, seed=0, validation=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,16 @@ purpose: were they opposite, two of them could cancel to a right answer, and rei
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 NUM_OPERANDS = (3, 4)
 MAX_TOTAL = 99
 VALIDATION_SHARE = 10  # one expression in ten
-_PATIENCE = 300  # draws without a new expression before the supply counts as used up
 
 
 def question(expression: str) -> str:
@@ -73,17 +74,29 @@ def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
     Raises:
         ValueError: there are not that many.
     """
+    available = num_expressions(validation=validation)
+    if num > available:
+        side = "validation" if validation else "training"
+        raise ValueError(f"{num} different {side} problems were asked for; {available} exist")
     rng = random.Random(seed)
     found: dict[str, None] = {}  # keeps the order of first sight
-    draws_in_vain = 0
     while len(found) < num:
-        expression = draw_expression(rng, validation=validation)
-        draws_in_vain = draws_in_vain + 1 if expression in found else 0
-        if draws_in_vain == _PATIENCE:
-            side = "validation" if validation else "training"
-            raise ValueError(f"{num} different {side} problems were asked for; about {len(found)} exist")
-        found[expression] = None
+        found[draw_expression(rng, validation=validation)] = None
     return list(found)
+
+
+@functools.cache
+def num_expressions(*, validation: bool) -> int:
+    """How many different expressions one side of the split has."""
+    return sum(is_validation(expression) == validation for expression in _every_expression())
+
+
+def _every_expression() -> Iterator[str]:
+    steps = [step for step in range(-9, 10) if step]
+    for length in NUM_OPERANDS:
+        for first, *rest in itertools.product(range(1, 10), *[steps] * (length - 1)):
+            if all(0 <= total <= MAX_TOTAL for total in itertools.accumulate([first, *rest])):
+                yield f"{first}" + "".join(f"{step:+d}" for step in rest)
 
 
 def _has_carry(total: int, term: str) -> bool:

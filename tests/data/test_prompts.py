@@ -168,7 +168,7 @@ def parse(**init) -> PromptDataModule:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     config = {"data": {"class_path": "datamodules.prompts.PromptDataModule", "init_args": init}}
-    return parser.instantiate_classes(parser.parse_object(config))["data"]
+    return parser.instantiate(parser.parse_object(config))["data"]
 
 
 def test_a_source_is_chosen_by_its_class_path(tokenizer_path):

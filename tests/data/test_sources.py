@@ -40,9 +40,7 @@ def test_arithmetic_repeats_itself_for_a_seed_and_not_for_another():
 
 
 def test_more_arithmetic_than_there_is_is_refused():
-    with pytest.raises(
-        ValueError, match=r"1000000 different validation problems were asked for; about [23]\d\d\d exist"
-    ):
+    with pytest.raises(ValueError, match=r"1000000 different validation problems were asked for; 3[0-9]{3} exist"):
         Arithmetic(num_validation=10**6).validation()
 
 

@@ -1,0 +1,49 @@
+"""Benchmarks to validate and test on: MATH-500, AIME 2024 and 2025, AMC 2023."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from datamodules.rows import read_rows, text
+from qerl_pl.types import Problem
+
+
+class _Place(NamedTuple):
+    path: str
+    split: str
+    question: str
+
+
+_HUB = {
+    "math500": _Place("HuggingFaceH4/MATH-500", "test", "problem"),
+    "aime24": _Place("HuggingFaceH4/aime_2024", "train", "problem"),
+    "aime25": _Place("math-ai/aime25", "test", "problem"),
+    "amc23": _Place("math-ai/amc23", "test", "question"),
+}
+
+
+class Benchmark:
+    """A benchmark as the validation side of a source. It has no training side.
+
+    Args:
+        name: which one.
+        path: a .jsonl or .parquet file or a hub name in place of the usual one, with the same columns.
+    """
+
+    def __init__(self, name: Literal["math500", "aime24", "aime25", "amc23"], path: str | None = None) -> None:
+        self.name = name
+        self.path = path
+
+    def train(self) -> list[Problem]:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self.name} is a benchmark: nothing trains on it; pair it with a training source")
+
+    def validation(self) -> list[Problem]:
+        """The benchmark's problems."""
+        place = _HUB[self.name]
+        rows = read_rows(self.path or place.path, split=place.split)
+        return [Problem(text(row, place.question), text(row, "answer").removesuffix(".0")) for row in rows]

@@ -1,0 +1,98 @@
+"""Training problems that resemble an evaluation problem, found by shared runs of words and removed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+from datamodules.sources import PromptSource
+from qerl_pl.types import Problem
+
+
+class Overlap(NamedTuple):
+    """A training question and the evaluation question that it shares words with."""
+
+    train_index: int
+    train_question: str
+    evaluation_question: str
+    words: str
+    """The first run of words that both have."""
+
+
+class Decontaminated:
+    """A source without the training problems that share a run of words with a problem of an evaluation set.
+
+    Args:
+        source: what is trained on; its validation side stays as it is.
+        against: the evaluation sets.
+        num_words: length of the run: 13 as in GPT-3 (arXiv 2005.14165, appendix C); fewer find more, and more that only
+            looks alike. An evaluation question with fewer words counts where a training question has the same words
+            and no others.
+        report_path: JSON Lines file that lists what was removed and why; None writes none.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        against: list[PromptSource],
+        num_words: int = 13,
+        report_path: str | None = None,
+    ) -> None:
+        if num_words < 1:
+            raise ValueError(f"num_words is {num_words}; expected at least 1")
+        if not against:
+            raise ValueError("against is empty; name at least one evaluation set")
+        self.source = source
+        self.against = against
+        self.num_words = num_words
+        self.report_path = report_path
+
+    def train(self) -> list[Problem]:
+        """The training problems that resemble no evaluation problem."""
+        problems = self.source.train()
+        evaluation = [problem for source in self.against for problem in source.validation()]
+        overlaps = find_overlaps(problems, evaluation, num_words=self.num_words)
+        rank_zero_info(
+            f"decontamination: removed {len(overlaps)} of {len(problems)} training problems that share "
+            f"{self.num_words} words in a row with one of {len(evaluation)} evaluation problems"
+        )
+        if self.report_path is not None:
+            _write(self.report_path, overlaps)
+        removed = {overlap.train_index for overlap in overlaps}
+        return [problem for index, problem in enumerate(problems) if index not in removed]
+
+    def validation(self) -> list[Problem]:
+        """The source's validation problems."""
+        return self.source.validation()
+
+
+def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
+    """One overlap for each training problem that has one. Case, punctuation and white space do not count."""
+    owners: dict[tuple[str, ...], str] = {}  # run of words, or a short question whole, to an evaluation question
+    for problem in evaluation:
+        for run in _runs(problem.question, num_words):
+            owners.setdefault(run, problem.question)
+    overlaps = []
+    for index, problem in enumerate(train):
+        run = next((run for run in _runs(problem.question, num_words) if run in owners), None)
+        if run is not None:
+            overlaps.append(Overlap(index, problem.question, owners[run], " ".join(run)))
+    return overlaps
+
+
+def _runs(question: str, num_words: int) -> list[tuple[str, ...]]:
+    """Every run of ``num_words`` words in order; a shorter question is one run, one without words none."""
+    words = re.findall(r"[^\W_]+", question.lower())
+    last = max(0, len(words) - num_words)
+    return [tuple(words[start : start + num_words]) for start in range(last + 1)] if words else []
+
+
+@rank_zero_only
+def _write(path: str, overlaps: Sequence[Overlap]) -> None:
+    with open(path, "w", encoding="utf-8") as report:
+        for overlap in overlaps:
+            report.write(json.dumps(overlap._asdict(), ensure_ascii=False) + "\n")
