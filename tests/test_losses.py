@@ -186,10 +186,27 @@ def one_token(loss, ratio: float, advantage: float) -> tuple[PolicyLoss, float]:
     return result, float(gradient)
 
 
-CLIPPED, TWO_SIDED, CISPO = LOSSES["clipped"][0], LOSSES["two-sided"][0], LOSSES["cispo"][0]
+def test_of_four_updates_on_one_batch_the_first_clips_nothing_and_a_later_one_does():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(4, 6, 5, requires_grad=True)  # a policy over five tokens for each of [B, S] states
+    tokens = torch.randint(5, (4, 6, 1), generator=generator)
+    mask = torch.ones(4, 6) > 0
+    old, clipped = torch.full((4, 6), -math.log(5)), []
+    for _ in range(4):
+        logprobs = logits.log_softmax(dim=2).gather(2, tokens).squeeze(2)
+        result = clipped_policy_loss(
+            logprobs, old, torch.tensor([1.0, -1.0, 1.0, -1.0]), mask, weights_of(mask, "token")
+        )
+        clipped.append((int(result.clipped_low), int(result.clipped_high)))
+        (gradient,) = torch.autograd.grad(result.loss, logits)
+        logits = (logits - 4 * gradient).detach().requires_grad_()
+    assert clipped[0] == (0, 0)
+    assert clipped[-1] == (12, 12)  # every token of every row ends past the bound of its side
 
 
-@pytest.mark.parametrize("loss", [CLIPPED, partial(sequence_policy_loss, **BOUNDS)], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    "loss", [LOSSES["clipped"][0], partial(sequence_policy_loss, **BOUNDS)], ids=["token", "sequence"]
+)
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "low", "high"),
     [
@@ -210,16 +227,16 @@ def test_each_clip_bound_acts_on_its_side_only(loss, ratio, advantage, value, lo
 
 
 def test_the_two_sided_clip_bounds_the_ratio_of_bad_tokens_too():
-    result, gradient = one_token(TWO_SIDED, 1.6, -1.0)
+    result, gradient = one_token(LOSSES["two-sided"][0], 1.6, -1.0)
     assert (float(result.loss), gradient, int(result.clipped_high)) == (pytest.approx(1.5), 0, 1)
-    result, gradient = one_token(TWO_SIDED, 1.4, -1.0)
+    result, gradient = one_token(LOSSES["two-sided"][0], 1.4, -1.0)
     assert (gradient, int(result.clipped_high)) == (pytest.approx(1.4), 0)
 
 
 @pytest.mark.parametrize(("ratio", "weight", "low", "high"), [(2.0, 1.28, 0, 1), (1.1, 1.1, 0, 0), (0.5, 0.8, 1, 0)])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_cispo_limits_the_weight_of_a_token_and_never_drops_its_gradient(ratio, weight, low, high, advantage):
-    result, gradient = one_token(CISPO, ratio, advantage)
+    result, gradient = one_token(LOSSES["cispo"][0], ratio, advantage)
     assert gradient == pytest.approx(-weight * advantage)
     assert (int(result.clipped_low), int(result.clipped_high)) == (low, high)
 
