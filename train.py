@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -13,6 +14,11 @@ from qerl_pl.module import QeRLModule
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
+NOT_FOR_US = (
+    r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
+    r"Checkpoint directory .* exists and is not empty",  # so it should be when a run goes on
+)
 
 
 class QeRLCLI(LightningCLI):
@@ -35,6 +41,8 @@ def main(args: list[str]) -> QeRLCLI:
     """Run one subcommand, with configs/base.yaml read before any file that the arguments name."""
     if args and args[0] in SUBCOMMANDS:
         args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
+    for message in NOT_FOR_US:
+        warnings.filterwarnings("ignore", message=message)
     sys.argv[1:] = args  # LightningCLI warns when it gets both
     return QeRLCLI(
         QeRLModule,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
 class GracefulStop(Callback):
-    """The first Ctrl-C lets the running RL iteration end and saves ``last.ckpt``; the second one stops at once."""
+    """The first Ctrl-C ends the run, checkpoint included, after the running RL iteration; the second one at once."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -26,10 +25,8 @@ class GracefulStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
-            path = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-            trainer.save_checkpoint(path)
-            trainer.should_stop = True
-            rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last ({path})")
+            trainer.should_stop = True  # LastCheckpoint sees it and saves
+            rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signal.signal(signal.SIGINT, self._previous)

@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from qerl_pl.policy.lora import LoraSettings
 
-PREVIOUS = "previous.ckpt"  # may not contain "last", which is how Lightning finds the newest
+LAST = "last.ckpt"
+PREVIOUS = "previous.ckpt"
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames; keeps the last checkpoint's predecessor; falls back to it when loading.
-
-    At every moment there is a whole ``last.ckpt``: a full disk or a kill while writing leaves the old one as it was.
+    """Writes beside the target and renames, so that a full disk or a kill leaves the old file as it was; a damaged
+    ``last.ckpt`` falls back to the one before it.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -43,14 +43,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
             temporary.unlink(missing_ok=True)
-            kept = f"; {path} still holds the previous one" if path.exists() else ""
-            raise OSError(f"could not write the checkpoint {path}: {error}{kept}") from error
-        if path.name == "last.ckpt" and path.exists():
-            # A second name for the old file first, so that no moment has neither.
-            link = path.with_name(PREVIOUS + ".tmp")
-            link.unlink(missing_ok=True)
-            os.link(path, link)
-            os.replace(link, path.with_name(PREVIOUS))
+            raise OSError(f"could not write the checkpoint {path}: {error}; earlier ones are untouched") from error
         os.replace(temporary, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -63,7 +56,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             previous = Path(path).with_name(PREVIOUS)
-            if Path(path).name != "last.ckpt" or not previous.exists():
+            if Path(path).name != LAST or not previous.exists():
                 raise ValueError(
                     f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by "
                     "--ckpt_path, or delete it to start anew"

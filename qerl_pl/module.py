@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
@@ -315,10 +314,3 @@ class QeRLModule(LightningModule):
             raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
         if max_steps % updates:
             raise ValueError(f"trainer.max_steps ({max_steps}) is no multiple of model.updates_per_rollout ({updates})")
-        for callback in self.trainer.checkpoint_callbacks:
-            every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
-            if every % updates:
-                raise ValueError(
-                    f"a ModelCheckpoint has every_n_train_steps {every}, no multiple of model.updates_per_rollout "
-                    f"({updates}): it counts optimizer steps and would fall inside an iteration"
-                )

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.quant.linear import NVFP4Linear
+from qerl_pl.quant.linear import FrozenLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BLOCK_NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
@@ -100,7 +100,7 @@ def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    config._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
+    config._register_custom_module({FrozenLinear: LoraLinear, nn.Linear: LoraLinear})
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -167,7 +168,8 @@ def load_policy(
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
     check_targets(model, lora.targets)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, peft_config(lora, base=base), autocast_adapter_dtype=True)
     assert isinstance(peft_model, PeftModel)
@@ -178,4 +180,4 @@ def load_policy(
             module.register_forward_hook(cast_output_to_input)
     if gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return policy
+    return policy.train()

@@ -1,0 +1,78 @@
+"""The checkpoint that ``--ckpt_path last`` goes on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from qerl_pl.checkpoint import LAST, PREVIOUS
+
+PENDING = "pending.ckpt"
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps ``last.ckpt`` and the one before it, ``previous.ckpt``.
+
+    A checkpoint is written at the end of a step and gets its name when the next step begins: by then the step's scalars
+    are on disk and a validation that was due is over. A run that is killed anywhere goes on from a step of which
+    everything was kept, and does the unfinished one again.
+
+    Args:
+        every_n_rollouts: RL iterations between two checkpoints. The last iteration is always kept.
+
+    Raises:
+        ValueError: ``every_n_rollouts`` is less than 1.
+    """
+
+    def __init__(self, every_n_rollouts: int = 1) -> None:
+        if every_n_rollouts < 1:
+            raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
+        super().__init__(save_top_k=0)  # the parent saves nothing: it resolves the folder and finds last.ckpt again
+        self.every_n_rollouts = every_n_rollouts
+        self._pending = False  # a file of that name may be left over from a run that was killed
+
+    @property
+    def state_key(self) -> str:
+        return type(self).__qualname__
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        done = outputs["rollout_index"] + 1
+        finished = trainer.should_stop or trainer.global_step >= trainer.max_steps
+        if finished or done % self.every_n_rollouts == 0:
+            trainer.save_checkpoint(self._folder / PENDING)
+            self._pending = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._commit(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._commit(trainer)
+
+    @property
+    def _folder(self) -> Path:
+        assert self.dirpath is not None, "resolved in setup"
+        return Path(self.dirpath)
+
+    def _commit(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or not self._pending:
+            return
+        self._pending = False
+        for logger in trainer.loggers:
+            logger.save()
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.flush()
+        last = self._folder / LAST
+        if last.exists():
+            # A second name for the old file first, so that no moment has neither.
+            link = self._folder / (PREVIOUS + ".tmp")
+            link.unlink(missing_ok=True)
+            os.link(last, link)
+            os.replace(link, self._folder / PREVIOUS)
+        os.replace(self._folder / PENDING, last)

@@ -1,0 +1,78 @@
+"""Runs of the whole program on a policy with random weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from qerl_pl.__main__ import main as command
+from qerl_pl.tools.tiny import make_tiny
+
+ROOT = Path(__file__).parent.parent.parent
+TOY = ROOT / "tests" / "integration" / "toy.yaml"
+VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoint folders: "dense" and the same in "nvfp4", with random weights."""
+    folder = tmp_path_factory.mktemp("bases")
+    make_tiny(folder / "dense", seed=0, sft_steps=0)
+    files = ["--model", str(folder / "dense"), "--output", str(folder / "nvfp4")]
+    assert command(["quantize", *files, "--format", "nvfp4"]) == 0
+    return {name: folder / name for name in ("dense", "nvfp4")}
+
+
+@pytest.fixture
+def run(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., train.QeRLCLI]:
+    """``run("fit", run_dir, *more)``: the program in this process."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+    def start(subcommand: str, run_dir: Path, *more: str) -> train.QeRLCLI:
+        return train.main(arguments(subcommand, bases["nvfp4"], run_dir, *more))
+
+    return start
+
+
+def arguments(subcommand: str, base: Path, run_dir: Path, *more: str) -> list[str]:
+    """The command line of a run."""
+    return [subcommand, "-c", str(TOY), "--model.base", str(base), "--run_dir", str(run_dir), *more]
+
+
+def launch(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+    """The program in a process of its own: ``arguments`` as there."""
+    return subprocess.Popen(
+        [sys.executable, "train.py", *arguments(*args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **kwargs,
+    )
+
+
+def load_last(run_dir: Path) -> dict[str, Any]:
+    """The last checkpoint."""
+    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Where two nested structures of tensors and builtins differ, to the last bit."""
+    if isinstance(left, torch.Tensor):
+        return [] if isinstance(right, torch.Tensor) and torch.equal(left, right) else [path]
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        left, right = dict(enumerate(left)), dict(enumerate(right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        found = [f"{path}/{key} on one side only" for key in left.keys() ^ right.keys()]
+        for key in left.keys() & right.keys():
+            found += differences(left[key], right[key], f"{path}/{key}")
+        return found
+    return [] if left == right else [path]

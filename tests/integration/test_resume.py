@@ -1,0 +1,109 @@
+"""A run that was killed and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.tools.report import read_curves
+from tests.integration.conftest import VLLM, differences, launch, load_last
+
+NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
+
+
+def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
+    curves = read_curves(run_dir)
+    return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
+
+
+def assert_same_run(straight: Path, resumed: Path) -> None:
+    one, other = load_last(straight), load_last(resumed)
+    assert one["global_step"] == other["global_step"]
+    assert differences(one["state_dict"], other["state_dict"]) == []
+    assert differences(one["optimizer_states"], other["optimizer_states"]) == []
+    assert differences(one["lr_schedulers"], other["lr_schedulers"]) == []
+    assert differences(scalars(straight), scalars(resumed)) == []
+    for path in sorted((straight / "completions").iterdir()):
+        assert path.read_text() == (resumed / "completions" / path.name).read_text(), path.name
+
+
+def rollouts_seen(run_dir: Path) -> int:
+    return len(list((run_dir / "completions").glob("train-*.jsonl")))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(540)
+def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_path):
+    steps = ("--trainer.max_steps", "16", *VLLM)
+    straight = launch("fit", bases["nvfp4"], tmp_path / "straight", *steps)
+    output, _ = straight.communicate()
+    assert straight.returncode == 0, output
+
+    draw, kills, run_dir = random.Random(0), 0, tmp_path / "killed"
+    while True:
+        before = rollouts_seen(run_dir)
+        process = launch("fit", bases["nvfp4"], run_dir, *steps, "--ckpt_path", "last")
+        if kills < 6:
+            while rollouts_seen(run_dir) <= before and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(draw.uniform(0, 0.6))  # a step with its checkpoint, log and validation takes about as long
+            process.kill()
+            kills += process.wait() == -9
+            assert process.stdout is not None
+            process.stdout.close()
+            continue
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        break
+    assert kills == 6
+    assert_same_run(tmp_path / "straight", run_dir)
+
+    state = load_last(run_dir)["state_dict"]
+    assert any(tensor.abs().max() > 0 for name, tensor in state.items() if "lora_B" in name), "nothing was trained"
+    curves = read_curves(run_dir)
+    quiet = [gap for gap, sigma in zip(curves["gap/max"].values, curves["aqn/sigma"].values, strict=True) if sigma == 0]
+    assert len(quiet) >= 3
+    assert max(quiet) < 1e-4, "sampler and trainer disagree in fp32 without noise"
+    assert max(curves["gap/max"].values) > 1e-4, "noise did not reach the sampler"
+    assert set(curves["aqn/noisy_norms"].values) == {0.0, 4.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_ctrl_c_ends_the_step_and_saves_and_going_on_changes_nothing(run, tmp_path, at):
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", f"--trainer.callbacks.at={at}")
+    run("fit", tmp_path / "straight")
+    run("fit", tmp_path / "stopped", *ctrl_c)
+    assert load_last(tmp_path / "stopped")["global_step"] == at + 1
+    torch.manual_seed(99)  # a new process has other global streams
+    run("fit", tmp_path / "stopped", "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_whole_step(run, tmp_path):
+    ctrl_c = (
+        "--trainer.callbacks+=tests.integration.toy.CtrlC",
+        "--trainer.callbacks.at=3",
+        "--trainer.callbacks.times=2",
+    )
+    with pytest.raises(SystemExit):
+        run("fit", tmp_path, *ctrl_c)
+    assert load_last(tmp_path)["global_step"] == 2  # the third step was over but not yet on record when the keys came
+
+
+@pytest.mark.slow
+def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
+    updates = ("--model.updates_per_rollout", "2", "--trainer.max_steps", "12")
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
+    run("fit", tmp_path / "straight", *updates)
+    run("fit", tmp_path / "stopped", *updates, *ctrl_c)
+    run("fit", tmp_path / "stopped", *updates, "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    curves = read_curves(tmp_path / "straight")
+    assert curves["policy/kl_old"].values[-1] > 0, "the second update's ratio is not 1"
