@@ -1,7 +1,8 @@
-"""How checkpoints write packed weights: which tensors make one up, and how they convert to our convention."""
+"""How checkpoints that we read store packed weights: under which names, in which conventions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,95 +11,104 @@ import torch
 from torch import Tensor
 
 from qerl_pl.quant.files import CONFIG, read_json
-from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, scale_divisor
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.mxfp4 import MXFP4
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
 
-COMPRESSED_FORMAT = "nvfp4-pack-quantized"
 MODELOPT_CONFIG = "hf_quant_config.json"
-KNOWN_FORMATS = (
-    f"unquantised, compressed-tensors {COMPRESSED_FORMAT} (W4A16), ModelOpt NVFP4 with 16-bit activations (W4A16_NVFP4)"
+_KNOWN = (
+    "unquantised; compressed-tensors nvfp4-pack-quantized and mxfp4-pack-quantized with 16-bit activations; "
+    "ModelOpt W4A16_NVFP4; bitsandbytes nf4 without double quantisation"
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one tensor of a packed weight is stored: the buffer it fills and the conversion to our convention."""
+    """How one tensor of a packed weight is stored: the buffer it fills, and its conversion to that buffer."""
 
     buffer: str
-    convert: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor, Sequence[int]], Tensor]
+    """(tensor, shape of the buffer) -> the buffer. A shape that cannot be reached is left for the caller to refuse."""
 
 
-def as_is(tensor: Tensor) -> Tensor:
-    """The tensor itself."""
+@dataclass(frozen=True)
+class Layout:
+    """One way of storing packed weights."""
+
+    fmt: Format
+    parts: Mapping[str, Part]
+    """What follows the name of a linear in the names of its tensors."""
+    marker: str
+    """The suffix that only packed linears have."""
+    redundant: tuple[str, ...] = ()
+    """Suffixes of tensors that say nothing new."""
+
+
+def _as_is(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _multiplier_bits(tensor: Tensor) -> Tensor:
+def _multiplier(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor.double().squeeze().view(torch.int64)
 
 
-def _divisor_bits(tensor: Tensor) -> Tensor:
-    return _multiplier_bits(1 / tensor.double())
+def _divisor(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
+    return (1 / tensor.double()).squeeze().view(torch.int64)
 
 
-PARTS: Mapping[str, Mapping[str, Part]] = {
-    "compressed-tensors": {
-        "weight_packed": Part("codes", as_is),
-        "weight_scale": Part("block_scale", _bits),
-        "weight_global_scale": Part("global_scale_bits", _divisor_bits),
+def _swapped_nibbles(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return _reshaped((tensor >> 4) | (tensor << 4), shape)
+
+
+def _fp32_bits(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return _reshaped(tensor.float().view(torch.int32), shape)
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return tensor.reshape(shape) if tensor.numel() == math.prod(shape) else tensor
+
+
+COMPRESSED_NVFP4 = Layout(
+    fmt=NVFP4,
+    parts={
+        ".weight_packed": Part("codes", _as_is),
+        ".weight_scale": Part("block_scale", _bits),
+        ".weight_global_scale": Part("global_scale_bits", _divisor),
     },
-    "modelopt": {
-        "weight": Part("codes", as_is),
-        "weight_scale": Part("block_scale", _bits),
-        "weight_scale_2": Part("global_scale_bits", _multiplier_bits),
+    marker=".weight_packed",
+)
+COMPRESSED_MXFP4 = Layout(
+    fmt=MXFP4,
+    parts={".weight_packed": Part("codes", _as_is), ".weight_scale": Part("block_scale", _as_is)},
+    marker=".weight_packed",
+)
+MODELOPT_NVFP4 = Layout(
+    fmt=NVFP4,
+    parts={
+        ".weight": Part("codes", _as_is),
+        ".weight_scale": Part("block_scale", _bits),
+        ".weight_scale_2": Part("global_scale_bits", _multiplier),
     },
-    "unquantised": {},
-}
+    marker=".weight_scale_2",
+)
+BITSANDBYTES_NF4 = Layout(
+    fmt=NF4,
+    parts={".weight": Part("codes", _swapped_nibbles), ".weight.absmax": Part("block_scale", _fp32_bits)},
+    marker=".weight.absmax",
+    redundant=(".weight.quant_map", ".weight.quant_state.bitsandbytes__nf4"),
+)
 
 
-def compressed_tensors_state(name: str, weight: NVFP4Weight) -> dict[str, Tensor]:
-    """The tensors that compressed-tensors stores for the packed weight of linear ``name``."""
-    return {
-        f"{name}.weight_packed": weight.codes,
-        f"{name}.weight_scale": weight.block_scale.view(torch.float8_e4m3fn),
-        f"{name}.weight_global_scale": scale_divisor(weight.global_scale).view(1),
-    }
+_VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}
 
 
-def compressed_tensors_config(ignore: Sequence[str]) -> dict[str, object]:
-    """What config.json says for compressed-tensors' readers: its scheme NVFP4A16 on every linear but the ignored."""
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": BLOCK,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn",
-    }
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": COMPRESSED_FORMAT,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": COMPRESSED_FORMAT,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-def quantization_layout(path: Path) -> str:
-    """Which of ``PARTS`` the checkpoint is written in.
+def read_layout(path: Path) -> Layout | None:
+    """The layout that a checkpoint folder says it is written in; None: it is not quantised.
 
     Raises:
         ValueError: its quantisation is none that we read.
@@ -107,26 +117,31 @@ def quantization_layout(path: Path) -> str:
     if config is None and (path / MODELOPT_CONFIG).is_file():
         config = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG).get("quantization", {})}
     if config is None:
-        return "unquantised"
+        return None
     method = config.get("quant_method")
-    groups = list((config.get("config_groups") or {}).values())
-    if method == "compressed-tensors":
-        written_as = config.get("format")
-        known = written_as == COMPRESSED_FORMAT
-    else:
-        written_as = config.get("quant_algo")
-        # ModelOpt also says "NVFP4" where the activations of no group are quantised.
-        known = method == "modelopt" and written_as in ("NVFP4", "W4A16_NVFP4")
-    if not known:
-        raise ValueError(
-            f"{path} is quantised by {method!r} as {written_as!r}; the formats that we read: {KNOWN_FORMATS}"
-        )
-    groups_keep_activations = all(isinstance(group, dict) and not group.get("input_activations") for group in groups)
-    weights_only = written_as == "W4A16_NVFP4" or (groups and groups_keep_activations)
-    if not weights_only:
-        raise ValueError(
-            f"{path} quantises activations too ({written_as}, W4A4); the formats that we read: {KNOWN_FORMATS}"
-        )
+    variant = config.get(
+        {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}.get(method, "quant_algo")
+    )
+    layouts: dict[tuple[object, object], Layout] = {
+        ("compressed-tensors", "nvfp4-pack-quantized"): COMPRESSED_NVFP4,
+        ("compressed-tensors", "mxfp4-pack-quantized"): COMPRESSED_MXFP4,
+        ("modelopt", "NVFP4"): MODELOPT_NVFP4,
+        ("modelopt", "W4A16_NVFP4"): MODELOPT_NVFP4,
+        ("bitsandbytes", "nf4"): BITSANDBYTES_NF4,
+    }
+    layout = layouts.get((method, variant))
+    if layout is None:
+        raise ValueError(f"{path} is quantised by {method!r} as {variant!r}; we read {_KNOWN}")
+    if method == "bitsandbytes" and config.get("bnb_4bit_use_double_quant"):
+        raise ValueError(f"{path} quantises its scales too (double quantisation); we read {_KNOWN}")
+    if method != "bitsandbytes" and variant != "W4A16_NVFP4" and not _keeps_activations(config):
+        raise ValueError(f"{path} quantises activations too ({variant}, W4A4); we read {_KNOWN}")
     if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
-        raise ValueError(f"{path} quantises the key/value cache; we read {KNOWN_FORMATS}")
-    return "modelopt" if method == "modelopt" else "compressed-tensors"
+        raise ValueError(f"{path} quantises the key/value cache; we read {_KNOWN}")
+    return layout
+
+
+def _keeps_activations(config: Mapping) -> bool:
+    # ModelOpt's algorithm "NVFP4" quantises activations unless its groups say otherwise.
+    groups = list((config.get("config_groups") or {}).values())
+    return bool(groups) and all(isinstance(group, dict) and not group.get("input_activations") for group in groups)

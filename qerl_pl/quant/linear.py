@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
+from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.nvfp4 import NVFP4
 
 
-class NVFP4Linear(nn.Module):
-    """y = x W^T + b for a frozen NVFP4 weight W [N, K] and a frozen bias b [N].
+class FrozenLinear(nn.Module):
+    """y = x W^T + b for a frozen four-bit weight W [N, K] and a frozen bias b [N].
 
     Nothing here is a parameter, so ``parameters()`` is empty. Weight and scales are integer buffers, which
     ``module.to(dtype)`` leaves alone; only the bias follows it. The product is computed in the dtype of x. Autograd
@@ -20,8 +21,9 @@ class NVFP4Linear(nn.Module):
     A new layer has no values yet (zeros, or none on the meta device): assign ``packed`` and ``bias``.
 
     Args:
-        in_features: K, a multiple of 16.
+        in_features: K, a multiple of the format's block.
         out_features: N.
+        fmt: format of the weight.
         bias: whether b exists.
         dtype: of b.
         device: of everything; "meta" allocates nothing.
@@ -39,40 +41,41 @@ class NVFP4Linear(nn.Module):
         self,
         in_features: int,
         out_features: int,
+        fmt: Format = NVFP4,
         *,
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if in_features % BLOCK:
-            raise ValueError(f"in_features is {in_features}; expected a multiple of {BLOCK}, the NVFP4 block")
-        self.in_features, self.out_features = in_features, out_features
+        if in_features % fmt.block:
+            raise ValueError(f"in_features is {in_features}; expected a multiple of {fmt.block}, the {fmt.name} block")
+        self.in_features, self.out_features, self.fmt = in_features, out_features, fmt
 
         def zeros(*shape: int, dtype: torch.dtype | None) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.register_buffer("codes", zeros(out_features, in_features // 2, dtype=torch.uint8))  # [N, K/2]
-        self.register_buffer("block_scale", zeros(out_features, in_features // BLOCK, dtype=torch.uint8))  # [N, K/16]
+        self.register_buffer("block_scale", zeros(out_features, in_features // fmt.block, dtype=fmt.scale_dtype))
         self.register_buffer("global_scale_bits", zeros(dtype=torch.int64))  # [] fp64 bits of the multiplier
         self.register_buffer("bias", zeros(out_features, dtype=dtype) if bias else None)
 
     @classmethod
-    def from_weight(cls, weight: NVFP4Weight, bias: Tensor | None = None) -> NVFP4Linear:
+    def from_weight(cls, weight: PackedWeight, bias: Tensor | None = None, fmt: Format = NVFP4) -> FrozenLinear:
         """A layer that holds these tensors, not copies of them."""
         num_rows, num_bytes = weight.codes.shape
-        layer = cls(2 * num_bytes, num_rows, device="meta")
+        layer = cls(2 * num_bytes, num_rows, fmt, device="meta")
         layer.packed = weight
         layer.bias = bias
         return layer
 
     @property
-    def packed(self) -> NVFP4Weight:
+    def packed(self) -> PackedWeight:
         """The packed weight: views of the buffers."""
-        return NVFP4Weight(self.codes, self.block_scale, self.global_scale_bits.view(torch.float64))
+        return PackedWeight(self.codes, self.block_scale, self.global_scale_bits.view(torch.float64))
 
     @packed.setter
-    def packed(self, weight: NVFP4Weight) -> None:
+    def packed(self, weight: PackedWeight) -> None:
         self.codes, self.block_scale = weight.codes, weight.block_scale
         self.global_scale_bits = weight.global_scale.double().view(torch.int64)
 
@@ -83,14 +86,18 @@ class NVFP4Linear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in ``dtype``, a new tensor."""
-        return dequantize(self.packed, dtype)
+        return self.fmt.dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] in any floating dtype -> [..., N] in the same."""
-        return _FrozenMatmul.apply(x, self.codes, self.block_scale, self.global_scale_bits, self.bias)
+        return _FrozenMatmul.apply(x, self.fmt, self.codes, self.block_scale, self.global_scale_bits, self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fmt={self.fmt.name}"
+
+
+NVFP4Linear = FrozenLinear
 
 
 class _FrozenMatmul(torch.autograd.Function):
@@ -98,16 +105,24 @@ class _FrozenMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, codes: Tensor, block_scale: Tensor, global_scale_bits: Tensor, bias: Tensor | None
+        ctx: FunctionCtx,
+        x: Tensor,
+        fmt: Format,
+        codes: Tensor,
+        block_scale: Tensor,
+        global_scale_bits: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(codes, block_scale, global_scale_bits)
-        weight = NVFP4Weight(codes, block_scale, global_scale_bits.view(torch.float64))
-        return F.linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+        ctx.fmt = fmt  # pyright: ignore[reportAttributeAccessIssue]
+        weight = PackedWeight(codes, block_scale, global_scale_bits.view(torch.float64))
+        return F.linear(x, fmt.dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (dy,) = grads
         codes, block_scale, global_scale_bits = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        weight = NVFP4Weight(codes, block_scale, global_scale_bits.view(torch.float64))
-        return dy @ dequantize(weight, dy.dtype), None, None, None, None
+        weight = PackedWeight(codes, block_scale, global_scale_bits.view(torch.float64))
+        dx = dy @ ctx.fmt.dequantize(weight, dy.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        return dx, None, None, None, None, None

@@ -7,7 +7,7 @@ list of its quantisation config is honoured by construction.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from qerl_pl.quant.files import CONFIG, Checkpoint
-from qerl_pl.quant.layouts import PARTS, Part, as_is, quantization_layout
-from qerl_pl.quant.linear import NVFP4Linear
+from qerl_pl.quant.layouts import Layout, read_layout
+from qerl_pl.quant.linear import FrozenLinear
 
 OBSOLETE = r"rotary_emb\.inv_freq$"  # held by old Llama checkpoints, computed today
 
@@ -29,7 +29,8 @@ class Slot:
 
     module: str
     leaf: str
-    convert: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor, Sequence[int]], Tensor] | None = None
+    """(tensor, shape of the place) -> what goes there; None: the tensor itself."""
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
@@ -41,18 +42,19 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
         device: where every tensor goes as it is read.
 
     Raises:
-        ValueError: the folder is not a model, its quantisation is not one of ``KNOWN_FORMATS``, or its tensors are not
+        ValueError: the folder is not a model, its quantisation is none that ``layouts`` reads, or its tensors are not
             those of the model that its config describes.
     """
     checkpoint = Checkpoint(path)
-    layout = quantization_layout(checkpoint.path)
+    layout = read_layout(checkpoint.path)
     model = meta_model(checkpoint.path, dtype)
-    _swap_packed_linears(model, checkpoint, layout)
-    slots = _match(model, checkpoint, PARTS[layout])
+    if layout is not None:
+        _swap_packed_linears(model, checkpoint, layout, device)
+    slots = _match(model, checkpoint, layout)
     for name, slot in slots.items():
         _fill(model, slot, checkpoint.read(name), name=name, dtype=dtype, device=device)
     _tie(model, checkpoint.path)
-    _fill_computed_buffers(model, device)
+    fill_computed_buffers(model, device)
     if (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     return model.requires_grad_(False).eval()
@@ -66,35 +68,43 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)
 
 
-def _swap_packed_linears(model: PreTrainedModel, checkpoint: Checkpoint, layout: str) -> None:
+def _swap_packed_linears(
+    model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout, device: torch.device | str
+) -> None:
+    stores_tensor_scale = any(part.buffer == "global_scale_bits" for part in layout.parts.values())
     for name, linear in list(model.named_modules()):
-        if not PARTS[layout] or f"{name}.weight_scale" not in checkpoint:
+        if name + layout.marker not in checkpoint:
             continue
         if not isinstance(linear, nn.Linear):
             kind = type(linear).__name__
             raise ValueError(f"{checkpoint.path} holds {name} packed; expected a linear, the model has a {kind}")
-        packed = NVFP4Linear(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=model.dtype, device="meta"
+        bias, dtype = linear.bias is not None, model.dtype
+        packed = FrozenLinear(
+            linear.in_features, linear.out_features, layout.fmt, bias=bias, dtype=dtype, device="meta"
         )
+        if not stores_tensor_scale:
+            packed.global_scale_bits = torch.ones((), dtype=torch.float64, device=device).view(torch.int64)
         model.set_submodule(name, packed)
 
 
-def _match(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> dict[str, Slot]:
+def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, Slot]:
     """Every tensor of the checkpoint with its place in the model; every place is taken, or tied to one that is."""
-    wanted = set(model.state_dict())
+    wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
+    packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
+    parts = layout.parts if layout else {}
+    places = {name: Slot(*_split(name)) for name in wanted}
+    for module in packed:
+        places |= {module + suffix: Slot(module, part.buffer, part.convert) for suffix, part in parts.items()}
+    redundant = {module + suffix for module in packed for suffix in (layout.redundant if layout else ())}
     tied = tied_weights(model)
     ignored = {OBSOLETE, *(model._keys_to_ignore_on_load_unexpected or ())}
     slots: dict[str, Slot] = {}
     unexpected = []
     for name in checkpoint.names():
         stored = tied[name] if name in tied and tied[name] not in checkpoint else name
-        module, _, leaf = stored.rpartition(".")
-        slot = Slot(module, leaf, as_is)
-        if leaf in parts and f"{module}.codes" in wanted:
-            slot = Slot(module, parts[leaf].buffer, parts[leaf].convert)
-        if f"{slot.module}.{slot.leaf}" in wanted:
-            slots[name] = slot
-        elif not any(re.search(pattern, name) for pattern in ignored):
+        if stored in places:
+            slots[name] = places[stored]
+        elif name not in redundant and not any(re.search(pattern, name) for pattern in ignored):
             unexpected.append(name)
     given = {f"{slot.module}.{slot.leaf}" for slot in slots.values()}
     given |= {copy for copy, source in tied.items() if source in given}
@@ -103,6 +113,11 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, P
         faults = f"missing {_few(missing)}; unexpected {_few(unexpected)}"
         raise ValueError(f"{checkpoint.path} does not fit {type(model).__name__}: {faults}")
     return slots
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
@@ -115,8 +130,9 @@ def _fill(
 ) -> None:
     module = model.get_submodule(slot.module)
     meta = getattr(module, slot.leaf)
-    value = slot.convert(tensor)
-    if value.shape != meta.shape or value.is_floating_point() != meta.is_floating_point():
+    value = slot.convert(tensor, meta.shape) if slot.convert else tensor
+    same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
+    if value.shape != meta.shape or not same_kind:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; the model expects {meta.dtype} {list(meta.shape)} for it"
         )
@@ -136,7 +152,7 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
     model.tie_weights()
 
 
-def _fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
+def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Buffers that no checkpoint holds, such as rotary frequencies, as the model's own initialisation computes them."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

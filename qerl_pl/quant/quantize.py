@@ -8,51 +8,45 @@ Each decoder block becomes one file of the output, so a run that was killed cont
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
-from qerl_pl.quant.layouts import compressed_tensors_config, compressed_tensors_state, quantization_layout
-from qerl_pl.quant.loading import meta_model, tied_weights
-from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize, quantize_nvfp4, tensor_scale
+from qerl_pl.quant.formats import Format, PackedWeight, quantize
+from qerl_pl.quant.layouts import read_layout
+from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.output import OutputFolder
+from qerl_pl.quant.plan import fused_groups, output_files, split_linears
+from qerl_pl.quant.report import LayerReport, report_layer
+from qerl_pl.quant.writers import WRITERS, Writer
 
+FormatName = Literal["nvfp4", "mxfp4", "nf4"]
 VERSION = 1  # of the layout and arithmetic of the output; part of its metadata
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """How well one linear survived."""
-
-    name: str
-    shape: tuple[int, int]
-    weight_error: float
-    """Frobenius norm of the error over that of the weight."""
-    max_error: float
-    """Largest error of a weight over the largest weight."""
-    outlier_ratio: float
-    """Largest weight over the root mean square: how far the tensor scale has to reach."""
 
 
 def quantize_checkpoint(
-    model: Path, output: Path, *, ignore: Sequence[str] = ("lm_head",), device: torch.device | str = "cpu"
+    model: Path,
+    output: Path,
+    *,
+    format: FormatName = "nvfp4",
+    ignore: Sequence[str] = ("lm_head",),
+    device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Write a copy of a checkpoint whose linears are NVFP4, rounded to nearest under min-max scales.
+    """Write a copy of a checkpoint whose linears are packed, rounded to nearest under min-max scales.
 
-    The output loads with ``load_base``, and with stock vLLM and transformers (compressed-tensors
-    ``nvfp4-pack-quantized``). The needed memory is that of one decoder block, or of the embeddings if they are larger.
+    The output loads with ``load_base``, and with the stock libraries that ``writers`` names. The needed memory is that
+    of one decoder block, or of the embeddings if they are larger.
 
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; must not exist, or be empty.
+        format: of the packed weights.
         ignore: linears left alone: names, or regular expressions after "re:", matched from the start of the name.
         device: where blocks are quantised.
 
@@ -62,12 +56,13 @@ def quantize_checkpoint(
             fit the format, or nothing is left to pack.
     """
     checkpoint = Checkpoint(model)
-    if quantization_layout(checkpoint.path) != "unquantised":
+    if read_layout(checkpoint.path) is not None:
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
-    files = output_files(checkpoint)
-    groups = fused_groups(packable_linears(checkpoint, ignore))
+    writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
+    linears, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
+    groups, files = fused_groups(linears), output_files(checkpoint)
     settings = {
-        "format": "nvfp4",
+        "format": format,
         "method": "rtn",
         "version": VERSION,
         "base": str(model.resolve()),
@@ -78,93 +73,27 @@ def quantize_checkpoint(
     with tqdm(total=sum(num_weights.values()), unit=" weights", unit_scale=True, desc="quantize") as progress:
         for file, names in files.items():
             if file not in folder.done:
-                tensors, reports = _quantize_file(checkpoint, names, groups, device)
+                tensors, reports = _quantize_file(checkpoint, names, groups, writer, skeleton.dtype, device)
                 folder.add(file, tensors, [asdict(report) for report in reports])
             progress.update(num_weights[file])
-    config = {**read_json(checkpoint.path / CONFIG), "quantization_config": compressed_tensors_config(ignore)}
+    config = {**read_json(checkpoint.path / CONFIG), "quantization_config": writer.config(dense, skeleton.dtype)}
     layers = folder.finish(checkpoint.path, config)
     return [LayerReport(**layer) for layer in layers]
 
 
-def packable_linears(checkpoint: Checkpoint, ignore: Sequence[str]) -> list[str]:
-    """Names of the linears that the format takes, in the model's order.
-
-    Raises:
-        ValueError: an entry of ``ignore`` matches no linear, or a linear that is left is tied or does not divide into
-            blocks.
-    """
-    model = meta_model(checkpoint.path)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for entry in ignore:
-        if not any(is_ignored(name, [entry]) for name in linears):
-            raise ValueError(f"ignore entry {entry!r} matches no linear of {checkpoint.path}, e.g. {_example(linears)}")
-    kept = {name: module for name, module in linears.items() if not is_ignored(name, ignore)}
-    for name, module in kept.items():
-        if f"{name}.weight" in tied_weights(model):
-            raise ValueError(f"{name} shares its weight with the embeddings, which stay dense; add it to ignore")
-        if module.in_features % BLOCK:
-            raise ValueError(f"{name} has {module.in_features} inputs, not a multiple of {BLOCK}; add it to ignore")
-    if not kept:
-        raise ValueError(f"ignore {list(ignore)} leaves no linear of {checkpoint.path} to pack")
-    return list(kept)
-
-
-def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry names a linear, or matches it as "re:PATTERN" from the start."""
-    return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
-
-
-def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
-    """First linear of a group to the whole group: what engines fuse shares one tensor scale; the others are alone.
-
-    Raises:
-        ValueError: only a part of what engines fuse is to be packed.
-    """
-    siblings = {member: group for group in FUSED for member in group}
-    groups: dict[str, list[str]] = {}
-    for name in linears:
-        parent, dot, leaf = name.rpartition(".")
-        group = [f"{parent}{dot}{member}" for member in siblings.get(leaf, (leaf,))]
-        if missing := set(group) - set(linears):
-            raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
-        if name == group[0]:
-            groups[name] = group
-    return groups
-
-
-def output_files(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """File name to the source tensors that go into it: one file a decoder block, the first for everything else."""
-    parts: dict[str, list[str]] = {"": []}
-    for name in checkpoint.names():
-        block = _BLOCK_OF.match(name)
-        parts.setdefault(block[1] if block else "", []).append(name)
-    ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
-    return {f"model-{i:05}-of-{len(parts):05}.safetensors": parts[block] for i, block in enumerate(ordered, start=1)}
-
-
-def quantize_group(weights: Mapping[str, Tensor]) -> dict[str, NVFP4Weight]:
+def quantize_group(weights: Mapping[str, Tensor], fmt: Format) -> dict[str, PackedWeight]:
     """Round the weights of fused linears (name to [N, K]) to nearest, under one tensor scale."""
-    shared = tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights.values()]).amax())
-    return {name: quantize_nvfp4(weight, shared, name=f"{name}.weight") for name, weight in weights.items()}
-
-
-def report_layer(name: str, weight: Tensor, packed: NVFP4Weight) -> LayerReport:
-    """Compare a weight [N, K] with its packed form."""
-    weight = weight.float()
-    error = dequantize(packed, torch.float32).sub_(weight)
-    norm, largest = weight.norm().item(), weight.abs().max().item()
-    rms = norm / weight.numel() ** 0.5
-    return LayerReport(
-        name=name,
-        shape=(weight.shape[0], weight.shape[1]),
-        weight_error=error.norm().item() / norm if norm else 0.0,
-        max_error=error.abs().max().item() / largest if largest else 0.0,
-        outlier_ratio=largest / rms if rms else 0.0,
-    )
+    shared = fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights.values()]).amax())
+    return {name: quantize(weight, fmt, shared, name=f"{name}.weight") for name, weight in weights.items()}
 
 
 def _quantize_file(
-    checkpoint: Checkpoint, names: Sequence[str], groups: Mapping[str, Sequence[str]], device: torch.device | str
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[str]],
+    writer: Writer,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> tuple[dict[str, Tensor], list[LayerReport]]:
     packed_names = {f"{member}.weight" for group in groups.values() for member in group}
     tensors = {name: checkpoint.read(name) for name in names if name not in packed_names}
@@ -173,11 +102,7 @@ def _quantize_file(
         if f"{first}.weight" not in names:
             continue
         weights = {name: checkpoint.read(f"{name}.weight").to(device) for name in group}
-        for name, packed in quantize_group(weights).items():
-            reports.append(report_layer(name, weights[name], packed))
-            tensors |= {key: tensor.cpu() for key, tensor in compressed_tensors_state(name, packed).items()}
+        for name, packed in quantize_group(weights, writer.fmt).items():
+            reports.append(report_layer(name, weights[name], packed, writer.fmt))
+            tensors |= {name + suffix: tensor.cpu() for suffix, tensor in writer.tensors(packed, dtype).items()}
     return tensors, reports
-
-
-def _example(names: Mapping[str, nn.Module]) -> str:
-    return next(iter(names), "nothing: it has no linears")

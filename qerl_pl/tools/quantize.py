@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
         layers = quantize_checkpoint(
-            arguments.model, arguments.output, ignore=arguments.ignore, device=arguments.device
+            arguments.model, arguments.output, format=arguments.format, ignore=arguments.ignore, device=arguments.device
         )
     except (ValueError, OSError) as error:
         print(f"quantize: {error}", file=sys.stderr)
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qerl_pl quantize", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--format", choices=["nvfp4"], default="nvfp4")
+    parser.add_argument("--format", choices=["nvfp4", "mxfp4", "nf4"], default="nvfp4")
     parser.add_argument("--method", choices=["rtn"], default="rtn", help="rtn: round to nearest")
     parser.add_argument(
         "--ignore",

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
-    "intermediate_size": 112,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -30,6 +30,13 @@ def tiny_config(architecture: str, *, tied: bool = False) -> PretrainedConfig:
     scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     return LlamaConfig(**sizes, rope_parameters=scaled)
+
+
+@pytest.fixture
+def _compressed_tensors_without_its_compiler():
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
 
 
 @pytest.fixture

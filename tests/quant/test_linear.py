@@ -8,19 +8,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.quant.linear import NVFP4Linear
+from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, quantize_nvfp4
 
 
-def make_layer(rows: int = 24, cols: int = 48, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> NVFP4Linear:
+def make_layer(
+    rows: int = 24, cols: int = 48, *, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> FrozenLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, cols, generator=generator)
-    return NVFP4Linear.from_weight(
+    return FrozenLinear.from_weight(
         quantize_nvfp4(weight), torch.randn(rows, generator=generator).to(dtype) if bias else None
     )
 
 
-def packed_tensors(layer: NVFP4Linear) -> list[Tensor]:
+def packed_tensors(layer: FrozenLinear) -> list[Tensor]:
     return [layer.codes, layer.block_scale, layer.global_scale_bits]
 
 
@@ -114,7 +116,7 @@ def test_casting_the_module_leaves_the_weight_alone(dtype: torch.dtype) -> None:
 
 def test_a_layer_made_on_the_meta_device_takes_its_weight_later() -> None:
     source = make_layer()
-    layer = NVFP4Linear(48, 24, bias=True, device="meta")
+    layer = FrozenLinear(48, 24, bias=True, device="meta")
     assert all(buffer.is_meta for buffer in layer.buffers())
     layer.packed, layer.bias = source.packed, source.bias
     x = torch.randn(2, 48)
@@ -122,7 +124,7 @@ def test_a_layer_made_on_the_meta_device_takes_its_weight_later() -> None:
 
 
 def test_state_dict_round_trip_is_exact() -> None:
-    source, target = make_layer(), NVFP4Linear(48, 24, bias=True)
+    source, target = make_layer(), FrozenLinear(48, 24, bias=True)
     target.load_state_dict(source.state_dict())
     assert torch.equal(target.dense(torch.float32), source.dense(torch.float32))
 
@@ -134,9 +136,9 @@ def test_the_layer_has_no_parameters_so_no_optimizer_and_no_peft_setting_can_tra
 def test_an_fp32_multiplier_is_kept_exactly() -> None:
     weight = quantize_nvfp4(torch.randn(2, 32))
     weight = NVFP4Weight(weight.codes, weight.block_scale, weight.global_scale.float())
-    assert torch.equal(NVFP4Linear.from_weight(weight).dense(torch.float32), dequantize_reference(weight))
+    assert torch.equal(FrozenLinear.from_weight(weight).dense(torch.float32), dequantize_reference(weight))
 
 
 def test_in_features_that_do_not_divide_into_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="in_features is 40; expected a multiple of 16"):
-        NVFP4Linear(40, 8)
+        FrozenLinear(40, 8)

@@ -6,16 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import bitsandbytes.functional
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from qerl_pl.quant.linear import NVFP4Linear
+from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import dequantize_reference
-from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.quantize import FormatName, quantize_checkpoint
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama"]
 TOKENS = torch.randint(0, 96, (2, 80), generator=torch.Generator().manual_seed(1))
@@ -26,8 +27,8 @@ def logits(model: nn.Module) -> Tensor:
         return model(TOKENS).logits
 
 
-def packed_modules(model: nn.Module) -> dict[str, NVFP4Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
+def packed_modules(model: nn.Module) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
 
 
 def edit_config(path: Path, **changes: object) -> None:
@@ -80,20 +81,28 @@ def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(
     assert model.generation_config.top_k == 7
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_packed_checkpoint_equals_transformers_with_decompressed_weights(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("qwen2", "nvfp4"), ("qwen3", "nvfp4"), ("llama", "nvfp4"), ("qwen3", "mxfp4"), ("qwen2", "nf4")],
+)
+def test_a_packed_checkpoint_equals_transformers_own_reading_of_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, name: FormatName
 ) -> None:
-    quantize_checkpoint(make_checkpoint(architecture), tmp_path / "packed")
-    model = load_base(tmp_path / "packed", dtype=torch.bfloat16, device="cpu")
+    path, ignore = tmp_path / "packed", ["lm_head", "model.layers.1.mlp.down_proj"]
+    quantize_checkpoint(make_checkpoint(architecture), path, format=name, ignore=ignore)
+    model = load_base(path, dtype=torch.bfloat16, device="cpu")
     packed = packed_modules(model)
-    assert len(packed) == 2 * 7
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "packed", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(run_compressed=False)
-    )
-    for name, module in packed.items():
-        assert torch.equal(module.dense(torch.bfloat16), theirs.get_parameter(f"{name}.weight")), name
-    assert torch.equal(logits(model), logits(theirs))
+    assert len(packed) == 2 * 7 - 1
+    decompressed = CompressedTensorsConfig(run_compressed=False)
+    extra = {} if name == "nf4" else {"quantization_config": decompressed}
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **extra)
+    for layer, module in packed.items():
+        weight = theirs.get_parameter(f"{layer}.weight")
+        if name == "nf4":
+            weight = bitsandbytes.functional.dequantize_4bit(weight.data, getattr(weight, "quant_state"))  # noqa: B009
+        assert torch.equal(module.dense(torch.bfloat16), weight), layer
+    if name != "nf4":  # bitsandbytes multiplies by a kernel of its own
+        assert torch.equal(logits(model), logits(theirs))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,14 +132,6 @@ def test_a_modelopt_checkpoint_gives_the_same_weights(
         assert torch.equal(module.codes, expected[name].codes)
         assert torch.equal(module.block_scale, expected[name].block_scale)
         assert module.packed.global_scale == expected[name].packed.global_scale.float()  # stored as an fp32 multiplier
-
-
-def test_ignored_linears_stay_dense(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    quantize_checkpoint(make_checkpoint(), tmp_path / "packed", ignore=["lm_head", "model.layers.1.mlp.down_proj"])
-    model = load_base(tmp_path / "packed", dtype=torch.bfloat16, device="cpu")
-    assert isinstance(model.get_submodule("model.layers.1.mlp.down_proj"), nn.Linear)
-    assert isinstance(model.lm_head, nn.Linear)
-    assert len(packed_modules(model)) == 13
 
 
 def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint: Callable[..., Path]) -> None:
@@ -221,6 +222,11 @@ def test_a_packed_weight_without_its_scale_is_named(make_checkpoint: Callable[..
     ("config", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, r"'gptq' as None; .*nvfp4-pack-quantized"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"'bitsandbytes' as None"),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+            "double quantisation",
+        ),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"'pack-quantized'; .*nvfp4-pack"),
         (
             {

@@ -13,19 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.quant import nvfp4
+from qerl_pl.quant import formats, nvfp4
 from qerl_pl.quant.nvfp4 import BLOCK, E2M1, NVFP4Weight, dequantize, dequantize_reference, quantize_nvfp4, tensor_scale
 
 ARGS: QuantizationArgs = NVFP4A16["weights"]
 SCHEME = QuantizationScheme(targets=["Linear"], weights=ARGS)
+pytestmark = pytest.mark.usefixtures("_compressed_tensors_without_its_compiler")
 SHAPES = [(1, 16), (3, 48), (5, 1040), (7, 160), (64, 256)]
-
-
-@pytest.fixture(autouse=True)
-def _compressed_tensors_without_its_compiler():
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 def adversarial(kind: str, rows: int, cols: int) -> Tensor:
@@ -182,7 +176,7 @@ def test_chunked_rows_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) 
     weight = adversarial("outlier", 7, 160)
     whole = quantize_nvfp4(weight)
     dense = dequantize(whole, torch.float32)
-    monkeypatch.setattr(nvfp4, "_CHUNK", 2 * 160 + 1)
+    monkeypatch.setattr(formats, "_CHUNK", 2 * 160 + 1)
     assert torch.equal(quantize_nvfp4(weight).codes, whole.codes)
     assert torch.equal(dequantize(whole, torch.float32), dense)
 
@@ -202,7 +196,7 @@ def test_a_shape_that_does_not_divide_into_blocks_is_refused(shape: tuple[int, .
 
 
 def test_tables_are_real_even_when_first_used_under_the_meta_device() -> None:
-    nvfp4._pairs.cache_clear()
+    formats._pairs.cache_clear()
     nvfp4._midpoints.cache_clear()
     weight = torch.ones(1, 16)
     with torch.device("meta"):

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl_pl.quant.layouts import compressed_tensors_config
-from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, quantize_nvfp4, tensor_scale
-from qerl_pl.quant.quantize import fused_groups, quantize_checkpoint, report_layer
+from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, quantize_nvfp4, tensor_scale
+from qerl_pl.quant.plan import fused_groups
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.report import report_layer
+from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
 
 
@@ -73,15 +75,16 @@ def test_each_report_says_what_the_written_weights_say(make_checkpoint: Callable
 
 
 def test_an_all_zero_weight_is_reported_without_error() -> None:
-    report = report_layer("zero", torch.zeros(2, 32), quantize_nvfp4(torch.zeros(2, 32)))
+    report = report_layer("zero", torch.zeros(2, 32), quantize_nvfp4(torch.zeros(2, 32)), NVFP4)
     assert (report.weight_error, report.max_error, report.outlier_ratio) == (0, 0, 0)
 
 
-def test_the_config_says_what_compressed_tensors_calls_nvfp4a16() -> None:
-    parsed = QuantizationConfig.model_validate(compressed_tensors_config(["lm_head"]))
+@pytest.mark.parametrize(("name", "preset"), [("nvfp4", NVFP4A16), ("mxfp4", MXFP4A16)])
+def test_the_config_says_what_compressed_tensors_calls_the_scheme(name: str, preset: dict) -> None:
+    parsed = QuantizationConfig.model_validate(WRITERS[name].config(["lm_head"], torch.bfloat16))
     scheme = parsed.config_groups["group_0"]
     assert not isinstance(scheme, list)
-    assert scheme.weights == NVFP4A16["weights"]
+    assert scheme.weights == preset["weights"]
     assert scheme.input_activations is None
     assert scheme.targets == ["Linear"]
     assert parsed.ignore == ["lm_head"]

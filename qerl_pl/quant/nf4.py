@@ -1,0 +1,75 @@
+"""NF4 (QLoRA, arXiv 2305.14314, appendix E): 16 quantiles of a normal distribution, an fp32 scale for 64 columns.
+
+    w = nf4(code) * absmax
+
+4.5 bits a weight, as NVFP4. Codes and scales equal bitsandbytes' (block size 64, scales not quantised again) bit for
+bit wherever rows divide into blocks, which is required here so that no block spans two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qerl_pl.quant.formats import Format, PackedWeight, decode
+from qerl_pl.quant.mxfp4 import no_tensor_scale
+
+BLOCK = 64
+# fmt: off
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+_TINY = 1e-38  # the least divisor, as bitsandbytes has it
+
+
+def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
+    """[...] int32 fp32 bits of each block's largest magnitude."""
+    return block_amax.view(torch.int32)
+
+
+def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
+    """fp32 largest magnitudes. Shape of block_scale."""
+    return block_scale.view(torch.float32)
+
+
+def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
+    """uint8 codes of the values nearest to weight / scale; a tie goes to the lower one."""
+    values = weight * (1 / scale.clamp_min(_TINY))
+    return torch.bucketize(values, _midpoints(values.device), out_int32=True).to(torch.uint8)
+
+
+def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
+    """The given scales and shares of them down to 0.6: a smaller one clips the block's largest weight."""
+    for percent in range(100, 58, -3):
+        yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """[N, K] in ``dtype``, rounded once."""
+    return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), NF4_VALUES, dtype)
+
+
+NF4 = Format(
+    name="nf4",
+    block=BLOCK,
+    values=NF4_VALUES,
+    scale_dtype=torch.int32,
+    encode=nf4_codes,
+    tensor_scale=no_tensor_scale,
+    round_scale=round_block_scale,
+    effective_scale=effective_scale,
+    nearby_scales=nearby_block_scales,
+    dequantize=dequantize,
+)
+
+
+@cache
+def _midpoints(device: torch.device) -> Tensor:
+    values = torch.tensor(NF4_VALUES, device="cpu")
+    return ((values[1:] + values[:-1]) / 2).to(device)

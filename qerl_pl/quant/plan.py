@@ -1,0 +1,77 @@
+"""What the quantiser packs, what shares a scale, and which file of the output it goes into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.loading import tied_weights
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
+
+
+def split_linears(model: PreTrainedModel, ignore: Sequence[str], *, block: int) -> tuple[list[str], list[str]]:
+    """Names of the linears to pack and of those to leave dense, both in the model's order.
+
+    Args:
+        model: may be on the meta device.
+        ignore: names of linears, or regular expressions after "re:", matched from the start of the name.
+        block: columns that share a scale.
+
+    Raises:
+        ValueError: an entry of ``ignore`` matches no linear, nothing is left to pack, or a linear that is left shares
+            its weight or does not divide into blocks.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for entry in ignore:
+        if not any(is_ignored(name, [entry]) for name in linears):
+            raise ValueError(
+                f"ignore entry {entry!r} matches no linear; they are named like {next(reversed(linears))!r}"
+            )
+    kept = {name: module for name, module in linears.items() if not is_ignored(name, ignore)}
+    for name, module in kept.items():
+        if f"{name}.weight" in tied_weights(model):
+            raise ValueError(f"{name} shares its weight with the embeddings, which stay dense; add it to ignore")
+        if module.in_features % block:
+            raise ValueError(f"{name} has {module.in_features} inputs, not a multiple of {block}; add it to ignore")
+    if not kept:
+        raise ValueError(f"ignore {list(ignore)} leaves no linear to pack")
+    return list(kept), [name for name in linears if name not in kept]
+
+
+def is_ignored(name: str, ignore: Sequence[str]) -> bool:
+    """Whether an entry names a linear, or matches it as "re:PATTERN" from the start."""
+    return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
+
+
+def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
+    """First linear of a group to the whole group: what engines fuse shares one tensor scale; the others are alone.
+
+    Raises:
+        ValueError: only a part of what engines fuse is to be packed.
+    """
+    siblings = {member: group for group in FUSED for member in group}
+    groups: dict[str, list[str]] = {}
+    for name in linears:
+        parent, dot, leaf = name.rpartition(".")
+        group = [f"{parent}{dot}{member}" for member in siblings.get(leaf, (leaf,))]
+        if missing := set(group) - set(linears):
+            raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
+        if name == group[0]:
+            groups[name] = group
+    return groups
+
+
+def output_files(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """File name to the source tensors that go into it: one file a decoder block, the first for everything else."""
+    parts: dict[str, list[str]] = {"": []}
+    for name in checkpoint.names():
+        block = _BLOCK_OF.match(name)
+        parts.setdefault(block[1] if block else "", []).append(name)
+    ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": parts[block] for i, block in enumerate(ordered, start=1)}
