@@ -100,7 +100,9 @@ class VLLMEngine:
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len) | self._arguments
             self._on_cpu = current_platform.is_cpu()
-            if self._on_cpu and "kv_cache_memory_bytes" not in arguments:
+            if not self._on_cpu:
+                vllm_setup.check_fused_scales(policy.base)
+            elif "kv_cache_memory_bytes" not in arguments:
                 arguments["kv_cache_memory_bytes"] = vllm_setup.cpu_cache_bytes(
                     policy.config,
                     dtype=dtype,

@@ -9,12 +9,15 @@ import torch
 from transformers import PretrainedConfig
 
 from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.quantize import fused_groups
 
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are for servers; INFO shows, for instance, which kernels it chose
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # that sampler knows no per-request seeds
 }
+TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
 CPU_CACHE_LIMIT = 4 * 2**30
 
 
@@ -69,6 +72,26 @@ def accepted_rank(rank: int) -> int:
     if rank > accepted[-1]:
         raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
     return next(larger for larger in accepted if larger >= rank)
+
+
+def check_fused_scales(base: str) -> None:
+    """Refuse a checkpoint that vLLM would misread on a GPU.
+
+    It fuses q/k/v and gate/up there, takes the largest of their tensor scales for all of them, and only warns.
+
+    Raises:
+        ValueError: linears that are fused have tensor scales of their own.
+    """
+    checkpoint = Checkpoint(base)
+    for suffix in TENSOR_SCALES:
+        linears = [name.removesuffix(suffix) for name in checkpoint.names() if name.endswith(suffix)]
+        for group in fused_groups(linears).values():
+            scales = [checkpoint.read(member + suffix).item() for member in group]
+            if len(set(scales)) > 1:
+                raise ValueError(
+                    f"{base} has tensor scales {scales} for {group}; vLLM fuses these linears and needs one scale: "
+                    "quantise the model with `python -m qerl_pl quantize`"
+                )
 
 
 def cpu_cache_bytes(config: PretrainedConfig, *, dtype: torch.dtype, num_sequences: int, max_model_len: int) -> int:

@@ -33,6 +33,19 @@ def started(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iter
     engine.close()
 
 
+def seed_everything():
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+
+
+def global_state():
+    """What the trainer would notice."""
+    draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
+    return draws, settings, torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled()
+
+
 def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(started):
     engine, policy = started
     engine.set_norm_noise(0.1, seed=5)
@@ -41,19 +54,25 @@ def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(s
     assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
 
 
-def test_close_then_start_gives_the_same_tokens(started):
+def test_close_then_start_gives_the_same_tokens_and_leaves_global_state_alone(started):
     engine, policy = started
     engine.set_norm_noise(0.0, seed=0)
-    before, fingerprint = engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint()
+    tokens, fingerprint = engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint()
     engine.set_norm_noise(0.1, seed=5)
+    seed_everything()
+    expected = global_state()
+    seed_everything()
     engine.close()
     engine.close()
     for call in (lambda: engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint, engine.sleep):
         with pytest.raises(RuntimeError, match="not running: call start"):
             call()
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=3)
     assert engine.fingerprint() == fingerprint
-    assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
+    assert engine.generate(PROMPTS, SAMPLING, seed=1) == tokens
+    engine.set_norm_noise(0.1, seed=2)
+    engine.score(PROMPTS)
+    assert global_state() == expected
 
 
 def test_an_engine_that_sleeps_says_so_and_wakes_as_it_was(started):
@@ -69,27 +88,3 @@ def test_an_engine_that_sleeps_says_so_and_wakes_as_it_was(started):
     engine.wake()
     engine.wake()
     assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
-
-
-def test_the_trainers_global_state_is_left_alone(started):
-    engine, policy = started
-
-    def reset():
-        random.seed(1)
-        np.random.seed(1)  # noqa: NPY002
-        torch.manual_seed(1)
-
-    def state():
-        draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
-        settings = (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
-        return draws, settings, torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled()
-
-    reset()
-    expected = state()
-    reset()
-    engine.close()
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=3)
-    engine.generate(PROMPTS, SAMPLING, seed=1)
-    engine.set_norm_noise(0.1, seed=2)
-    engine.score(PROMPTS)
-    assert state() == expected

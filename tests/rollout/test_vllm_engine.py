@@ -37,6 +37,13 @@ def started(checkpoints):
     engine.close()
 
 
+@torch.no_grad()
+def own_scores(policy, tokens):
+    """[S - 1] nats by the policy's own forward."""
+    row = torch.tensor([tokens])
+    return policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(60)
 def test_a_call_that_fails_inside_vllm_does_not_hang_the_next_one(started):
@@ -89,7 +96,7 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
     policy = load_policy(checkpoints["nvfp4"], dtype=torch.bfloat16, lora=lora, seed=0)
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
-    engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=64)
+    engine = make_engine("vllm")
     engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     try:
         expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
@@ -99,11 +106,16 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
         assert engine.fingerprint() == expected_fingerprint(adapter, noisy, **expected)
         engine.set_norm_noise(0.0, seed=0)
         [score] = engine.score(PROMPTS[-1:])
-        row = torch.tensor(PROMPTS[-1:])
-        own = policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
-        assert (torch.tensor(score) - own).abs().mean() < 0.05  # two bf16 implementations
+        assert (torch.tensor(score) - own_scores(policy, PROMPTS[-1])).abs().mean() < 0.05  # two bf16 implementations
     finally:
         engine.close()
+
+
+def test_a_base_whose_fused_linears_have_scales_of_their_own_is_refused_on_a_gpu(checkpoints):
+    vllm_setup.check_fused_scales(checkpoints["dense"])
+    vllm_setup.check_fused_scales(checkpoints["nvfp4"])
+    with pytest.raises(ValueError, match=r"_proj.*qerl_pl quantize"):
+        vllm_setup.check_fused_scales(checkpoints["separate"])
 
 
 @pytest.mark.vllm
