@@ -119,9 +119,7 @@ def read_layout(path: Path) -> Layout | None:
     if config is None:
         return None
     method = config.get("quant_method")
-    variant = config.get(
-        {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}.get(method, "quant_algo")
-    )
+    variant = config.get(_VARIANT_KEYS.get(str(method), "quant_algo"))
     layouts: dict[tuple[object, object], Layout] = {
         ("compressed-tensors", "nvfp4-pack-quantized"): COMPRESSED_NVFP4,
         ("compressed-tensors", "mxfp4-pack-quantized"): COMPRESSED_MXFP4,
