@@ -112,6 +112,11 @@ def test_a_file_that_is_missing_or_not_utf8_is_named(tmp_path):
         Table(str(tmp_path / "latin.jsonl"), validation_share=0.5).train()
 
 
+def test_a_name_that_is_neither_a_file_nor_a_data_set_is_refused_with_advice():
+    with pytest.raises(ValueError, match=r"cannot load \./no/such/folder: .*; a local \.jsonl or \.parquet file does"):
+        Table("./no/such/folder", validation_share=0.5).train()
+
+
 def test_a_validation_share_splits_by_question_whatever_the_order(tmp_path):
     rows = [row(question=f"q{number % 900}", answer="a") for number in range(1000)]
     source = Table(write(tmp_path / "a.jsonl", *rows), validation_share=0.2)
