@@ -52,17 +52,18 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             ValueError: the file is damaged and there is nothing to fall back to.
         """
+        path = Path(path)
         try:
             return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            previous = Path(path).with_name(PREVIOUS)
-            if Path(path).name != LAST or not previous.exists():
-                raise ValueError(
-                    f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by "
-                    "--ckpt_path, or delete it to start anew"
-                ) from error
-            rank_zero_warn(f"the checkpoint {path} is damaged; going on from {previous}, the one before it")
-            return torch.load(previous, map_location=map_location or "cpu", weights_only=True)
+            previous = path.with_name(PREVIOUS)
+            if path.name == LAST and previous.exists():
+                rank_zero_warn(f"the checkpoint {path} is damaged; going on from {previous}, the one before it")
+                return self.load_checkpoint(previous, map_location)
+            raise ValueError(
+                f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by --ckpt_path, or "
+                "delete it to start anew"
+            ) from error
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,8 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, check_same_tensors, load_policy
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.layouts import read_layout
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.seeding import derive_seed
@@ -86,6 +87,7 @@ class QeRLModule(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
+        read_layout(Checkpoint(base).path)  # refuses a folder that holds no model we know, before anything is built
         if not rewards:
             raise ValueError("model.rewards is empty; give at least one reward")
         for name, value in (("updates_per_rollout", updates_per_rollout), ("micro_batch_tokens", micro_batch_tokens)):
@@ -153,8 +155,6 @@ class QeRLModule(LightningModule):
             )
         if stage == "fit":
             self._check_steps()
-        if not Path(self.base, "config.json").exists():
-            raise ValueError(f"model.base {self.base} is no checkpoint folder: it has no config.json")
         tokenizer = AutoTokenizer.from_pretrained(self.base)
         self.loop = RolloutLoop(
             self.engine,

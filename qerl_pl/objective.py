@@ -28,13 +28,13 @@ SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run. The defaults are DAPO's; GRPO is ``aggregation: sequence, clip_high: 0.2``.
+    """The loss of a run. The defaults are DAPO's; GRPO's is ``aggregation: sequence, clip_high: 0.2``.
 
     Args:
         surrogate: "clipped" per token (GRPO, DAPO, Dr.GRPO), "sequence" ratio (GSPO), or "cispo".
         aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr.GRPO).
-        clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own default.
-        clip_high: distance of its upper bound from 1; null: the surrogate's own default.
+        clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
+        clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative; null: none.
         baseline: how rewards become advantages inside a group.
         correction: importance weights between trainer and sampler: "none" keeps the difference (noise included),
@@ -55,8 +55,8 @@ class Objective:
 
     surrogate: Surrogate = "clipped"
     aggregation: Aggregation = "token"
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.28
+    clip_low: float | None = None
+    clip_high: float | None = None
     max_ratio: float | None = None
     baseline: Baseline = "normalized"
     correction: Mode = "none"

@@ -76,3 +76,13 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
             found += differences(left[key], right[key], f"{path}/{key}")
         return found
     return [] if left == right else [path]
+
+
+@pytest.fixture(scope="session")
+def finished(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole toy run; copy it before changing anything."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    process = launch("fit", bases["nvfp4"], run_dir)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return run_dir

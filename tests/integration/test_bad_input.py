@@ -1,0 +1,123 @@
+"""What a user can get wrong is refused before any rollout, with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.conftest import launch, load_last
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--model.base", "/nowhere"), "/nowhere"),
+        (("--model.lora.targets", "[query]"), "query.*q_proj"),
+        (("--model.updates_per_rollout", "3"), "max_steps.*8.*updates_per_rollout.*3"),
+        (("--model.micro_batch_tokens", "50"), "micro_batch_tokens"),
+        (("--model.sampling.num_completions", "1"), "at least 2"),
+        (("--model.sampling.temperature", "0"), "temperature"),
+        (("--model.sampling.max_tokens", "4000", "--model.micro_batch_tokens", "9000"), "2048 positions"),
+        (("--data.max_prompt_tokens", "5"), "max_prompt_tokens"),
+        (("--data.batch_size", "4000"), "batch_size"),
+        (("--trainer.precision", "bf16-true"), "32-true"),
+        (("--trainer.max_steps", "-1"), "max_steps"),
+        (("--trainer.max_steps", "3"), "4 noise stages"),
+    ],
+    ids=lambda value: value[0].removeprefix("--") + "=" + value[1] if isinstance(value, tuple) else "",
+)
+def test_settings_that_do_not_fit_are_refused(run, tmp_path, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        run("fit", tmp_path, *wrong)
+    assert not (tmp_path / "completions").exists(), "a rollout was sampled all the same"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"sigma_start": 0.0001}, "sigma_end.*above"), ({"num_stages": 2}, "at least 3"), ({"decay": "square"}, "decay")],
+)
+def test_noise_settings_that_mean_nothing_are_refused(run, tmp_path, change, said, capsys):
+    flags = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in change.items()]
+    with pytest.raises((ValueError, SystemExit)) as stop:  # a Literal is refused by the parser, which exits
+        run("fit", tmp_path, "--trainer.callbacks+=callbacks.aqn.AdaptiveQuantizationNoise", *flags)
+    assert re.search(said, str(stop.value) + capsys.readouterr().err)
+
+
+def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        run("fit", tmp_path / "a", "--model.base", str(empty))
+
+    odd = tmp_path / "odd"
+    shutil.copytree(bases["dense"], odd)
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(ValueError, match="awq"):
+        run("fit", tmp_path / "b", "--model.base", str(odd))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (("--model.lora.rank", "8"), "lora.rank: the run has 4, this start has 8"),
+        (("--seed_everything", "1"), "seed: the run has 0, this start has 1"),
+        (("--model.base", "dense"), "base: the run has"),
+    ],
+    ids=["rank", "seed", "base"],
+)
+@pytest.mark.slow
+def test_another_run_is_not_resumed(run, bases, finished, other, said):
+    other = tuple(str(bases["dense"]) if value == "dense" else value for value in other)
+    with pytest.raises(ValueError, match=said):
+        run("fit", finished, "--ckpt_path", "last", *other)
+
+
+@pytest.mark.slow
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_goes_on(run, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    last = run_dir / "checkpoints" / "last.ckpt"
+    whole = load_last(run_dir)
+    last.write_bytes(last.read_bytes()[:-2000])
+    with pytest.warns(UserWarning, match=f"{last} is damaged"):
+        run("fit", run_dir, "--ckpt_path", "last")
+    assert load_last(run_dir)["global_step"] == whole["global_step"]
+    for path in last.parent.glob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"previous\.ckpt is damaged"), pytest.warns(UserWarning, match="damaged"):
+        run("fit", run_dir, "--ckpt_path", str(last))
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(finished, bases, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    before = load_last(run_dir)["global_step"]
+    size = (run_dir / "checkpoints" / "last.ckpt").stat().st_size
+
+    def no_room() -> None:  # a file may not grow beyond half a checkpoint: the write fails as it does on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    more = ("--ckpt_path", "last", "--trainer.max_steps", "12")
+    process = launch("fit", bases["nvfp4"], run_dir, *more, preexec_fn=no_room)
+    output, _ = process.communicate()
+    assert process.returncode != 0
+    assert "could not write the checkpoint" in output, output
+    assert load_last(run_dir)["global_step"] == before
+    assert not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_the_adapter_and_not_the_base(finished, bases):
+    saved = load_last(finished)
+    assert all("lora_" in name for name in saved["state_dict"])
+    numbers = sum(tensor.numel() for tensor in saved["state_dict"].values())
+    moments = saved["optimizer_states"][0]["state"].values()
+    assert sum(moment["exp_avg"].numel() for moment in moments) == numbers
+    assert load_file(next(iter(bases["nvfp4"].glob("*.safetensors"))))  # the base is where it was
