@@ -10,6 +10,7 @@ Marker = Literal["answer", "boxed", "hash", "any"]
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A line of hashes that goes on with a word or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading.
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
 # What may stand between two boxes that are one answer: "$ and $", ", \(", " or $x = ".
 _CONNECTOR = re.compile(
     r"[\s$\\()\[\]]*(?:,|;|and\b|or\b)[\s$\\()\[\]]*(?:(?:and|or)\b)?[\s$\\()\[\]]*(?:[a-z]\s*=\s*)?"
@@ -65,7 +66,8 @@ def last_boxed(text: str) -> str | None:
                 boxes = [inner for inner in boxes[-8:] if inner[0] < box[0]]
                 boxes.append((box[0], token.end(), text[box[1] : token.start()].strip()))
     if not boxes:
-        return None
+        bare = _BARE_BOX.findall(text)
+        return bare[-1] if bare else None
     values = [boxes[-1][2]]
     for before, after in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
         between = text[before[1] : after[0]]

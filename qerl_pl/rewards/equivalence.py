@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, I, Set
+from sympy import I, Set
 
 from qerl_pl.rewards.latex import join_thousands, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
@@ -23,8 +23,11 @@ MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
 _SEPARATOR = r",|;|\bor\b|\band\b"
-_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([A-Za-z, ]+\)|')?|\([A-Za-z](?:,\s*[A-Za-z])+\)"
-_ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in{'(?![A-Za-z])'})\s*(?P<value>.+)$", re.S)
+_SYMBOL = r"\\?[A-Za-z]+(?:_\{?[\w+-]+\}?)?(?:\^\{?-1\}?)?'*"
+_NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
+_ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
+_QUANTITY = re.compile(r"^(?=[^=]*[A-Za-z])[^=+*/^-]+=(?P<value>[^=]+)$")  # |AB| = 5, \angle A = 30
+_IN_BASE = re.compile(r"^[0-9A-F]+_\{?\d+\}?$")
 _RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?P<condition>.+?)\\\}$", re.S)
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
@@ -82,10 +85,14 @@ def _letters(text: str) -> str:
 
 
 def _bare_solutions(text: str) -> str:
-    """Drops set builders around a condition, and what an integer parameter may be."""
+    """Drops set builders around a condition, names of points, and what an integer parameter may be."""
     builder = _BUILDER.match(text)
     text = builder["condition"] if builder else text
-    return re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
+    text = re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
+    point = _ASSIGNMENT.match(text)
+    if point and point["name"].startswith("("):
+        text = point["value"]
+    return "(-\\infty,\\infty)" if text in ("\\mathbb{R}", "all real numbers") else text
 
 
 def _same_relations(gold: str, found: str) -> bool:
@@ -120,7 +127,10 @@ def _solution_set(text: str):
         if _RELATION.search(part):
             if len(parsed.free_symbols) != 1:
                 return None
-            parsed = parsed.as_set()
+            try:
+                parsed = parsed.as_set()
+            except (NotImplementedError, TypeError, ValueError):  # not a polynomial, or not of real numbers
+                return None
         if not isinstance(parsed, Set):
             return None
         union = parsed if union is None else union.intersect(parsed) if conjunction else union.union(parsed)
@@ -138,7 +148,8 @@ def _group(text: str) -> _Group:
         items = split_top(text[1:-1], ",|;")
         if len(items) > 1 and _balanced(text[1:-1]):
             return _Group(text[0] + text[-1], items)
-    return _Group("", _values(text))
+    ratio = split_top(text, ":")
+    return _Group("::", ratio) if len(ratio) > 2 else _Group("", _values(text))
 
 
 def _values(text: str) -> list[str]:
@@ -163,6 +174,8 @@ def _balanced(text: str) -> bool:
 
 def _same_groups(gold: _Group, found: _Group) -> bool:
     if len(gold.items) != len(found.items):
+        if len(gold.items) == 1 and not gold.brackets + found.brackets:  # "3/2 or 1.5": one value, said twice
+            return bool(found.items) and all(_same_value(gold.items[0], given) for given in found.items)
         assigned = _ASSIGNMENT.match(found.items[0]) if len(found.items) == 1 else None
         return assigned is not None and _same_groups(gold, _group(assigned["value"]))
     ordered = gold.brackets not in ("", "{}") and len(gold.items) > 1
@@ -213,8 +226,10 @@ def _same_value(gold: str, found: str) -> bool:
         return known.equals(given)
     if _letters(gold) == _letters(found):
         return True
+    if _IN_BASE.match(gold) and _IN_BASE.match(found):
+        return False  # math-verify ignores the base
     if _is_text(gold):
-        return False
+        return _words(gold) == _words(found)
     return _same_by_algebra(gold, found)
 
 
@@ -226,13 +241,13 @@ def _sides(gold: str, found: str) -> tuple[str, str]:
         if _letters(known["name"]) == _letters(given["name"]) or "(" in known["name"] + given["name"]:
             return known["value"], given["value"].rsplit("=", 1)[-1].strip()
         return gold, found
-    if known and "=" not in found:
-        return known["value"], found
-    if "=" in found and "=" not in gold:
+    if "=" not in found:
+        value = known or _QUANTITY.match(gold)
+        return (value["value"], found) if value else (gold, found)
+    if "=" not in gold:
         first, _, last = found.rpartition("=")
-        return gold, first if re.fullmatch(r"\s*[a-zA-Z]\s*", last) and not re.fullmatch(
-            r"[a-zA-Z]", gold
-        ) else last.strip()
+        reversed_assignment = re.fullmatch(r"\s*[A-Za-z]\s*", last) and not re.fullmatch(r"[A-Za-z]", gold)
+        return gold, (first if reversed_assignment else last).strip()
     return gold, found
 
 
@@ -249,6 +264,11 @@ def _is_text(text: str) -> bool:
     return _WORDS.match(text) is not None and any(len(word) > 3 for word in re.findall(r"[A-Za-z]+", text))
 
 
+def _words(text: str) -> list[str]:
+    """Words without articles and plural endings."""
+    return [word.rstrip("s") for word in re.findall(r"\w+", text.lower()) if word not in ("a", "an", "the")]
+
+
 def _same_by_algebra(gold: str, found: str) -> bool:
     known = _parse(gold)
     if known is None:
@@ -262,6 +282,8 @@ def _parse(text: str):
     found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
     if not found:
         return None
-    if not isinstance(found[0], Basic):
-        return found[0]
-    return found[0].subs({symbol: I for symbol in found[0].free_symbols if str(symbol) == "i"})
+    units = {symbol: I for symbol in getattr(found[0], "free_symbols", ()) if str(symbol) == "i"}
+    try:
+        return found[0].subs(units) if units else found[0]
+    except (TypeError, ValueError):  # an inequality or interval of imaginary numbers
+        return None

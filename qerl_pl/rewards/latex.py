@@ -32,10 +32,13 @@ _UNICODE = str.maketrans(
         "\u03b1": "\\alpha ",
         "\u03b2": "\\beta ",
         "\u2248": "\\approx ",
+        "\u6216": " or ",
+        "\u3001": ",",
         "\u20ac": "\\$",
         "\u00a3": "\\$",
     }
 )
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
 _END = r"(?![A-Za-z])"  # of a command's name
 _NAMES = {
     "dfrac|tfrac|cfrac": "frac",
@@ -65,17 +68,20 @@ _STYLE = re.compile(
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 _SHORT_UNITS = (
-    r"(?:sq(?:uare)?\.?|cubic)?\s*"
-    r"(?:cm|mm|km|dm|nm|kg|mg|ml|mL|ft|in|yd|mi|hr|hrs|min|sec|mph|kmh|km/h|kph|m/s|cm/s|miles?/h(?:our)?|rad|cc|lbs?|oz)"
+    r"(?:sq(?:uare)?\.?|cubic)?\s*(?:cm|mm|km|dm|nm|kg|mg|ml|mL|ft|in|yd|mi|hrs?|min|sec|mph|kph|rad|cc|lbs?|oz"
+    r"|kmh|km/h|m/s|cm/s|miles?/h(?:our)?)"
 )
-_LONG_UNITS = r"(?:(?!alpha|beta|gamma|delta|theta|infty|sqrt)[A-Za-z]{4,}|an?|the|of|per|in|for|each)\b"
+_SCALES = "thousand|million|billion|trillion"
+_NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_SCALES})\b)"
+_LONG_UNITS = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
 _UNITS = re.compile(
     rf"(?<=[\d}})%])\s*(?:{_SHORT_UNITS}\.?|(?<=\d)\s+m(?=\^)|(?<=\\pi)\s+m(?=\^)|{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
     rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
 )
 _TEXT_UNIT = re.compile(
     r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
-    r"\s*(?:[/*]|\\cdot)?\s*\\text\{(?!\s*(?:and|or|[ap]\.?\s?m)\b)[^{}]*\}(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
+    rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_SCALES})\b)[^{{}}]*\}}"
+    r"(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
 )
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
@@ -106,9 +112,11 @@ def normalize(text: str) -> str:
     text = _TEXT_UNIT.sub("", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
-    text = _UNITS.sub("", text)
+    text = _UNITS.sub("", text).removesuffix("\\\\")
+    text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
     text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
     text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
     return join_thousands(_fractions(text)).strip()
 
@@ -150,24 +158,8 @@ def _unwrap(text: str) -> str:
     """Take off what encloses the whole answer: math delimiters, a box, ``\\text``, bold, quotes, a full stop."""
     while True:
         inner = text.strip().rstrip(".,;").strip("`\"' ")
-        for start, end in (
-            ("$$", "$$"),
-            ("$", "$"),
-            ("\\(", "\\)"),
-            ("\\[", "\\]"),
-            ("**", "**"),
-            ("\\text{", "}"),
-            ("{", "}"),
-        ):
-            core = inner[len(start) : len(inner) - len(end)]
-            if (
-                inner.startswith(start)
-                and inner.endswith(end)
-                and len(inner) > len(start) + len(end)
-                and _closed(core, start)
-            ):
-                inner = core
-                break
+        cores = (_core(inner, start, end) for start, end in _DELIMITERS)
+        inner = next((core for core in cores if core is not None), inner)
         box = last_boxed(inner)
         inner = inner if box is None else box
         if inner == text:
@@ -175,16 +167,19 @@ def _unwrap(text: str) -> str:
         text = inner
 
 
-def _closed(core: str, start: str) -> bool:
-    """Whether the delimiter before ``core`` is closed by the one after it, and not inside."""
+def _core(text: str, start: str, end: str) -> str | None:
+    """What stands between two delimiters, or None if they do not enclose the whole of ``text``."""
+    core = text[len(start) : len(text) - len(end)]
+    if not (core and text.startswith(start) and text.endswith(end)):
+        return None
     if not start.endswith("{"):
-        return start not in core
+        return None if start in core else core
     depth = 0
     for brace in re.findall(r"\\.|[{}]", core):
         depth += {"{": 1, "}": -1}.get(brace, 0)
         if depth < 0:
-            return False
-    return depth == 0
+            return None
+    return core if depth == 0 else None
 
 
 def join_thousands(text: str) -> str:
@@ -207,6 +202,14 @@ def _fractions(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|dot)\{(\d+)\}", _repeating, text)
     mixed = r"(?<![\w.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}"
     text = re.sub(mixed, r"(\1+\\frac{\2}{\3})", text)
     return re.sub(r"(?<![\w.}^/])(\d+) (\d+)/(\d+)(?![\w.])", r"(\1+\\frac{\2}{\3})", text)
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    """``0.1\\overline{6}`` as (16-1)/90."""
+    whole, start, period = decimal.groups()
+    numerator = int(whole + start + period) - int(f"0{whole}{start}")
+    return f"\\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(start)}}}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from qerl_pl.rewards.answers import Marker, last_boxed, last_math, marked_answer, stated_answer
-from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, parse_number
+from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
@@ -145,7 +145,8 @@ def judge_spans(
 
 def _unmarked_number(text: str) -> Number | None:
     stated = stated_answer(text)
-    return (parse_number(stated) if stated else None) or last_number(text)
+    found = (parse_number(stated) or leading_number(stated)) if stated else None
+    return found or last_number(text)
 
 
 def _check(name: str, value: str, choices: Sequence[str]) -> None:

@@ -22,12 +22,11 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SUPERSCRIPTS = str.maketrans(
-    {char: f"^{digit}" for digit, char in enumerate("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")}
-)
+_SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 # Applied in order; each turns a way of writing into plain text.
 _REWRITES = [
+    (re.compile(r"<<[^<>]*>>"), ""),  # GSM8K's calculator notes
     (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes that stand for a minus
     (re.compile(r"[\u00d7\u22c5\u00b7]"), "*"),
     (re.compile(r"[\u2248\u2245]|\\(?:approx|simeq|cong)(?![A-Za-z])"), "="),
@@ -40,6 +39,7 @@ _REWRITES = [
     (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\[cdt]?frac\s*(\d)\s*\{?(\d+)\}?"), r"\1/\2"),
     (re.compile(r"\\([%$#&])"), r"\1"),
+    (re.compile(r"(?<=\d):00\b"), ""),
     (re.compile(r"([-+])\s*[$\u20ac\u00a3\u00a5\u20b9]\s*"), r"\1"),
     (re.compile(r"[$\u20ac\u00a3\u00a5\u20b9]"), " "),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
@@ -47,6 +47,7 @@ _REWRITES = [
     (re.compile(r"(?<=[A-Za-z])(?:\s*[\^_]\s*\{?-?\d+\}?|\d+)"), ""),
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
 ]
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
 )
@@ -96,13 +97,20 @@ def exact_number(text: str) -> Number | None:
     return _value(match) if match else None
 
 
+def leading_number(text: str) -> Number | None:
+    """The number that ``text`` begins with."""
+    match = _NUMBER.match(plain_text(text[:MAX_ANSWER]).lstrip())
+    return _value(match) if match else None
+
+
 def last_number(text: str) -> Number | None:
-    """The last number in ``text``, whatever stands around it."""
+    """The number in the last line that has one: the last in bold if there is bold, else the last."""
     for line in reversed(text.splitlines()):
-        numbers = [_value(match) for match in _NUMBER.finditer(plain_text(line[-MAX_ANSWER:]))]
-        readable = [number for number in numbers if number is not None]
-        if readable:
-            return readable[-1]
+        line = line[-MAX_ANSWER:]
+        bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]
+        plain = [number for match in _NUMBER.finditer(plain_text(line)) if (number := _value(match)) is not None]
+        if bold or plain:
+            return (bold or plain)[-1]
     return None
 
 
@@ -119,7 +127,7 @@ def plain_text(text: str) -> str:
 
 def ascii_digits(text: str) -> str:
     """Digits, powers and fractions of any script in ASCII."""
-    text = text.translate(_SUPERSCRIPTS)
+    text = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power.group())}}}", text)
     text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     return "".join(str(unicodedata.decimal(char, char)) for char in text)
