@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -91,37 +92,32 @@ class VLLMEngine:
         if self._llm is not None:
             return
         vllm_setup.prepare_environment()
-        with preserved_rng(), preserved_torch_settings():
+        # vLLM looks at names of torch that are deprecated, which is no news to the user.
+        quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
+        with preserved_rng(), preserved_torch_settings(), quietly:
             from vllm import LLM
             from vllm.lora.request import LoRARequest
             from vllm.platforms import current_platform
 
             vllm_plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-            arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len) | self._arguments
+            arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len)
             self._on_cpu = current_platform.is_cpu()
-            if not self._on_cpu:
-                vllm_setup.check_fused_scales(policy.base)
-            elif "kv_cache_memory_bytes" not in arguments:
-                arguments["kv_cache_memory_bytes"] = vllm_setup.cpu_cache_bytes(
-                    policy.config,
-                    dtype=dtype,
-                    num_sequences=arguments["max_num_seqs"],
-                    max_model_len=max_model_len,
+            if self._on_cpu:
+                num_seqs = self._arguments["max_num_seqs"]
+                arguments |= vllm_setup.cpu_arguments(
+                    policy.config, dtype=dtype, max_model_len=max_model_len, max_num_seqs=num_seqs
                 )
-            self._llm = LLM(**arguments)
+            else:
+                vllm_setup.check_fused_scales(policy.base)
+            self._llm = LLM(**(arguments | self._arguments))
         self._policy, self._max_model_len = policy, max_model_len
         self._end_tokens = end_tokens(policy.base, policy.config)
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
-        slots = self._call(vllm_worker.reserve_adapter, self._lora_request)
-        adapter = policy.adapter_state()
-        homeless = [name for name in adapter if ".lora_" in name and name.rsplit(".lora_", 1)[0] not in slots]
-        if homeless:
-            self.close()
-            raise ValueError(f"vLLM has no place for {len(homeless)} adapter matrices of {policy.base}: {homeless[:3]}")
-        self.load_adapter(adapter)
+        self._call(vllm_worker.reserve_adapter, self._lora_request)
+        self.load_adapter(policy.adapter_state())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
@@ -172,11 +168,11 @@ class VLLMEngine:
             params = [
                 SamplingParams(
                     max_tokens=1,
+                    temperature=0,
                     prompt_logprobs=0,
                     logprob_token_ids=[sequences[row][-1]],
                     flat_logprobs=True,
                     detokenize=False,
-                    seed=0,
                 )
                 for row in rows
             ]

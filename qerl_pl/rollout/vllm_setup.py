@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 from transformers import PretrainedConfig
 
+from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.quantize import fused_groups
@@ -40,10 +41,13 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
     """Arguments of ``vllm.LLM`` that follow from the policy.
 
     Raises:
-        ValueError: the adapter's rank is more than vLLM takes.
+        ValueError: the adapter's rank is more than vLLM takes, or it is on other linears than those of the blocks.
     """
     from vllm.platforms import current_platform
 
+    targets = set(policy.peft_config.target_modules or ())
+    if targets - set(PROJECTIONS):
+        raise ValueError(f"lora targets are {sorted(targets)}; adapters reach vLLM on {', '.join(PROJECTIONS)} alone")
     return {
         "model": policy.base,
         "dtype": str(dtype).removeprefix("torch."),
@@ -54,7 +58,7 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "enable_lora": True,
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
-        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
+        "lora_target_modules": sorted(targets),
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }
@@ -94,8 +98,15 @@ def check_fused_scales(base: str) -> None:
                 )
 
 
-def cpu_cache_bytes(config: PretrainedConfig, *, dtype: torch.dtype, num_sequences: int, max_model_len: int) -> int:
-    """Bytes of keys and values of so many sequences of the longest length, at most 4 GiB."""
+def cpu_arguments(
+    config: PretrainedConfig, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` on a CPU: a cache for so many of the longest sequences, at most 4 GiB; whole prompts.
+
+    vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
+    number drawn at the split by an offset, which the generator of a CPU does not have.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
-    return min(num_sequences * max_model_len * token_bytes, CPU_CACHE_LIMIT)
+    cache_bytes = min(max_num_seqs * max_model_len * token_bytes, CPU_CACHE_LIMIT)
+    return {"kv_cache_memory_bytes": cache_bytes, "enable_chunked_prefill": False}

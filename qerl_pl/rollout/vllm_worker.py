@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 ADAPTER_ID = 1
+A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
@@ -33,34 +34,33 @@ class Slot(NamedTuple):
     """[N, R], multiplied by LoRA's scaling; columns from the adapter's rank on are 0."""
 
 
-def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> list[str]:
-    """Give the request's adapter its slots, all 0; returns the linears that have one, by PEFT's names.
+def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
+    """Give the request's adapter its slots, all 0.
 
     vLLM takes an id that is loaded as it is, so it never looks for the file that the request names.
     """
     manager = _manager(worker)
     manager.add_dummy_lora(request, rank=1)
     manager._adapter_manager.activate_adapter(request.adapter_id)
-    return list(_slots(worker))
 
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
     """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled in the slot's dtype, as vLLM itself does."""
-    for name, slot in _slots(worker).items():
-        if f"{name}.lora_A.weight" in adapter:
-            a, b = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
-            rank = a.shape[0]
-            slot.a[:rank].copy_(a)
-            slot.b[:, :rank].copy_(b.to(slot.b.dtype) * scaling)
+    slots = _slots(worker)
+    for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
+        linear = name.removesuffix(A_WEIGHT)
+        a, b, slot = adapter[name], adapter[linear + B_WEIGHT], slots[linear]
+        slot.a[: a.shape[0]].copy_(a)
+        slot.b[:, : a.shape[0]].copy_(b.to(slot.b.dtype) * scaling)
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
     """What is in every slot, without the rank's padding."""
     found = {}
-    for name, slot in _slots(worker).items():
-        found[f"{name}.lora_A.weight"] = slot.a[:rank]
-        found[f"{name}.lora_B.weight"] = slot.b[:, :rank]
+    for linear, slot in _slots(worker).items():
+        found[linear + A_WEIGHT] = slot.a[:rank]
+        found[linear + B_WEIGHT] = slot.b[:, :rank]
     return found
 
 

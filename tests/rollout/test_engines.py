@@ -103,6 +103,12 @@ class TestSampling:
         assert max(len(completion.tokens) for completion in group) == 3
         assert_logprobs_are_the_policys(setup, prompts, [group])
 
+    def test_batches_beyond_every_limit_of_the_engine_change_nothing(self, setup):
+        prompts = some_prompts(*[62, 63] * 8)  # vLLM has room for these prompts, but not for a third block of each
+        groups = setup.engine.generate(prompts, Sampling(1, max_tokens=40), seed=1)
+        assert_logprobs_are_the_policys(setup, prompts, groups)
+        assert setup.engine.generate(prompts, Sampling(1, max_tokens=40), seed=1) == groups
+
     def test_no_prompts_give_no_completions(self, setup):
         assert setup.engine.generate([], SAMPLING, seed=1) == []
         assert setup.engine.score([]) == []
@@ -224,15 +230,14 @@ class TestNoise:
 
 
 class TestFingerprint:
-    def test_it_is_the_expected_one_and_every_difference_shows(self, setup):
-        assert setup.engine.fingerprint() == setup.expected_fingerprint()
+    def test_it_is_the_expected_one_and_a_change_of_any_tensor_shows_there_alone(self, setup):
+        expected = setup.expected_fingerprint()
+        assert setup.engine.fingerprint() == expected
         for name in setup.adapter:
-            changed = {**setup.adapter, name: setup.adapter[name] + 1e-3}
-            setup.engine.load_adapter(changed)
-            before, after = setup.expected_fingerprint(), setup.engine.fingerprint()
-            assert [key for key in after if after[key] != before[key]] == [name.removeprefix("base_model.model.")] or [
-                key for key in after if after[key] != before[key]
-            ] == [name]
+            setup.engine.load_adapter({**setup.adapter, name: setup.adapter[name] + 1e-3})
+            found = setup.engine.fingerprint()
+            [changed] = [key for key in expected if found[key] != expected[key]]
+            assert name.endswith(changed)  # a trained norm goes by the model's name for it
 
 
 class TestBadInput:

@@ -58,6 +58,24 @@ def test_a_call_that_fails_inside_vllm_does_not_hang_the_next_one(started):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(60)
+def test_a_call_that_is_interrupted_does_not_hang_the_next_one(started):
+    expected = started.generate(PROMPTS, SAMPLING, seed=1)
+    calls = []
+
+    def interrupt_the_third_time(*_):
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    hook = started._call(lambda worker: worker.get_model().model.norm.register_forward_hook(interrupt_the_third_time))
+    with pytest.raises(KeyboardInterrupt):
+        started.generate(PROMPTS, SAMPLING, seed=1)
+    hook.remove()
+    assert started.generate(PROMPTS, SAMPLING, seed=1) == expected
+
+
+@pytest.mark.vllm
 def test_rows_without_adapter_in_a_mixed_batch_do_not_get_it(started):
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -130,6 +148,14 @@ def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
     engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
     engine.close()
+
+
+@pytest.mark.vllm
+def test_an_adapter_outside_the_blocks_is_refused(checkpoints):
+    lora = LoraSettings(rank=4, targets=("q_proj", "lm_head"))
+    policy = load_policy(checkpoints["dense"], dtype=torch.float32, lora=lora, seed=0)
+    with pytest.raises(ValueError, match="lm_head"):
+        make_engine("vllm").start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
 
 
 @pytest.mark.vllm
