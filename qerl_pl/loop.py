@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,9 @@ class RolloutLoop:
         self.baseline: Baseline = baseline
         self.filter_truncated = filter_truncated
         self.max_unscored_share = max_unscored_share
+        self.observers: list[Callable[[Rollout], None]] = []
+        """Called with each training rollout, before the update, while the engine still holds what it was sampled with.
+        An observer may use the engine and leaves it as it found it."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
         """Make the engine sample from this adapter with this noise; returns how many norms carry noise."""
@@ -119,7 +122,7 @@ class RolloutLoop:
             noise: of this rollout.
             sampling: how.
             seed: of this rollout's sampling.
-            watch: gets the seconds of the phases sync, rollout and reward.
+            watch: gets the seconds of the phases sync, rollout, reward and, where there are observers, check.
 
         Raises:
             RuntimeError: too many rows could not be scored.
@@ -127,7 +130,6 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
         evaluation = self.evaluate(prompts, sampling=sampling, seed=seed, watch=watch)
-        self.engine.sleep()
         table = evaluation.table
         unscored = 1 - table.scored.float().mean().item()
         if unscored > self.max_unscored_share:
@@ -146,12 +148,17 @@ class RolloutLoop:
             advantages=group_advantages(rewards, scored, self.baseline).flatten(),
             in_loss=table.scored & (finished | (not self.filter_truncated)),
         )
-        return Rollout(
+        rollout = Rollout(
             evaluation=evaluation,
             experience=experience,
             signal=has_signal(rewards, scored),
             num_noisy_norms=num_noisy_norms,
         )
+        for observe in self.observers:
+            with watch.phase("check"):
+                observe(rollout)
+        self.engine.sleep()
+        return rollout
 
     def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> Evaluation:
         """Sample from whatever the engine holds and score it."""

@@ -100,6 +100,12 @@ class QeRLModule(LightningModule):
                 f"model.sampling.num_completions is {sampling.num_completions}; advantages compare the completions of "
                 "one prompt, so expected at least 2"
             )
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                f"model.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}; training samples from all "
+                "tokens, top_p 1 and top_k 0: the sampler's log-probabilities would be over the tokens that are kept, the "
+                "trainer's are over all. Evaluation may cut them: model.val_sampling"
+            )
         self.base = base
         self.engine = engine
         self.rewards = rewards
@@ -213,7 +219,7 @@ class QeRLModule(LightningModule):
         report = improve(
             self.policy,
             rollout.experience,
-            self.objective,
+            self.objective.at_noise(self.norm_noise.sigma),
             group_size=self.sampling.num_completions,
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -37,8 +37,15 @@ class Objective:
         clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative; null: none.
         baseline: how rewards become advantages inside a group.
+        ratio_against: what the surrogate's ratio is taken against. "trainer": its own log-probabilities before the
+            first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
+            included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the
+            clip bounds then act on the difference between trainer and sampler too.
         correction: importance weights between trainer and sampler: "none" keeps the difference (noise included),
             "truncate" bounds the weight from above, "mask" drops what is outside the bounds.
+        correct_noise: True: the weights make up for the whole difference, kernels and noise together. False: noise is
+            kept on purpose, so only rollouts without noise are corrected. The two cannot be told apart token by token
+            without scoring every rollout a second time, and noise is the larger by far (see docs/correctness.md).
         correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token.
         correction_low: lower bound of a weight.
         correction_high: upper bound of a weight.
@@ -59,10 +66,12 @@ class Objective:
     clip_high: float | None = None
     max_ratio: float | None = None
     baseline: Baseline = "normalized"
+    ratio_against: Literal["trainer", "sampler"] = "trainer"
     correction: Mode = "none"
     correction_level: Level = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    correct_noise: bool = True
     filter_truncated: bool = False
     kl_coefficient: float = 0.0
     kl: KLKind = "k3"
@@ -77,6 +86,15 @@ class Objective:
                 raise ValueError(f"{name} is {value}; expected 0 or more")
         if not 0 < self.top_entropy_share <= 1:
             raise ValueError(f"top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1")
+        if self.ratio_against == "sampler" and self.correction != "none":
+            raise ValueError(
+                f"ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would make up for the "
+                "sampler a second time; set one of them to its default"
+            )
+
+    def at_noise(self, sigma: float) -> Objective:
+        """The objective for a rollout that was sampled with this noise."""
+        return replace(self, correction="none") if sigma > 0 and not self.correct_noise else self
 
     @property
     def needs_first_pass(self) -> bool:
@@ -106,7 +124,7 @@ class Objective:
         Args:
             logprobs: [B, S] nats under the policy; carries the gradient.
             entropy: [B, S] nats; carries a gradient where there is an entropy bonus.
-            old_logprobs: [B, S] nats before the first update.
+            old_logprobs: [B, S] nats, what the ratio is taken against.
             ref_logprobs: [B, S] nats under the reference; needed by a KL term in the loss.
             advantages: [B].
             mask: [B, S] bool, tokens that count.

@@ -122,10 +122,11 @@ def improve(
                     part.write(old, stats.logprobs.detach())
                     part.write(entropy, stats.entropy.detach())
                 mask = part.read(experience.mask)
+                against = experience.sampler_logprobs if objective.ratio_against == "sampler" else old
                 loss, surrogate, kl = objective.loss(
                     stats.logprobs,
                     stats.entropy,
-                    old_logprobs=part.read(old),
+                    old_logprobs=part.read(against),
                     ref_logprobs=None if reference is None else part.read(reference),
                     advantages=experience.advantages[part.rows],
                     mask=mask,
