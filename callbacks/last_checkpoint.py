@@ -46,7 +46,7 @@ class LastCheckpoint(ModelCheckpoint):
         done = outputs["rollout_index"] + 1
         finished = trainer.should_stop or trainer.global_step >= trainer.max_steps
         if finished or done % self.every_n_rollouts == 0:
-            trainer.save_checkpoint(self._folder / PENDING)
+            trainer.save_checkpoint(self._folder / PENDING, weights_only=False)
             self._pending = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,177 @@
+"""Whole runs: what a run leaves behind, real problems, evaluation, prediction, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
+from qerl_pl.tools.report import read_curves
+from tests.integration.conftest import ROOT, VLLM, load_last
+
+DATA = Path(os.environ.get("QERL_DATA", ROOT.parent / "shared" / "data"))
+GSM8K = DATA / "gsm8k_train.jsonl"
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
+    curves = read_curves(finished)
+    for tag in (
+        "train/reward",
+        "train/low_tokens",
+        "train/format",
+        "train/grad_norm",
+        "policy/entropy",
+        "policy/entropy_p90",
+        "policy/clipped_high_share",
+        "aqn/sigma",
+        "gap/mean_abs",
+        "rollout/truncated_share",
+        "time/rollout_s",
+        "time/train_s",
+        "throughput/rollout_tokens_per_s",
+        "lr-AdamW",
+    ):
+        assert curves[tag].steps == list(range(8)), tag
+    assert curves["val/reward"].steps[0] == 0, "validation before the first step"
+    assert [row["reward"] for row in records(finished / "completions" / "train-000000.jsonl")]
+    assert len(list((finished / "completions").glob("train-*.jsonl"))) == 8
+    assert (finished / "config.yaml").exists()
+    saved = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert saved == ["best.ckpt", "last.ckpt", "previous.ckpt"]
+
+
+@pytest.mark.slow
+def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
+    batch = ("--data.batch_size", "8", "--model.sampling.num_completions", "16", "--model.micro_batch_tokens", "4000")
+    run("fit", tmp_path, *batch, "--trainer.max_steps", "20", "--model.optimizer.init_args.lr", "2e-2")
+    rewards = read_curves(tmp_path)["train/low_tokens"].values
+    # From 0.45 to 0.54: small random logits behind a final norm leave an adapter no more.
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.05
+
+
+@pytest.mark.slow
+def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
+    files = ["--picture", str(tmp_path / "p.png"), "--json", str(tmp_path / "t.jsonl")]
+    assert command(["report", str(finished), *files]) == 0
+    assert "reward" in capsys.readouterr().out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    [row] = records(tmp_path / "t.jsonl")
+    assert row["RL steps"] == 8
+    assert command(["report", str(tmp_path)]) == 2
+    assert "no TensorBoard event files" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_prediction_writes_every_completion_of_the_trained_policy(run, finished, tmp_path):
+    run("predict", tmp_path, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
+    rows = records(next((tmp_path / "completions").glob("predict-*.jsonl")))
+    assert len(rows) == 6
+    assert {"prompt", "completion", "answer", "reward", "finished"} <= rows[0].keys()
+    run("predict", tmp_path / "base")
+    base = records(next((tmp_path / "base" / "completions").glob("predict-*.jsonl")))
+    assert [row["completion"] for row in rows] != [row["completion"] for row in base], "the adapter was not applied"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(run, tmp_path):
+    if not GSM8K.exists():
+        pytest.skip(f"{GSM8K} is missing; set QERL_DATA to a folder with gsm8k_train.jsonl and gsm8k_test.jsonl")
+    source = ("--data.source", "datamodules.gsm8k.GSM8K", f"--data.source.train_path={GSM8K}")
+    source += (f"--data.source.validation_path={DATA / 'gsm8k_test.jsonl'}", "--data.max_prompt_tokens", "1100")
+    small = ("--model.micro_batch_tokens", "4096", "--trainer.val_check_interval", "100", *VLLM)
+    run("fit", tmp_path, *source, *small, "--trainer.max_steps", "4", "--data.val_limit", "8", "--data.batch_size", "2")
+    assert load_last(tmp_path)["global_step"] == 4
+    run("validate", tmp_path / "val", *source, *small, "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"))
+    rows = records(next((tmp_path / "val" / "completions").glob("validate-*.jsonl")))
+    assert len(rows) == 1319
+    assert all(row["reward"] is not None for row in rows)
+
+
+@pytest.fixture(scope="module")
+def exported(finished, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "adapter"
+    assert command(["export", "--run", str(finished), "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_stock_peft_loads_the_exported_adapter(exported, finished, bases):
+    settings = LoraSettings(rank=4, alpha=8)
+    policy = load_policy(str(bases["dense"]), dtype=torch.float32, lora=settings, seed=0)
+    policy.load_adapter_state(load_last(finished)["state_dict"])
+    tokens = torch.arange(40).view(2, 20)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[:, 1:] = True
+    ours = policy.token_stats(tokens, mask, temperature=1.0).logprobs[:, 1:]
+
+    base = AutoModelForCausalLM.from_pretrained(bases["dense"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, exported)
+    adapted = torch.log_softmax(model(tokens).logits, -1)
+    stock = adapted[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    torch.testing.assert_close(stock, ours, atol=1e-5, rtol=0)
+    with model.disable_adapter():
+        assert not torch.allclose(torch.log_softmax(model(tokens).logits, -1), adapted, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_stock_peft_loads_it_on_the_nvfp4_base_too(exported, bases):
+    packed = CompressedTensorsConfig(run_compressed=False)
+    model = AutoModelForCausalLM.from_pretrained(bases["nvfp4"], dtype=torch.bfloat16, quantization_config=packed)
+    adapted = PeftModel.from_pretrained(model, exported)
+    assert any(tensor.abs().max() > 0 for name, tensor in adapted.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_stock_vllm_loads_the_exported_adapter(exported, bases, finished):
+    script = f"""
+import os
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+llm = LLM({str(bases["dense"])!r}, dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True,
+          max_lora_rank=8, kv_cache_memory_bytes=32 << 20)
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+prompt = {{"prompt_token_ids": list(range(20))}}
+for lora in (None, LoRARequest("adapter", 1, {str(exported)!r})):
+    print("TOKENS", list(llm.generate(prompt, greedy, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    base, adapted = (line for line in output.splitlines() if line.startswith("TOKENS"))
+    assert base != adapted
+    policy = load_policy(str(bases["dense"]), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
+    policy.load_adapter_state(load_last(finished)["state_dict"])
+    tokens = torch.arange(20).view(1, 20)
+    ours = policy.model.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, 20:]
+    assert adapted == f"TOKENS {ours.tolist()}"
+
+
+def test_export_says_what_is_missing(tmp_path, capsys):
+    assert command(["export", "--run", str(tmp_path), "--output", str(tmp_path / "a")]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+def test_the_doctor_names_every_check_and_the_commands_are_listed(capsys):
+    command(["doctor"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("Python", "GPU", "vLLM rollouts", "NVFP4 rollouts", "disk"))
+    assert command(["--help"]) == 0
+    assert "quantize" in capsys.readouterr().out
+    assert command(["train"]) == 2
+    assert "unknown command 'train'" in capsys.readouterr().err
