@@ -209,7 +209,9 @@ def test_of_nested_boxes_the_outermost_counts_and_escaped_braces_do_not_close_it
     assert marked_answer("\\boxed{1} <answer>2</answer>", "any") == "2"
 
 
-@pytest.mark.parametrize(("name", "rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [pytest.param("gsm8k_train", 7473, marks=pytest.mark.slow), ("gsm8k_test", 1319)]
+)
 def test_every_gsm8k_answer_is_right_in_other_forms_and_wrong_values_are_not(name, rows):
     path = DATA / f"{name}.jsonl"
     if not path.exists():

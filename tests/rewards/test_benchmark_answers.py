@@ -1,0 +1,66 @@
+"""Every answer of AIME24, AMC23 and GAOKAO is equal to itself in other forms, and to nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.rewards.math import MathAnswer
+from qerl_pl.rewards.numbers import exact_number
+
+DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+def other_forms(answer: str) -> list[str]:
+    """Three completions that answer the same in another way of writing."""
+    bare = re.sub(r"(?<!\\)\$", " ", answer.replace("$,", "$, ")).strip()
+    number = exact_number(bare)
+    if number is not None and not number.percent:
+        value = number.value
+        written = f"{value.numerator:,}" if value.denominator == 1 else f"{2 * value.numerator}/{2 * value.denominator}"
+        fraction = f"\\dfrac{{{3 * value.numerator}}}{{{3 * value.denominator}}}"
+        return [
+            f"<answer>{written} units</answer>",
+            f"So $x = \\boxed{{{fraction}}}$.",
+            f"\\[ \\boxed{{x = {written}}} \\]",
+        ]
+    display = bare.replace("\\frac", "\\dfrac").replace("\\leq", "\\le")
+    styled = re.sub(r"\\\{|\(", r"\\left\g<0>", re.sub(r"\\\}|\)", r"\\right\g<0>", bare))
+    return [
+        f"<answer>The answer is ${display}$.</answer>",
+        f"Therefore \\(\\boxed{{\\displaystyle {styled}}}\\).",
+        f"\\boxed{{1}} was a guess. <answer>\n\\[ {bare.replace(' ', '  ')} \\]\n</answer>",
+    ]
+
+
+def wrong_value(answer: str) -> str:
+    """The answer with another first digit, or another letter or word where it has none."""
+    number = exact_number(answer.strip("$"))
+    if number is not None:
+        return f"\\boxed{{{number.value + Fraction(1)}}}"
+    if re.search(r"\d", answer):
+        return f"<answer>{re.sub(r'[0-9]', lambda digit: str((int(digit.group()) + 4) % 10), answer, count=1)}</answer>"
+    return f"\\boxed{{{'B' if answer == 'A' else 'A'}}}"
+
+
+@pytest.mark.parametrize("name", ["aime24", "amc23", pytest.param("gaokao2023en", marks=pytest.mark.slow)])
+def test_every_answer_is_right_in_three_other_forms_and_a_wrong_value_is_not(name):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there; set QERL_DATA to the folder that holds the benchmark files")
+    answers = [answer for line in path.open() if (answer := str(json.loads(line)["answer"])).strip()]
+    texts = [text for answer in answers for text in (*other_forms(answer), wrong_value(answer))]
+    golds = [answer for answer in answers for _ in range(4)]
+    reward = MathAnswer(num_workers=2)
+    scores = [verdict.score for verdict in reward.judge(texts, golds)]
+    reward.close()
+    expected = [1.0, 1.0, 1.0, 0.0] * len(answers)
+    unlike = [
+        (gold, text, got) for gold, text, got, want in zip(golds, texts, scores, expected, strict=True) if got != want
+    ]
+    assert not unlike

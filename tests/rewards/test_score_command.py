@@ -1,0 +1,86 @@
+"""python -m qerl_pl score: what it writes, what it refuses, and what it leaves alone when it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qerl_pl.__main__ import main
+
+ROWS = [
+    {"completion": "The answer is \\boxed{18}.", "answer": "18", "id": 1},
+    {"completion": "so \\boxed{17}", "answer": 18, "id": 2},
+    {"completion": "so it is 18", "answer": 18.0, "id": 3},
+    {"completion": "\\boxed{18}", "answer": "", "id": 4},
+    {"completion": "Answer: 18", "answer": "18", "id": 5},
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Input with ``ROWS``, and output that does not exist yet."""
+    source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
+    return source, target
+
+
+def score(files, *arguments: str) -> int:
+    return main(["score", "--input", str(files[0]), "--output", str(files[1]), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores"),
+    [
+        (["--reward", "gsm8k"], [1, 0, 1, None, 1]),
+        (["--reward=math"], [1, 0, 1, None, 1]),
+        (["--reward", "math", "--reward.fallback", "none"], [1, 0, 0, None, 0]),
+        (["--reward", "dapo"], [0, 0, 0, None, 1]),
+        (["--reward", "qerl_pl.rewards.math.NumericAnswer", "--reward.marker=boxed"], [1, 0, 0, None, 0]),
+        (["--reward", "qerl_pl.rewards.format.think_answer_format"], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_each_row_comes_back_in_order_with_its_score(files, arguments, scores, capsys):
+    assert score(files, *arguments) == 0
+    written = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert [row["score"] for row in written] == scores
+    assert [{key: row[key] for key in ("completion", "answer", "id")} for row in written] == ROWS
+    assert all(isinstance(row["reason"], str) for row in written)
+    num_scored = len([each for each in scores if each is not None])
+    mean = sum(each or 0 for each in scores) / num_scored
+    assert f"5 rows, {num_scored} scored with mean {mean:.4f}, {5 - num_scored} unscored" in capsys.readouterr().out
+    assert {path.name for path in files[0].parent.iterdir()} == {"rows.jsonl", "scores.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"completion": "a"}', "there is no 'answer'"),
+        ('{"answer": "a"}', "there is no 'completion'"),
+        ('{"completion": null, "answer": "1"}', "'completion' is None"),
+        ('{"completion": "a", "answer": [1]}', "'answer' is [1]"),
+        ('{"completion": "a", "answer": true}', "'answer' is True"),
+        ("[1]", "expected an object"),
+        ('{"completion": "a"', "not a line of JSON"),
+        ('"\udcff"', "not a line of JSON"),
+    ],
+)
+def test_a_malformed_row_is_named_and_the_output_of_before_survives(files, line, message, capsys):
+    files[1].write_text("from before")
+    with files[0].open("ab") as file:
+        file.write(line.encode(errors="surrogateescape"))
+    assert score(files, "--reward", "gsm8k") == 1
+    error = capsys.readouterr().err
+    assert f"{files[0]}:10: " in error
+    assert message in error
+    assert files[1].read_text() == "from before"
+
+
+def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
+    assert score((tmp_path / "none.jsonl", files[1]), "--reward", "gsm8k") == 1
+    assert "none.jsonl" in capsys.readouterr().err
+    assert score((files[0], tmp_path / "no" / "scores.jsonl"), "--reward", "gsm8k") == 1
+    with pytest.raises(SystemExit):
+        score(files, "--reward", "gsm9k")
+    assert "gsm9k" in capsys.readouterr().err
+    assert not files[1].exists()

@@ -1,0 +1,223 @@
+"""The pool of verifier processes: nothing is lost, whatever happens to a row or to a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.rewards.math import MathAnswer, judge_spans
+from qerl_pl.rewards.verifier import Verifier
+from qerl_pl.types import Completion, Prompt
+
+HANGING = ("5", "9^{9^{9^{9}}}")
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    """One pool for all tests: each has to leave it in working order."""
+    pool = Verifier(num_workers=2, time_limit=0.5)
+    yield pool
+    pool.close()
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone; a zombie counts as running: nobody has reaped it."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
+    """Those that still run after so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(map(is_running, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if is_running(pid)]
+
+
+def easy(count: int) -> tuple[list[tuple[str, str]], list[float]]:
+    """Rows and their scores: every third is wrong."""
+    rows = [(str(n), f"\\frac{{{2 * n}}}{{2}}" if n % 3 else str(n + 1)) for n in range(count)]
+    return rows, [float(n % 3 != 0) for n in range(count)]
+
+
+def test_a_hanging_row_is_unscored_and_the_others_keep_their_order(verifier):
+    rows, scores = easy(40)
+    rows[7] = rows[23] = HANGING
+    verdicts = verifier.judge(rows)
+    assert verdicts[7].score is verdicts[23].score is None
+    assert "more than 0.5 s" in verdicts[7].reason
+    assert [v.score for n, v in enumerate(verdicts) if n not in (7, 23)] == [
+        s for n, s in enumerate(scores) if n not in (7, 23)
+    ]
+
+
+def test_a_killed_worker_is_replaced_and_its_row_judged_again(verifier):
+    rows, scores = easy(60)
+    victims = []
+
+    def kill_one(count: int) -> None:
+        if len(victims) < 3:
+            victims.append(verifier.pids()[0])
+            os.kill(victims[-1], signal.SIGKILL)
+
+    assert [verdict.score for verdict in verifier.judge(rows, kill_one)] == scores
+    assert len(victims) == 3
+    assert not wait_until_gone(victims)
+    assert len(verifier.pids()) == 2
+
+
+def test_workers_that_die_between_batches_are_replaced(verifier):
+    rows, scores = easy(6)
+    assert [verdict.score for verdict in verifier.judge(rows)] == scores
+    for pid in verifier.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert [verdict.score for verdict in verifier.judge(rows)] == scores
+
+
+@pytest.mark.slow
+def test_a_row_whose_worker_dies_twice_is_unscored():
+    verifier = Verifier(num_workers=1, time_limit=30.0)
+    stop = threading.Event()
+
+    def kill_busy_workers() -> None:
+        while not stop.wait(0.05):
+            for pid in verifier.pids():
+                times = Path(f"/proc/{pid}/stat").read_text().split() if is_running(pid) else []
+                if times and int(times[13]) > 2 * os.sysconf("SC_CLK_TCK"):  # seconds; starting takes less than one
+                    os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_busy_workers)
+    killer.start()
+    verdict, after = verifier.judge([HANGING, ("5", "5.0")])
+    stop.set()
+    killer.join()
+    assert verdict.score is None
+    assert f"status {-signal.SIGKILL}" in verdict.reason
+    assert after.score == 1.0
+    verifier.close()
+
+
+def test_every_row_is_counted_once_as_progress(verifier):
+    counts = []
+    verifier.judge([*easy(20)[0], HANGING], counts.append)
+    assert sum(counts) == 21
+    assert verifier.judge([]) == []
+
+
+def test_it_works_off_the_main_thread(verifier):
+    rows, scores = easy(10)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(verifier.judge([*rows, HANGING])))
+    thread.start()
+    thread.join()
+    assert [verdict.score for verdict in found] == [*scores, None]
+
+
+@pytest.mark.slow
+def test_a_fork_starts_workers_of_its_own(verifier):
+    rows, scores = easy(6)
+    verifier.judge(rows)
+    before = verifier.pids()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put([verdict.score for verdict in verifier.judge(rows)]))
+    child.start()
+    assert queue.get() == scores
+    child.join()
+    assert verifier.pids() == before
+    assert [verdict.score for verdict in verifier.judge(rows)] == scores
+
+
+def test_interrupting_a_batch_leaves_no_answer_for_the_next(verifier):
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    rows, scores = easy(20)
+    with pytest.raises(KeyboardInterrupt):
+        verifier.judge(rows, interrupt)
+    assert [verdict.score for verdict in verifier.judge(rows)] == scores
+
+
+def test_close_ends_the_processes_and_the_next_row_starts_new_ones(verifier):
+    verifier.judge([("1", "1")])
+    pids = verifier.pids()
+    verifier.close()
+    assert verifier.pids() == []
+    assert not any(map(is_running, pids))
+    assert verifier.judge([("1", "1")])[0].score == 1.0
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_forgotten_ends_its_processes():
+    verifier = Verifier(num_workers=1)
+    verifier.judge([("1", "1")])
+    pids = verifier.pids()
+    del verifier
+    assert not wait_until_gone(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise OSError", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_worker_outlives_its_parent(ending):
+    script = f"""
+        import os, signal, sys
+        from qerl_pl.rewards.verifier import Verifier
+        verifier = Verifier(num_workers=2)
+        assert [verdict.score for verdict in verifier.judge([("1", "1"), ("1", "2")])] == [1.0, 0.0]
+        print(*verifier.pids(), flush=True)
+        {ending}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    assert not wait_until_gone(pids)
+
+
+def test_workers_import_no_torch():
+    script = "import sys, qerl_pl.rewards.worker, qerl_pl.rewards.equivalence; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_is_an_error_and_not_a_hang(tmp_path, monkeypatch):
+    verifier = Verifier(num_workers=1)
+    (tmp_path / "math_verify.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"qerl_pl\.rewards\.worker"):
+        verifier.judge([("1", "1")])
+    monkeypatch.delenv("PYTHONPATH")
+    assert verifier.judge([("1", "1")])[0].score == 1.0
+    verifier.close()
+
+
+@pytest.mark.parametrize(("settings", "message"), [({"num_workers": 0}, "is 0"), ({"time_limit": 0.0}, "is 0.0")])
+def test_settings_that_are_not_positive_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Verifier(**settings)
+
+
+def test_a_reward_survives_a_pickle_with_its_settings():
+    reward = pickle.loads(pickle.dumps(MathAnswer(marker="boxed", num_workers=1, time_limit=2.5)))
+    assert (reward.marker, reward.verifier.num_workers, reward.verifier.time_limit) == ("boxed", 1, 2.5)
+    completions = [Completion((), (), True, text) for text in ("\\boxed{\\frac12}", "<answer>1/2</answer>")]
+    assert reward([Prompt((), "0.5")] * 2, completions) == [1.0, 0.0]
+    reward.close()
+
+
+def test_spans_too_long_to_be_answers_never_reach_a_worker():
+    verifier = Verifier()
+    verdicts = judge_spans(verifier, ["1" * 100_000, None, "5"], ["5", "5", "\\sqrt{" * 300])
+    assert [verdict.score for verdict in verdicts] == [0.0, 0.0, None]
+    assert verifier.pids() == []
