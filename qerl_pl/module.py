@@ -103,8 +103,8 @@ class QeRLModule(LightningModule):
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
                 f"model.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}; training samples from all "
-                "tokens, top_p 1 and top_k 0: the sampler's log-probabilities would be over the tokens that are kept, the "
-                "trainer's are over all. Evaluation may cut them: model.val_sampling"
+                "tokens, top_p 1 and top_k 0: the sampler's log-probabilities would be over the tokens that are kept, "
+                "the trainer's are over all. Evaluation may cut them: model.val_sampling"
             )
         self.base = base
         self.engine = engine
