@@ -92,6 +92,7 @@ class VLLMEngine:
         if self._llm is not None:
             return
         vllm_setup.prepare_environment()
+        self._end_tokens = end_tokens(policy.base, policy.config)
         # vLLM looks at names of torch that are deprecated, which is no news to the user.
         quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with preserved_rng(), preserved_torch_settings(), quietly:
@@ -112,7 +113,6 @@ class VLLMEngine:
                 vllm_setup.check_fused_scales(policy.base)
             self._llm = LLM(**(arguments | self._arguments))
         self._policy, self._max_model_len = policy, max_model_len
-        self._end_tokens = end_tokens(policy.base, policy.config)
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
