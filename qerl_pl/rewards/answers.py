@@ -17,7 +17,9 @@ _CONNECTOR = re.compile(
 )
 _MAX_CONNECTOR = 20  # characters
 _STATED = re.compile(
-    r"\banswer(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=])[\s:*]*(\S[^\n]*)", re.IGNORECASE
+    r"\banswer(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
+    r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(\S[^\n]*)",
+    re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$", re.DOTALL)
 _TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
@@ -84,7 +86,7 @@ def last_hash(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:", to the end of its sentence."""
+    """What follows the last "answer is", "answer:" or heading "Answer", to the end of its sentence."""
     found = _STATED.findall(_final_part(text))
     if not found:
         return None

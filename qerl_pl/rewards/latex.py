@@ -85,6 +85,7 @@ _TEXT_UNIT = re.compile(
 )
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
+    r"|[A-Za-z][A-Za-z ]{2,40}(?=:)"
     r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice)\b[,: ]*)+)\s*:?\s*(?=\S)",
     re.IGNORECASE,
 )
@@ -151,7 +152,13 @@ def _commands(text: str) -> str:
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
+    text = re.sub(r"\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
     return _SPACE.sub(" ", text).strip()
+
+
+def _rows(environment: re.Match[str]) -> str:
+    """The lines of a system of equations as a list."""
+    return ", ".join(row.replace("&", " ").strip(" ,") for row in environment[2].split("\\\\") if row.strip())
 
 
 def _unwrap(text: str) -> str:
@@ -199,6 +206,7 @@ def _fractions(text: str) -> str:
     """Naked decimals, short fractions and roots, mixed fractions."""
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*(\\pi|[a-z])\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}", text)

@@ -37,7 +37,7 @@ _REWRITES = [
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0|\\degree(?![A-Za-z])"), " degrees"),
     (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
     (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
-    (re.compile(r"\\[cdt]?frac\s*(\d)\s*\{?(\d+)\}?"), r"\1/\2"),
+    (re.compile(r"\\[cdt]?frac\s*(\d)\s*(?:\{(\d+)\}|(\d)(?!\d))"), r"\1/\2\3"),
     (re.compile(r"\\([%$#&])"), r"\1"),
     (re.compile(r"(?<=\d):00\b"), ""),
     (re.compile(r"([-+])\s*[$\u20ac\u00a3\u00a5\u20b9]\s*"), r"\1"),
@@ -74,7 +74,7 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """The one number in ``text``, or None where there is none, several, or an expression that is not a number.
+    """The one number in ``text``, or None where there is none, two that differ, or an expression that is no number.
 
     Read are: thousands separators, decimals, fractions and mixed fractions, powers of ten, percent, currency signs,
     words and units around the number, their LaTeX forms, minus signs and digits of any script. Of ``6 * 3 = 18`` the
@@ -85,8 +85,8 @@ def parse_number(text: str) -> Number | None:
     plain = plain_text(text).rsplit("=", 1)[-1]
     if "\\" in plain or "\u00b1" in plain:  # a root, a logarithm, two values: math-verify's business
         return None
-    found = list(_NUMBER.finditer(plain))
-    return _value(found[0]) if len(found) == 1 else None
+    found = {_value(match) for match in _NUMBER.finditer(plain)}
+    return found.pop() if len(found) == 1 else None
 
 
 def exact_number(text: str) -> Number | None:

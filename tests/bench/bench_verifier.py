@@ -1,0 +1,102 @@
+"""Verification of many rows, some of which hang, with workers killed meanwhile: python -m tests.bench.bench_verifier
+
+Prints one JSON line, and none (with exit status 1) if a row is lost or misjudged, a process is left behind, or a row
+that does not hang is unscored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qerl_pl.rewards.verifier import Verifier
+
+HANGING = ("5", "9^{9^{9^{9}}}")
+
+
+def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, str]], list[float | None]]:
+    """Pairs to judge, half numbers and half algebra, a third of them wrong; and their scores."""
+    rng = random.Random(seed)
+    rows, scores = [], []
+    for index in range(num_rows - num_hanging):
+        n, wrong = rng.randrange(2, 10**4), rng.random() < 1 / 3
+        if index % 2:
+            rows.append((f"{n:,}", f"\\frac{{{2 * n + wrong}}}{{2}}"))
+        else:
+            rows.append((f"\\frac{{\\sqrt{{{n}}}}}{{3}}+x", f"x+{n + wrong}/(3\\sqrt{{{n}}})"))
+        scores.append(float(not wrong))
+    for index in sorted(rng.sample(range(num_rows), num_hanging)):
+        rows.insert(index, HANGING)
+        scores.insert(index, None)
+    return rows, scores
+
+
+def resident_bytes(pid: int) -> int:
+    """Peak resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def main() -> int:
+    """Measure once and print one line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--hanging", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--time_limit", type=float, default=5.0, help="seconds of processor time a row")
+    parser.add_argument("--kills", type=int, default=10, help="workers killed with SIGKILL on the way")
+    args = parser.parse_args()
+
+    rows, scores = draw(args.rows, args.hanging, seed=0)
+    verifier = Verifier(args.workers, args.time_limit)
+    seen, killed, done = set(), [], 0
+
+    def watch(count: int) -> None:
+        nonlocal done
+        done += count
+        seen.update(verifier.pids())
+        if len(killed) < args.kills and done > (len(killed) + 1) * args.rows // (args.kills + 1):
+            killed.append(verifier.pids()[0])
+            os.kill(killed[-1], signal.SIGKILL)
+
+    start = time.perf_counter()
+    verdicts = verifier.judge(rows, watch)
+    seconds = time.perf_counter() - start
+    peak = max(map(resident_bytes, verifier.pids()))
+    verifier.close()
+
+    unlike = [(row, v) for row, v, score in zip(rows, verdicts, scores, strict=True) if v.score != score]
+    left = [pid for pid in seen if Path(f"/proc/{pid}").exists()]
+    if unlike or left or done != args.rows:
+        print(f"{len(unlike)} rows misjudged, e.g. {unlike[:3]}; {done} rows done; left {left}", file=sys.stderr)
+        return 1
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    result = {
+        "name": "verifier",
+        "rows": args.rows,
+        "hanging": args.hanging,
+        "killed": len(killed),
+        "workers": args.workers,
+        "time_limit_s": args.time_limit,
+        "seconds": seconds,
+        "unscored": sum(verdict.score is None for verdict in verdicts),
+        "processes_started": len(seen),
+        "peak_bytes_a_worker": peak,
+        "device": f"cpu, {len(os.sched_getaffinity(0))} cores",
+        "math_verify": importlib.metadata.version("math-verify"),
+        "commit": commit.strip(),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
