@@ -30,6 +30,8 @@ class RolloutStatistics(Callback):
                 "rollout/completion_tokens_max": lengths.max(),
                 "rollout/truncated_share": 1 - finished.mean(),
                 "rollout/unscored_share": 1 - table.scored.float().mean(),
-                "rollout/groups_with_signal": rollout.signal.float().mean(),
+                "rollout/groups_with_signal": rollout.evaluation.signal.float().mean(),
+                "rollout/groups_discarded": float(len(rollout.evaluation.signal) - len(rollout.chosen.signal)),
+                "rollout/refills": float(rollout.num_refills),
             }
         )

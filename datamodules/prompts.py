@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from datamodules.loader import EvaluationLoader, TrainLoader
 from datamodules.sources import PromptSource
+from qerl_pl.seeding import derive_seed
 from qerl_pl.types import Problem, Prompt
 
 
@@ -93,6 +95,18 @@ class PromptDataModule(LightningDataModule):
         """Batches of this rank, without end."""
         rank, num_ranks = self._rank()
         return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
+
+    def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
+        """Further training prompts of this rank for one rollout, none of them in its batch.
+
+        Their order is a function of the seed and the rollout index. They do not count as served: an epoch still gives
+        every prompt its turn.
+        """
+        rank, num_ranks = self._rank()
+        seed = derive_seed(self.seed, "refill", rollout_index)
+        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
+        taken = set(batch)
+        return (self._train[row] for row in order[rank::num_ranks] if self._train[row] not in taken)
 
     def val_dataloader(self) -> EvaluationLoader:
         """The validation prompts of this rank."""

@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.advantages import Baseline, group_advantages, has_signal
+from qerl_pl.advantages import Baseline, group_advantages
+from qerl_pl.dynamic_sampling import DynamicSampling
+from qerl_pl.evaluation import Evaluation
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.collate import collate
+from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Completion, Experience, Prompt
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sampled and scored completions. P prompts, G completions each, B = P * G rows ordered by prompt."""
-
-    prompts: tuple[Prompt, ...]
-    """[B] the prompt of each row."""
-    completions: tuple[Completion, ...]
-    """[B] with their text."""
-    table: RewardTable
-    """[B] rewards."""
-    prompt_texts: tuple[str, ...]
-    """[B] the prompts decoded, special tokens included."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One JSON-ready record a row."""
-        return [
-            {
-                "prompt": self.prompt_texts[row],
-                "completion": completion.text,
-                "answer": self.prompts[row].answer,
-                "reward": self.table.total[row].item() if self.table.scored[row] else None,
-                "rewards": {
-                    name: None if scores[row].isnan() else scores[row].item()
-                    for name, scores in self.table.components.items()
-                },
-                "num_tokens": len(completion.tokens),
-                "finished": completion.finished,
-            }
-            for row, completion in enumerate(self.completions)
-        ]
+from qerl_pl.types import Experience, Prompt
 
 
 @dataclass(frozen=True)
@@ -56,9 +26,13 @@ class Rollout:
     """Scored completions made into training data."""
 
     evaluation: Evaluation
+    """Everything that was sampled."""
+    chosen: Evaluation
+    """What is trained on: all of it, or the groups that dynamic sampling kept."""
     experience: Experience
-    signal: Tensor
-    """[P] bool, True for groups whose rewards differ."""
+    """The chosen rows as tensors."""
+    num_refills: int
+    """How often dynamic sampling went on."""
     num_noisy_norms: int
     """Norm weights that the engine sampled with noise on."""
 
@@ -75,6 +49,7 @@ class RolloutLoop:
         tokenizer: of the base, to decode completions.
         baseline: what a reward is compared with inside its group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
+        dynamic_sampling: replace groups without signal; None keeps them.
         max_unscored_share: above this share of rows that no reward could score the run stops.
     """
 
@@ -86,6 +61,7 @@ class RolloutLoop:
         *,
         baseline: Baseline = "normalized",
         filter_truncated: bool = False,
+        dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
     ) -> None:
         self.engine = engine
@@ -93,6 +69,7 @@ class RolloutLoop:
         self.tokenizer = tokenizer
         self.baseline: Baseline = baseline
         self.filter_truncated = filter_truncated
+        self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
         self.observers: list[Callable[[Rollout], None]] = []
         """Called with each training rollout, before the update, while the engine still holds what it was sampled with.
@@ -108,6 +85,7 @@ class RolloutLoop:
         self,
         prompts: Sequence[Prompt],
         *,
+        more_prompts: Iterator[Prompt],
         adapter: Mapping[str, Tensor],
         noise: NormNoise,
         sampling: Sampling,
@@ -118,6 +96,7 @@ class RolloutLoop:
 
         Args:
             prompts: [P].
+            more_prompts: further ones for dynamic sampling.
             adapter: the trainer's current adapter.
             noise: of this rollout.
             sampling: how.
@@ -125,40 +104,49 @@ class RolloutLoop:
             watch: gets the seconds of the phases sync, rollout, reward and, where there are observers, check.
 
         Raises:
-            RuntimeError: too many rows could not be scored.
+            RuntimeError: too many rows could not be scored, or dynamic sampling did not fill the batch.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
-        evaluation = self.evaluate(prompts, sampling=sampling, seed=seed, watch=watch)
-        table = evaluation.table
+
+        def sample(some: Sequence[Prompt], refill: int) -> Evaluation:
+            return self.evaluate(some, sampling=sampling, seed=derive_seed(seed, "refill", refill), watch=watch)
+
+        evaluation = chosen = sample(prompts, 0)
+        num_refills = 0
+        if self.dynamic_sampling is not None:
+            batch_size = len(prompts)
+            evaluation, num_refills = self.dynamic_sampling.fill(
+                evaluation, more_prompts, sample, batch_size=batch_size
+            )
+            chosen = self.dynamic_sampling.choose(evaluation, batch_size=batch_size)
+        self._check_scored(evaluation.table)
+        rollout = Rollout(evaluation, chosen, self._experience(chosen), num_refills, num_noisy_norms)
+        for observe in self.observers:
+            with watch.phase("check"):
+                observe(rollout)
+        self.engine.sleep()
+        return rollout
+
+    def _check_scored(self, table: RewardTable) -> None:
         unscored = 1 - table.scored.float().mean().item()
         if unscored > self.max_unscored_share:
             raise RuntimeError(
                 f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
                 f"({self.max_unscored_share:.1%}): look at the answers of these prompts, or raise the limit"
             )
-        shape = len(prompts), sampling.num_completions
-        rewards, scored = table.total.view(shape), table.scored.view(shape)
-        finished = torch.tensor([completion.finished for completion in evaluation.completions])
-        experience = collate(
-            evaluation.prompts,
-            evaluation.completions,
+
+    def _experience(self, chosen: Evaluation) -> Experience:
+        table = chosen.table
+        finished = torch.tensor([completion.finished for completion in chosen.completions])
+        return collate(
+            chosen.prompts,
+            chosen.completions,
             rewards=table.total,
             scored=table.scored,
-            advantages=group_advantages(rewards, scored, self.baseline).flatten(),
+            advantages=group_advantages(chosen.rewards, chosen.scored, self.baseline).flatten(),
             in_loss=table.scored & (finished | (not self.filter_truncated)),
         )
-        rollout = Rollout(
-            evaluation=evaluation,
-            experience=experience,
-            signal=has_signal(rewards, scored),
-            num_noisy_norms=num_noisy_norms,
-        )
-        for observe in self.observers:
-            with watch.phase("check"):
-                observe(rollout)
-        self.engine.sleep()
-        return rollout
 
     def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> Evaluation:
         """Sample from whatever the engine holds and score it."""
@@ -166,13 +154,11 @@ class RolloutLoop:
             groups = self.engine.generate([prompt.tokens for prompt in prompts], sampling, seed)
         with watch.phase("reward"):
             texts = self.tokenizer.batch_decode([list(prompt.tokens) for prompt in prompts], skip_special_tokens=False)
-            rows = [
-                (prompt, text, completion)
-                for prompt, text, group in zip(prompts, texts, groups, strict=True)
-                for completion in group
-            ]
-            decoded = self.tokenizer.batch_decode([list(row[2].tokens) for row in rows], skip_special_tokens=True)
-            completions = [replace(row[2], text=text) for row, text in zip(rows, decoded, strict=True)]
-            repeated = [row[0] for row in rows]
+            size = sampling.num_completions
+            completions = [completion for group in groups for completion in group]
+            decoded = self.tokenizer.batch_decode([list(row.tokens) for row in completions], skip_special_tokens=True)
+            completions = [replace(row, text=text) for row, text in zip(completions, decoded, strict=True)]
+            repeated = [prompt for prompt in prompts for _ in range(size)]
             table = score_rewards(self.rewards, repeated, completions)
-        return Evaluation(tuple(repeated), tuple(completions), table, tuple(row[1] for row in rows))
+        prompt_texts = tuple(text for text in texts for _ in range(size))
+        return Evaluation(tuple(repeated), prompt_texts, tuple(completions), table, size)

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, get_scheduler
 
 from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.correction import mismatch
-from qerl_pl.loop import Evaluation, RolloutLoop
+from qerl_pl.dynamic_sampling import DynamicSampling
+from qerl_pl.evaluation import Evaluation
+from qerl_pl.loop import RolloutLoop
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
@@ -55,6 +57,7 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
         gradient_checkpointing: recompute blocks in backward instead of keeping activations.
+        dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
         max_prompt_tokens: longest prompt (linked from the data module).
         seed: of everything that is drawn (linked from seed_everything).
@@ -80,6 +83,7 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: int = 16384,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         gradient_checkpointing: bool = False,
+        dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
         max_prompt_tokens: int = 256,
         seed: int = 0,
@@ -121,6 +125,7 @@ class QeRLModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         self.compute_dtype = DTYPES[dtype]
         self.gradient_checkpointing = gradient_checkpointing
+        self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
         self.seed = seed
         self.max_model_len = max_prompt_tokens + max(sampling.max_tokens, self.val_sampling.max_tokens)
@@ -168,6 +173,7 @@ class QeRLModule(LightningModule):
             tokenizer,
             baseline=self.objective.baseline,
             filter_truncated=self.objective.filter_truncated,
+            dynamic_sampling=self.dynamic_sampling,
             max_unscored_share=self.max_unscored_share,
         )
 
@@ -210,6 +216,7 @@ class QeRLModule(LightningModule):
         self._start_engine()
         rollout = self.loop.collect(
             batch,
+            more_prompts=self.trainer.datamodule.more_prompts(index, batch),  # pyright: ignore[reportAttributeAccessIssue]
             adapter=self.policy.adapter_state(),
             noise=self.norm_noise,
             sampling=self.sampling,

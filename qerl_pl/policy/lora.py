@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qerl_pl.policy.lora_product import lora_product
 from qerl_pl.quant.linear import FrozenLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,14 +78,15 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., K] -> [..., N], in the dtype of x."""
-        y = self.base_layer(x)
         if self.disable_adapters:
-            return y
-        for name in self.active_adapters:
-            a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
-            inner = F.linear(self.lora_dropout[name](x), a.to(x.dtype))
-            y = y + F.linear(inner, b.to(x.dtype) * self.scaling[name])
-        return y
+            return self.base_layer(x)
+        (name,) = self.active_adapters
+        a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
+        scaling, dropout, base = self.scaling[name], self.lora_dropout[name], self.base_layer
+        if isinstance(dropout, nn.Identity):
+            dense = base.dense if isinstance(base, FrozenLinear) else base.get_parameter("weight").to
+            return lora_product(x, dense, base.bias, a, b, scaling)
+        return base(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), b.to(x.dtype) * scaling)
 
 
 def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch.autograd.graph import save_on_cpu
+from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.policy.lora import (
@@ -19,6 +21,7 @@ from qerl_pl.policy.lora import (
     check_targets,
     peft_config,
 )
+from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
 from qerl_pl.quant.loading import load_base
 
 ADAPTER = "default"
@@ -37,11 +40,13 @@ class TokenStats(NamedTuple):
 class Policy(nn.Module):
     """Frozen base and adapter. Build it with ``load_policy``."""
 
-    def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype, offload_checkpoints: bool = False) -> None:
         super().__init__()
         self.model = model
         self.base = base
         self.dtype = dtype
+        self.offload_checkpoints = offload_checkpoints
+        use_packed_attention(self.causal_lm)
 
     @property
     def causal_lm(self) -> Any:  # a PreTrainedModel: torch types the attributes of a module as Tensor | Module
@@ -106,23 +111,29 @@ class Policy(nn.Module):
     def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
         """Log-probability and entropy of the masked tokens; carries the gradient to the adapter.
 
-        Padding goes to the right, where causal attention never looks back at it, so no attention mask is needed. Only
-        the rows of the hidden states that predict a masked token reach the vocabulary projection.
+        The rows are packed: no work is done on padding, nor on what follows a row's last masked token. Only the hidden
+        states that predict a masked token reach the vocabulary projection.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True where the token is wanted. Never True in column 0, which nothing predicts.
             temperature: as in sampling; logits are divided by it.
         """
-        hidden = self.causal_lm.model(input_ids=tokens, use_cache=False).last_hidden_state  # [B, S, H]
-        wanted = mask[:, 1:]
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        lengths = (mask * column).amax(dim=1)  # the last masked token of a row predicts nothing that is wanted
+        packed = pack(tokens, lengths.clamp(min=1))
+        with save_on_cpu(pin_memory=tokens.is_cuda) if self.offload_checkpoints else nullcontext():
+            hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
+        wanted = rows, columns = mask.nonzero(as_tuple=True)
         head = self.causal_lm.get_output_embeddings()
         logprobs, entropy = token_logprobs(
-            hidden[:, :-1][wanted], head.weight, tokens[:, 1:][wanted], temperature=temperature
-        )  # [T], [T]
-        shape, where = mask.shape, mask.nonzero(as_tuple=True)
-        zeros = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
-        return TokenStats(zeros.index_put(where, logprobs), zeros.index_put(where, entropy))
+            hidden.index_select(0, packed.starts[rows] + columns - 1),
+            head.weight,
+            tokens[wanted],
+            temperature=temperature,
+        )
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=tokens.device)
+        return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
 
 def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -150,6 +161,7 @@ def load_policy(
     seed: int,
     device: torch.device | str = "cpu",
     gradient_checkpointing: bool = False,
+    offload_checkpoints: bool = False,
 ) -> Policy:
     """Load a base (NVFP4 or dense, by what its config.json says) and put a fresh adapter on it.
 
@@ -160,11 +172,36 @@ def load_policy(
         seed: of the adapter's first values; independent of the global random stream, which is left as it was.
         device: where it lives.
         gradient_checkpointing: recompute each block in backward instead of keeping its activations.
+        offload_checkpoints: keep what blocks are recomputed from in host memory.
 
     Raises:
-        ValueError: the folder holds no model that we can train, or an adapter target matches nothing.
+        ValueError: the folder holds no model that we can train, an adapter target matches nothing, or there are no
+            checkpoints to offload.
     """
-    model = load_base(base, dtype=dtype, device=device)
+    return make_policy(
+        load_base(base, dtype=dtype, device=device),
+        base=base,
+        dtype=dtype,
+        lora=lora,
+        seed=seed,
+        gradient_checkpointing=gradient_checkpointing,
+        offload_checkpoints=offload_checkpoints,
+    )
+
+
+def make_policy(
+    model: PreTrainedModel,
+    *,
+    base: str,
+    dtype: torch.dtype,
+    lora: LoraSettings,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    offload_checkpoints: bool = False,
+) -> Policy:
+    """Put a fresh adapter on a frozen base; see ``load_policy``."""
+    if offload_checkpoints and not gradient_checkpointing:
+        raise ValueError("offload_checkpoints is set, but gradient_checkpointing is not: set it too")
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
     check_targets(model, lora.targets)
@@ -173,7 +210,7 @@ def load_policy(
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, peft_config(lora, base=base), autocast_adapter_dtype=True)
     assert isinstance(peft_model, PeftModel)
-    policy = Policy(peft_model, base=base, dtype=dtype)
+    policy = Policy(peft_model, base=base, dtype=dtype, offload_checkpoints=offload_checkpoints)
     if lora.train_norms:
         for module in policy.norm_modules().values():
             module.float()

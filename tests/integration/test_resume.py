@@ -107,3 +107,18 @@ def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
     curves = read_curves(tmp_path / "straight")
     assert curves["policy/kl_old"].values[-1] > 0, "the second update's ratio is not 1"
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
+    # Two tokens of which the reward looks at one: many groups of two are equal.
+    often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
+    dynamic = (*often_equal, "--model.dynamic_sampling.max_refills", "3")
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
+    run("fit", tmp_path / "straight", *dynamic)
+    run("fit", tmp_path / "stopped", *dynamic, *ctrl_c)
+    run("fit", tmp_path / "stopped", *dynamic, "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    curves = read_curves(tmp_path / "straight")
+    assert max(curves["rollout/refills"].values) >= 1
+    assert max(curves["rollout/groups_discarded"].values) >= 1

@@ -1,0 +1,93 @@
+"""Sampled and scored completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.advantages import has_signal
+from qerl_pl.rewards.base import RewardTable
+from qerl_pl.types import Completion, Prompt
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """P prompts with G completions each: B = P * G rows, ordered by prompt."""
+
+    prompts: tuple[Prompt, ...]
+    """[B] the prompt of each row."""
+    prompt_texts: tuple[str, ...]
+    """[B] the prompts decoded, special tokens included."""
+    completions: tuple[Completion, ...]
+    """[B] with their text."""
+    table: RewardTable
+    """[B] rewards."""
+    group_size: int
+    """G."""
+
+    @property
+    def rewards(self) -> Tensor:
+        """[P, G] fp32, 0 where unscored."""
+        return self.table.total.view(-1, self.group_size)
+
+    @property
+    def scored(self) -> Tensor:
+        """[P, G] bool."""
+        return self.table.scored.view(-1, self.group_size)
+
+    @property
+    def signal(self) -> Tensor:
+        """[P] bool, True for groups whose rewards differ."""
+        return has_signal(self.rewards, self.scored)
+
+    def select(self, groups: Tensor) -> Evaluation:
+        """Some groups only, by their indices [N] int64."""
+        rows = (groups.unsqueeze(1) * self.group_size + torch.arange(self.group_size)).flatten()
+        picked = rows.tolist()
+        return Evaluation(
+            tuple(self.prompts[row] for row in picked),
+            tuple(self.prompt_texts[row] for row in picked),
+            tuple(self.completions[row] for row in picked),
+            RewardTable(
+                self.table.total[rows],
+                self.table.scored[rows],
+                {name: scores[rows] for name, scores in self.table.components.items()},
+            ),
+            self.group_size,
+        )
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """Both, one after the other."""
+        mine, theirs = self.table, other.table
+        return Evaluation(
+            self.prompts + other.prompts,
+            self.prompt_texts + other.prompt_texts,
+            self.completions + other.completions,
+            RewardTable(
+                torch.cat([mine.total, theirs.total]),
+                torch.cat([mine.scored, theirs.scored]),
+                {name: torch.cat([scores, theirs.components[name]]) for name, scores in mine.components.items()},
+            ),
+            self.group_size,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One JSON-ready record a row."""
+        return [
+            {
+                "prompt": self.prompt_texts[row],
+                "completion": completion.text,
+                "answer": self.prompts[row].answer,
+                "reward": self.table.total[row].item() if self.table.scored[row] else None,
+                "rewards": {
+                    name: None if scores[row].isnan() else scores[row].item()
+                    for name, scores in self.table.components.items()
+                },
+                "num_tokens": len(completion.tokens),
+                "finished": completion.finished,
+            }
+            for row, completion in enumerate(self.completions)
+        ]

@@ -1,0 +1,161 @@
+"""Rows without their padding, one after the other, and the attention that keeps them apart.
+
+Everything in the model works on [1, T] tokens, T the sum of the rows' lengths; attention alone knows where a row ends.
+It is torch's varlen kernel (FlashAttention 2) on CUDA in bf16 and fp16. Other dtypes and devices pad for the length of
+the attention, which is torch's scaled_dot_product_attention there. Sharing a prompt among its completions is left out:
+of a group of G rows it saves (G - 1) / G of the prompts' tokens, and completions are several times as long as prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "packed"  # our name in transformers' attention interface
+# torch 2.11 shares key heads without being asked; later ones want to be.
+_SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows in sequence. T tokens, B rows."""
+
+    tokens: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, of each token in its row."""
+    starts: Tensor
+    """[B + 1] int32, where rows start in T, and T itself."""
+    longest: int
+    """Tokens of the longest row."""
+
+
+def pack(tokens: Tensor, lengths: Tensor) -> Packed:
+    """Take the first tokens of each row.
+
+    Args:
+        tokens: [B, S] int64.
+        lengths: [B] int64, how many; 0 leaves a row out.
+    """
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    inside = columns < lengths.unsqueeze(1)  # [B, S]
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return Packed(tokens[inside], columns.expand_as(tokens)[inside], starts, int(lengths.max()))
+
+
+def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """[T, H], the last hidden states of a decoder that ``use_packed_attention`` prepared."""
+    starts, longest = packed.starts, packed.longest
+    output = model(
+        input_ids=packed.tokens.unsqueeze(0),
+        position_ids=packed.positions.unsqueeze(0),
+        attention_mask=starts.new_ones(1, 1, 1, 1),  # a mask in four dimensions is taken for made, and none is made
+        use_cache=False,
+        cu_seq_lens_q=starts,
+        cu_seq_lens_k=starts,
+        max_length_q=longest,
+        max_length_k=longest,
+    )
+    return output.last_hidden_state.squeeze(0)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let a model's attention take packed sequences. Without ``cu_seq_lens_q`` it stays what "sdpa" is."""
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(ATTENTION)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention of each row to itself.
+
+    Args:
+        query: [T, heads, D].
+        key: [T, key heads, D]; query heads share key heads evenly.
+        value: like key.
+        starts: [B + 1] int32, see ``Packed``.
+        longest: tokens of the longest row.
+        scale: of the scores; None: D^-0.5.
+
+    Returns:
+        [T, heads, D].
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        output = varlen_attn(
+            query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **_SHARE_HEADS
+        )
+        assert isinstance(output, Tensor)
+        return output
+    return _padded_attention(query, key, value, starts, longest, scale)
+
+
+def packed_attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None
+) -> Tensor:
+    """The definition: a row at a time, scores as a matrix."""
+    outputs = []
+    for start, end in pairwise(starts.tolist()):
+        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
+        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        outputs.append((scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    lengths = starts.diff()
+    inside = torch.arange(longest, device=starts.device) < lengths.unsqueeze(1)  # [B, S]
+
+    def pad(packed: Tensor) -> Tensor:
+        padded = packed.new_zeros(*inside.shape, *packed.shape[1:]).masked_scatter(inside[..., None, None], packed)
+        return padded.transpose(1, 2)  # [B, heads, S, D]
+
+    output = F.scaled_dot_product_attention(
+        pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2)[inside]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' interface: [1, heads, T, D] -> [1, T, heads, D]."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+    if dropout:
+        raise ValueError(f"attention_dropout is {dropout}; packed attention has none: set it to 0 in config.json")
+    if sliding_window is not None and max_length_q > sliding_window:
+        raise ValueError(
+            f"a row of {max_length_q} tokens exceeds the model's sliding window of {sliding_window}; packed attention "
+            "has no window: shorten prompts and completions"
+        )
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [T, heads, D]
+    return packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling).unsqueeze(0), None
