@@ -30,7 +30,7 @@ from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCaus
 from qerl_pl.seeding import derive_seed
 from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, question, solution
 
-SFT_STEPS = 600
+SFT_STEPS = 450
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3  # 3e-3 leaves one seed in ten without the skill
 WARMUP_STEPS = 30
