@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qerl_pl.quant.files import CONFIG, read_json
-from qerl_pl.quant.formats import Format
+from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -105,6 +106,16 @@ BITSANDBYTES_NF4 = Layout(
 
 
 _VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}
+
+
+def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
+    """The packed weight [N, K] of linear ``name`` from the tensors of a checkpoint file."""
+    num_rows, num_columns = shape
+    layer = FrozenLinear(num_columns, num_rows, layout.fmt, device="meta")
+    layer.global_scale_bits = torch.ones((), dtype=torch.float64).view(torch.int64)
+    for suffix, part in layout.parts.items():
+        setattr(layer, part.buffer, part.convert(tensors[name + suffix], getattr(layer, part.buffer).shape))
+    return layer.packed
 
 
 def read_layout(path: Path) -> Layout | None:

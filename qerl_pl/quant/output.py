@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
 
 REPORT = "quantization_report.json"
+REPORTED = ("layers", "folds")
 _MANIFEST = "manifest.json"
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -48,33 +49,35 @@ class OutputFolder:
             )
         self.done = dict(manifest["files"])
 
-    def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[Mapping[str, object]]) -> None:
-        """Write one file and remember it, with a report for each layer in it."""
+    def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
+        """Write one file and remember it, with what there is to report about it, by kind."""
         temporary = self.partial / f"{file}.tmp"
         # One key of metadata only: safetensors writes several in random order, and equal runs should give equal bytes.
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"})
         os.replace(temporary, self.partial / file)
-        self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, "layers": list(layers)}
+        self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
-    def finish(self, source: Path, config: Mapping[str, object]) -> list[dict]:
-        """Add the index, the report, ``config`` and the source's tokenizer and other small files; give it its name.
+    def read(self, file: str) -> dict[str, Tensor]:
+        """The tensors of a finished file."""
+        return load_file(self.partial / file)
 
-        Returns:
-            The reports of all layers.
-        """
+    def reports(self, kind: str) -> list[dict]:
+        """What was reported about all files."""
+        return [report for entry in self.done.values() for report in entry[kind]]
+
+    def finish(self, source: Path, config: Mapping[str, object]) -> None:
+        """Add the index, the report, ``config`` and the source's tokenizer and other small files; give it its name."""
         for file in source.iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, self.partial / file.name)
-        layers = [layer for entry in self.done.values() for layer in entry["layers"]]
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
         _write_json(self.partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        _write_json(self.partial / REPORT, {**self.settings, "layers": layers})
+        _write_json(self.partial / REPORT, {**self.settings, **{kind: self.reports(kind) for kind in REPORTED}})
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)
-        return layers
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

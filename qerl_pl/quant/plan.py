@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,8 +16,26 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
-def split_linears(model: PreTrainedModel, ignore: Sequence[str], *, block: int) -> tuple[list[str], list[str]]:
-    """Names of the linears to pack and of those to leave dense, both in the model's order.
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of the output."""
+
+    name: str
+    block: str | None
+    """Decoder block that it holds, e.g. "model.layers.3"; None: everything outside the blocks."""
+    tensors: list[str]
+    """Names of the source tensors that go into it."""
+
+    def groups(self, groups: Mapping[str, list[str]]) -> list[list[str]]:
+        """Those of the fused groups whose weights are in this file."""
+        held = set(self.tensors)
+        return [group for first, group in groups.items() if f"{first}.weight" in held]
+
+
+def split_linears(
+    model: PreTrainedModel, ignore: Sequence[str], *, block: int
+) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """The linears to pack, with their shapes [N, K], and the names of those to leave dense, in the model's order.
 
     Args:
         model: may be on the meta device.
@@ -30,9 +49,8 @@ def split_linears(model: PreTrainedModel, ignore: Sequence[str], *, block: int) 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for entry in ignore:
         if not any(is_ignored(name, [entry]) for name in linears):
-            raise ValueError(
-                f"ignore entry {entry!r} matches no linear; they are named like {next(reversed(linears))!r}"
-            )
+            example = next(reversed(linears), None)
+            raise ValueError(f"ignore entry {entry!r} matches no linear; they are named like {example!r}")
     kept = {name: module for name, module in linears.items() if not is_ignored(name, ignore)}
     for name, module in kept.items():
         if f"{name}.weight" in tied_weights(model):
@@ -41,7 +59,8 @@ def split_linears(model: PreTrainedModel, ignore: Sequence[str], *, block: int) 
             raise ValueError(f"{name} has {module.in_features} inputs, not a multiple of {block}; add it to ignore")
     if not kept:
         raise ValueError(f"ignore {list(ignore)} leaves no linear to pack")
-    return list(kept), [name for name in linears if name not in kept]
+    shapes = {name: (module.out_features, module.in_features) for name, module in kept.items()}
+    return shapes, [name for name in linears if name not in kept]
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
@@ -67,11 +86,14 @@ def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def output_files(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """File name to the source tensors that go into it: one file a decoder block, the first for everything else."""
+def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
+    """One file for everything outside the decoder blocks, then one for each block, in their order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         block = _BLOCK_OF.match(name)
         parts.setdefault(block[1] if block else "", []).append(name)
     ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
-    return {f"model-{i:05}-of-{len(parts):05}.safetensors": parts[block] for i, block in enumerate(ordered, start=1)}
+    return [
+        OutputFile(f"model-{number:05}-of-{len(parts):05}.safetensors", block or None, parts[block])
+        for number, block in enumerate(ordered, start=1)
+    ]

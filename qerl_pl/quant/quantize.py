@@ -4,6 +4,7 @@ Every linear but the ignored ones is packed; embeddings, norms and biases are co
 tensor scale, and so do gate and up, because engines fuse them into one matrix that has a single scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block.
+With calibration data every block is measured on, and rounded for, the inputs that the packed blocks before it give.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
+from qerl_pl.quant.awq import fold_block
+from qerl_pl.quant.blockwise import BlockStream
+from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
-from qerl_pl.quant.formats import Format, PackedWeight, quantize
-from qerl_pl.quant.layouts import read_layout
+from qerl_pl.quant.layouts import packed_weight, read_layout
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.output import OutputFolder
-from qerl_pl.quant.plan import fused_groups, output_files, split_linears
-from qerl_pl.quant.report import LayerReport, report_layer
+from qerl_pl.quant.plan import OutputFile, fused_groups, output_files, split_linears
+from qerl_pl.quant.report import PICTURE, LayerReport, draw_report, report_layer
+from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.writers import WRITERS, Writer
 
-FormatName = Literal["nvfp4", "mxfp4", "nf4"]
 VERSION = 1  # of the layout and arithmetic of the output; part of its metadata
+FormatName = Literal["nvfp4", "mxfp4", "nf4"]
+Method = Literal["rtn", "mse", "awq", "gptq"]
+_ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 
 def quantize_checkpoint(
@@ -35,74 +42,128 @@ def quantize_checkpoint(
     output: Path,
     *,
     format: FormatName = "nvfp4",
+    method: Method = "rtn",
     ignore: Sequence[str] = ("lm_head",),
+    calibration: Calibration | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Write a copy of a checkpoint whose linears are packed, rounded to nearest under min-max scales.
+    """Write a copy of a checkpoint whose linears are packed.
 
-    The output loads with ``load_base``, and with the stock libraries that ``writers`` names. The needed memory is that
-    of one decoder block, or of the embeddings if they are larger.
+    The output loads with ``load_base``, and with the stock libraries that ``writers`` names. The device holds one
+    decoder block, with second moments of its inputs if there is calibration data; the host holds one block, or the
+    embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; must not exist, or be empty.
         format: of the packed weights.
+        method: see ``rounding`` and ``awq``; awq rounds as mse does after folding its scales.
         ignore: linears left alone: names, or regular expressions after "re:", matched from the start of the name.
+        calibration: needed by awq and gptq; lets mse weigh its errors, and all methods report output errors.
         device: where blocks are quantised.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
             with other settings, an entry of ``ignore`` matches nothing or splits what engines fuse, a weight does not
-            fit the format, or nothing is left to pack.
+            fit the format, nothing is left to pack, or the method lacks what it needs.
     """
     checkpoint = Checkpoint(model)
     if read_layout(checkpoint.path) is not None:
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
-    linears, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
-    groups, files = fused_groups(linears), output_files(checkpoint)
+    shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
+    groups, files = fused_groups(list(shapes)), output_files(checkpoint)
+    if method in ("awq", "gptq"):
+        _check_calibrated(method, calibration, files[0].groups(groups))
     settings = {
         "format": format,
-        "method": "rtn",
+        "method": method,
         "version": VERSION,
         "base": str(model.resolve()),
         "ignore": list(ignore),
+        "calibration": calibration and {"source": calibration.source, "shape": list(calibration.tokens.shape)},
     }
     folder = OutputFolder(output, settings)
-    num_weights = {file: sum(map(checkpoint.num_weights, names)) for file, names in files.items()}
-    with tqdm(total=sum(num_weights.values()), unit=" weights", unit_scale=True, desc="quantize") as progress:
-        for file, names in files.items():
-            if file not in folder.done:
-                tensors, reports = _quantize_file(checkpoint, names, groups, writer, skeleton.dtype, device)
-                folder.add(file, tensors, [asdict(report) for report in reports])
-            progress.update(num_weights[file])
-    config = {**read_json(checkpoint.path / CONFIG), "quantization_config": writer.config(dense, skeleton.dtype)}
-    layers = folder.finish(checkpoint.path, config)
-    return [LayerReport(**layer) for layer in layers]
+    stream = None if calibration is None else BlockStream(skeleton, checkpoint, calibration.tokens, device)
+    sizes = [sum(map(checkpoint.num_weights, file.tensors)) for file in files]
+    with tqdm(total=sum(sizes), unit=" weights", unit_scale=True, desc=f"quantize ({format}, {method})") as progress:
+        for file, size in zip(files, sizes, strict=True):
+            if file.name not in folder.done:
+                tensors = {name: checkpoint.read(name) for name in file.tensors}
+                packed = pack_file(file, tensors, file.groups(groups), writer, method, skeleton, stream, device)
+                folder.add(file.name, *packed)
+            if stream is not None and file.block is not None:
+                stream.advance(file.block, dense_tensors(folder.read(file.name), shapes, writer))
+            progress.update(size)
+    layers = [LayerReport(**layer) for layer in folder.reports("layers")]
+    draw_report(layers, folder.partial / PICTURE)
+    config = read_json(checkpoint.path / CONFIG)
+    folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
+    return layers
 
 
-def quantize_group(weights: Mapping[str, Tensor], fmt: Format) -> dict[str, PackedWeight]:
-    """Round the weights of fused linears (name to [N, K]) to nearest, under one tensor scale."""
-    shared = fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights.values()]).amax())
-    return {name: quantize(weight, fmt, shared, name=f"{name}.weight") for name, weight in weights.items()}
-
-
-def _quantize_file(
-    checkpoint: Checkpoint,
-    names: Sequence[str],
-    groups: Mapping[str, Sequence[str]],
+def pack_file(
+    file: OutputFile,
+    tensors: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
     writer: Writer,
-    dtype: torch.dtype,
+    method: Method,
+    skeleton: PreTrainedModel,
+    stream: BlockStream | None,
     device: torch.device | str,
-) -> tuple[dict[str, Tensor], list[LayerReport]]:
-    packed_names = {f"{member}.weight" for group in groups.values() for member in group}
-    tensors = {name: checkpoint.read(name) for name in names if name not in packed_names}
-    reports = []
-    for first, group in groups.items():
-        if f"{first}.weight" not in names:
-            continue
-        weights = {name: checkpoint.read(f"{name}.weight").to(device) for name in group}
-        for name, packed in quantize_group(weights, writer.fmt).items():
-            reports.append(report_layer(name, weights[name], packed, writer.fmt))
-            tensors |= {name + suffix: tensor.cpu() for suffix, tensor in writer.tensors(packed, dtype).items()}
-    return tensors, reports
+) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
+    """The tensors of one file of the output, on the host, and reports: of its layers, and of scales that were folded.
+
+    Args:
+        file: which one.
+        tensors: its source tensors.
+        groups: linears to pack, those that share a scale together.
+        writer: of the format.
+        method: of rounding.
+        skeleton: the model on the meta device.
+        stream: calibration data before the file's decoder block.
+        device: where to compute.
+    """
+    fmt, moments, folds = writer.fmt, {}, []
+    written = dict(tensors)
+    if file.block is not None:
+        written = {name: tensor.to(device) for name, tensor in tensors.items()}
+        if stream is not None:
+            moments = stream.second_moments(file.block, written, [group[0] for group in groups])
+        if method == "awq":
+            config = skeleton.config
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            folds = fold_block(file.block, written, moments, fmt, head_dim=head_dim)
+    layers = []
+    for group in groups:
+        weights = {name: written.pop(f"{name}.weight").to(device) for name in group}
+        moment = moments.get(group[0])
+        for name, packed in pack_group(weights, fmt, _ROUNDING[method], moment).items():
+            layers.append(asdict(report_layer(name, weights[name], packed, fmt, moment)))
+            written |= {name + suffix: tensor for suffix, tensor in writer.tensors(packed, skeleton.dtype).items()}
+    return {name: tensor.cpu() for name, tensor in written.items()}, {
+        "layers": layers,
+        "folds": list(map(asdict, folds)),
+    }
+
+
+def dense_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], writer: Writer
+) -> dict[str, Tensor]:
+    """A file of the output as dense tensors: packed weights are fp32, the others as they are."""
+    layout = writer.layout
+    packed = [name for name in shapes if name + layout.marker in tensors]
+    stored = {name + suffix for name in packed for suffix in (*layout.parts, *layout.redundant)}
+    dense = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    for name in packed:
+        weight = packed_weight(tensors, name, layout, shapes[name])
+        dense[f"{name}.weight"] = writer.fmt.dequantize(weight, torch.float32)
+    return dense
+
+
+def _check_calibrated(method: Method, calibration: Calibration | None, outside: Sequence[Sequence[str]]) -> None:
+    if calibration is None:
+        raise ValueError(f"method {method} needs calibration data: give --calibration")
+    if outside:
+        names = [name for group in outside for name in group]
+        raise ValueError(f"method {method} packs decoder blocks only; add {names} to ignore")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.layouts import BITSANDBYTES_NF4, COMPRESSED_MXFP4, COMPRESSED_NVFP4, Layout
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4, NF4_VALUES
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
@@ -23,11 +24,16 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 class Writer:
     """How a format is stored."""
 
-    fmt: Format
+    layout: Layout
+    """By which it is read again."""
     tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
     """(weight, dtype of the model) -> tensors by what follows the name of the linear."""
     config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
     """(names of the linears that stay dense, dtype of the model) -> ``quantization_config`` of config.json."""
+
+    @property
+    def fmt(self) -> Format:
+        return self.layout.fmt
 
 
 def _nvfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tensor]:
@@ -100,7 +106,7 @@ def _nf4_config(ignored: Sequence[str], dtype: torch.dtype) -> dict[str, object]
 
 
 WRITERS = {
-    "nvfp4": Writer(NVFP4, _nvfp4_tensors, _nvfp4_config),
-    "mxfp4": Writer(MXFP4, _mxfp4_tensors, _mxfp4_config),
-    "nf4": Writer(NF4, _nf4_tensors, _nf4_config),
+    "nvfp4": Writer(COMPRESSED_NVFP4, _nvfp4_tensors, _nvfp4_config),
+    "mxfp4": Writer(COMPRESSED_MXFP4, _mxfp4_tensors, _mxfp4_config),
+    "nf4": Writer(BITSANDBYTES_NF4, _nf4_tensors, _nf4_config),
 }

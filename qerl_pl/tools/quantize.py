@@ -5,40 +5,65 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.output import REPORT
-from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.quantize import FormatName, Method, quantize_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 2 after an error that the user can mend, in one line on stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
-        layers = quantize_checkpoint(
-            arguments.model, arguments.output, format=arguments.format, ignore=arguments.ignore, device=arguments.device
-        )
+        run(arguments)
     except (ValueError, OSError) as error:
-        print(f"quantize: {error}", file=sys.stderr)
+        print(f"quantize: {error}".replace("\n", " "), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("quantize: stopped; the same command continues where it was", file=sys.stderr)
         return 130
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Quantise and say how it went."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
+    calibration = None
+    if arguments.calibration is not None:
+        samples, length = arguments.samples, arguments.length
+        calibration = read_calibration(arguments.calibration, arguments.model, samples=samples, length=length)
+    layers = quantize_checkpoint(
+        arguments.model,
+        arguments.output,
+        format=arguments.format,
+        method=arguments.method,
+        ignore=arguments.ignore,
+        calibration=calibration,
+        device=arguments.device,
+    )
     worst = max(layers, key=lambda layer: layer.weight_error)
     print(f"{len(layers)} linears packed; relative weight error at most {worst.weight_error:.4f} ({worst.name})")
+    if calibration is not None:
+        worst = max(layers, key=lambda layer: layer.output_error or 0.0)
+        print(f"relative output error on calibration data at most {worst.output_error:.4f} ({worst.name})")
     print(f"{arguments.output} (per layer: {arguments.output / REPORT})")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qerl_pl quantize", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--format", choices=["nvfp4", "mxfp4", "nf4"], default="nvfp4")
-    parser.add_argument("--method", choices=["rtn"], default="rtn", help="rtn: round to nearest")
+    parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4")
+    parser.add_argument(
+        "--method",
+        choices=get_args(Method),
+        default="rtn",
+        help="rtn: round to nearest; mse: search block scales; awq: also fold scales into norms; gptq: second order",
+    )
     parser.add_argument(
         "--ignore",
         nargs="*",
@@ -46,5 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help='linears left alone: names, or "re:PATTERN" (default: lm_head)',
     )
+    parser.add_argument(
+        "--calibration",
+        metavar="SOURCE",
+        help=".txt or .jsonl file or data set of the Hugging Face hub; awq and gptq need it, mse and rtn take it",
+    )
+    parser.add_argument("--samples", type=int, default=256, help="calibration sequences (default: 256)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens a calibration sequence (default: 2048)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     return parser

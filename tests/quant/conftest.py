@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SIZES = {
     "vocab_size": 96,
@@ -21,8 +29,8 @@ SIZES = {
 }
 
 
-def tiny_config(architecture: str, *, tied: bool = False) -> PretrainedConfig:
-    sizes = {**SIZES, "tie_word_embeddings": tied}
+def tiny_config(architecture: str, *, tied: bool = False, **changes: object) -> PretrainedConfig:
+    sizes = {**SIZES, "tie_word_embeddings": tied, **changes}
     if architecture == "qwen2":
         return Qwen2Config(**sizes)
     if architecture == "qwen3":
@@ -39,11 +47,27 @@ def _compressed_tensors_without_its_compiler():
     torch.compiler.set_stance("default")
 
 
+def add_tokenizer(path: Path) -> None:
+    """One token a letter or digit, so that the length of a text in tokens is known."""
+    vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")}
+    tokenizer = Tokenizer(models.WordLevel({**vocabulary, "<unk>": 36, "<eos>": 37}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
+
+
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    def make(architecture: str = "qwen2", *, tied: bool = False, shard: str = "5GB", dtype=torch.bfloat16) -> Path:
+    def make(
+        architecture: str = "qwen2",
+        *,
+        tied: bool = False,
+        shard: str = "5GB",
+        dtype: torch.dtype = torch.bfloat16,
+        **sizes: object,
+    ) -> Path:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture, tied=tied), dtype=torch.float32)
+        config = tiny_config(architecture, tied=tied, **sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
                 torch.nn.init.normal_(weight, mean=1.0, std=0.2)
@@ -51,6 +75,7 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         model.generation_config.top_k = 7
         model.generation_config.do_sample = True
         model.to(dtype).save_pretrained(path, max_shard_size=shard)
+        add_tokenizer(path)
         return path
 
     return make

@@ -1,0 +1,105 @@
+"""Calibration sequences on their way through a model, one decoder block on the device at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.loading import fill_computed_buffers
+
+_TOKENS = 8192  # tokens a forward pass
+
+
+class BlockStream:
+    """The hidden states before the next decoder block, kept on the host in the dtype of the model.
+
+    The model's own forward runs each block, so masks, rotary embeddings and kinds of attention are the model's; every
+    other block is passed over.
+
+    Args:
+        skeleton: the model on the meta device; taken over.
+        checkpoint: its tensors; only the embeddings are read here.
+        tokens: [S, L] int64.
+        device: where blocks run.
+    """
+
+    def __init__(
+        self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
+    ) -> None:
+        self.decoder, self.device, self.dtype = cast(PreTrainedModel, skeleton.base_model), device, skeleton.dtype
+        names = {module: name for name, module in skeleton.named_modules()}
+        blocks = cast(nn.ModuleList, self.decoder.layers)
+        self.blocks = {names[block]: (index, block) for index, block in enumerate(blocks)}
+        embedding = checkpoint.read(f"{names[skeleton.get_input_embeddings()]}.weight")
+        self.hidden = F.embedding(tokens, embedding).to(self.dtype)  # [S, L, H]
+        self.running = nn.ModuleList(_PassOver() for _ in blocks)
+        self.decoder.layers, self.decoder.norm = self.running, nn.Identity()
+        fill_computed_buffers(self.decoder, device)
+
+    def second_moments(self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str]) -> dict[str, Tensor]:
+        """Mean of x x^T over the inputs x of some linears of block ``name``; the sequences stay before the block.
+
+        Args:
+            name: e.g. "model.layers.3".
+            tensors: the block's weights under their full names.
+            linears: full names.
+
+        Returns:
+            Names of the linears to [K, K] fp32 on the device.
+        """
+        block = self._place(name, tensors)
+        sums: dict[str, Tensor] = {}
+
+        def add_to(linear: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                x = inputs[0].flatten(0, -2).float()  # [T, K]
+                sums[linear] = torch.addmm(sums[linear], x.T, x) if linear in sums else x.T @ x
+
+            return hook
+
+        modules = {linear: block.get_submodule(linear.removeprefix(f"{name}.")) for linear in linears}
+        hooks = [module.register_forward_pre_hook(add_to(linear)) for linear, module in modules.items()]
+        self._run()
+        for hook in hooks:
+            hook.remove()
+        self._remove(name)
+        return {linear: total / self.hidden[..., 0].numel() for linear, total in sums.items()}
+
+    def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take the sequences through block ``name`` with these weights."""
+        self._place(name, tensors)
+        self.hidden = self._run()
+        self._remove(name)
+
+    def _place(self, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+        index, block = self.blocks[name]
+        prefix = f"{name}."
+        state = {key.removeprefix(prefix): tensor.to(self.device, self.dtype) for key, tensor in tensors.items()}
+        block.load_state_dict(state, assign=True)
+        self.running[index] = block
+        return block
+
+    def _remove(self, name: str) -> None:
+        index, block = self.blocks[name]
+        self.running[index] = _PassOver()
+        block.to("meta")
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        rows = max(1, _TOKENS // self.hidden.shape[1])
+        out = torch.empty_like(self.hidden)
+        for i in range(0, len(out), rows):
+            inputs = self.hidden[i : i + rows].to(self.device)
+            out[i : i + rows] = self.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        return out
+
+
+class _PassOver(nn.Module):
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return hidden

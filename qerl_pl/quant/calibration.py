@@ -1,0 +1,108 @@
+"""Calibration text: sequences of tokens that look like what the model will read and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+class Calibration(NamedTuple):
+    """Sequences, and where they are from."""
+
+    tokens: Tensor
+    """[S, L] int64, no padding."""
+    source: str
+
+
+def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
+    """The first ``samples`` pieces of ``length`` tokens of a text, tokenised as the model does.
+
+    Rows follow one another with the end-of-text token between them, and pieces are cut without regard to rows.
+
+    Args:
+        source: a .txt file (one text), a .jsonl file or the name of a data set on the Hugging Face hub (its split
+            "train"). Of a row, the column "text" is taken, or else every string in it, in order.
+        model: folder with the tokenizer.
+        samples: pieces, S.
+        length: tokens a piece, L.
+
+    Raises:
+        ValueError: the source cannot be read, or holds fewer than S x L tokens.
+    """
+    if samples < 1 or length < 1:
+        raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 of both")
+    if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer
+        raise ValueError(f"{model} has no tokenizer_config.json; the calibration text needs the model's tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = take_tokens(_texts(source), tokenizer, samples * length)
+    if len(tokens) < samples * length:
+        raise ValueError(
+            f"calibration source {source} holds {len(tokens)} tokens; {samples} samples of {length} need "
+            f"{samples * length}: lower --samples or --length, or give more text"
+        )
+    return Calibration(torch.tensor(tokens).view(samples, length), source)
+
+
+def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
+    """The first ``count`` tokens of the texts (fewer if there are no more), an end-of-text token after each text."""
+    tokens: list[int] = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts:
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        if len(tokens) >= count:
+            break
+    return tokens[:count]
+
+
+def row_text(row: object) -> str:
+    """Column "text" of a row, or else every string in it, however deep, in order and on lines of their own."""
+    if isinstance(row, dict) and isinstance(row.get("text"), str):
+        return row["text"]
+    return "\n".join(_strings(row))
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
+def _texts(source: str) -> Iterator[str]:
+    path = Path(source)
+    if path.suffix == ".txt":
+        yield _existing(path).read_text()
+    elif path.suffix == ".jsonl":
+        with _existing(path).open() as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield row_text(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    else:
+        yield from _hub_texts(source)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"calibration file {path} does not exist")
+    return path
+
+
+def _hub_texts(name: str) -> Iterator[str]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        rows = load_dataset(name, split="train", streaming=True)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise ValueError(f"calibration source {name!r} is no .txt or .jsonl file and no data set of the hub") from error
+    for row in rows:
+        yield row_text(row)

@@ -1,0 +1,141 @@
+"""AWQ: what is folded leaves the dense model alone, bit for bit, and lowers the error of the packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.quant.awq import apply_scales, best_scales, fold_block
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.mxfp4 import MXFP4
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
+from tests.quant.outliers import layer_with_outliers
+
+TOKENS = torch.arange(40).view(2, 20)
+
+
+BLOCK = "model.layers.0"
+
+
+def block_tensors(path: Path, block: str) -> dict[str, Tensor]:
+    tensors = load_file(path / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{block}.")}
+
+
+def random_scales(*shape: int) -> Tensor:
+    return 2.0 ** torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0))
+
+
+def small_weights_on_large_inputs(weight: Tensor) -> Tensor:
+    """Shrinks every eighth column in place, and gives a moment [K, K] by which those columns matter most."""
+    weight[:, 3::8] *= 0.05
+    spread = torch.ones(weight.shape[1])
+    spread[3::8] = 64
+    return torch.outer(spread, spread) * (0.1 + torch.eye(len(spread)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_folding_leaves_the_dense_model_alone_bit_for_bit(
+    make_checkpoint: Callable[..., Path], architecture: str, dtype: torch.dtype
+) -> None:
+    path = make_checkpoint(architecture, dtype=dtype)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with torch.no_grad():
+        before = model(TOKENS).logits
+    tensors = load_file(path / "model.safetensors")
+    head_dim = 24 if architecture == "qwen3" else 16
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        heads = random_scales(2, 1, head_dim).expand(2, 2, head_dim).flatten()  # two query heads a value head
+        apply_scales(
+            tensors, heads, into=f"{attention}.v_proj", linears=[f"{attention}.o_proj"], repeats=2, head_dim=head_dim
+        )
+        apply_scales(tensors, random_scales(128), into=f"{mlp}.up_proj", linears=[f"{mlp}.down_proj"])
+        norm, linears = f"model.layers.{layer}.input_layernorm", [f"{attention}.{leaf}_proj" for leaf in "qkv"]
+        apply_scales(tensors, random_scales(64), into=norm, linears=linears)
+        norm, linears = f"model.layers.{layer}.post_attention_layernorm", [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        apply_scales(tensors, random_scales(64), into=norm, linears=linears)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    folded: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    for leaf in ("post_attention_layernorm", "input_layernorm", "mlp.up_proj", "self_attn.v_proj", "self_attn.o_proj"):
+        name = f"{BLOCK}.{leaf}.weight"
+        assert not torch.equal(folded.get_parameter(name), model.get_parameter(name))
+    with torch.no_grad():
+        assert torch.equal(folded(TOKENS).logits, before)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(
+    make_checkpoint: Callable[..., Path], architecture: str
+) -> None:
+    path = make_checkpoint(architecture)
+    tensors = block_tensors(path, BLOCK)
+    firsts = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+    moments = {f"{BLOCK}.{leaf}": small_weights_on_large_inputs(tensors[f"{BLOCK}.{leaf}.weight"]) for leaf in firsts}
+
+    def outputs() -> dict[str, Tensor]:  # W H W^T, the second moment of the outputs, whoever scales what
+        weights = {name: tensors[f"{name}.weight"].double() for name in moments}
+        return {name: weights[name] @ moments[name].double() @ weights[name].T for name in moments}
+
+    def errors() -> float:
+        total = 0.0
+        for name, moment in moments.items():
+            weight = tensors[f"{name}.weight"].float()
+            packed = pack_weight(weight, MXFP4, torch.ones(()), "mse", moment)
+            total += output_error(weight, MXFP4.dequantize(packed, torch.float32), moment)
+        return total
+
+    before, error = outputs(), errors()
+    folds = fold_block(BLOCK, tensors, moments, MXFP4, head_dim=24 if architecture == "qwen3" else 16)
+    assert [fold.into.removeprefix(f"{BLOCK}.") for fold in folds] == [
+        "self_attn.v_proj",
+        "mlp.up_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    assert all(fold.exponent > 0 and fold.smallest < fold.largest for fold in folds)
+    assert errors() < 0.2 * error
+    after = outputs()
+    for name in moments.keys() - {f"{BLOCK}.self_attn.q_proj", f"{BLOCK}.mlp.gate_proj"}:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
+def test_the_best_scales_are_powers_of_two_and_never_worse_than_none(fmt: Format) -> None:
+    weight, moment = layer_with_outliers(32, 256)
+    exponent, scales = best_scales([weight, 2 * weight], moment, fmt)
+    assert 0 <= exponent <= 1
+    assert torch.equal(scales.log2(), scales.log2().round())
+
+    def error(scales: Tensor) -> float:
+        weights, total = [weight * scales, 2 * weight * scales], 0.0
+        inner = moment / torch.outer(scales, scales)
+        for scaled in weights:
+            packed = pack_weight(scaled, fmt, group_scale(weights, fmt), "mse", inner)
+            total += output_error(scaled, fmt.dequantize(packed, torch.float32), inner)
+        return total
+
+    assert error(scales) <= error(torch.ones(256))
+
+
+def test_heads_that_one_value_head_feeds_share_their_scales() -> None:
+    weight, _ = layer_with_outliers(16, 128)
+    moment = small_weights_on_large_inputs(weight)
+    _, scales = best_scales([weight], moment, MXFP4, repeats=4, head_dim=16)
+    heads = scales.view(2, 4, 16)
+    assert torch.equal(heads, heads[:, :1].expand_as(heads))
+    assert len(scales.unique()) > 1
+
+
+def test_linears_that_nothing_known_precedes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"awq knows no norm or linear before \['b\.mlp\.router'\]"):
+        fold_block("b", {}, {"b.mlp.router": torch.eye(16)}, NVFP4, head_dim=16)

@@ -1,0 +1,145 @@
+"""Scale search, GPTQ and the ways of packing, against slow loops and on a layer with outlier channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.quant import gptq
+from qerl_pl.quant.formats import Format, PackedWeight, dequantize_reference, pack, quantize, round_codes
+from qerl_pl.quant.gptq import gptq_codes, inverse_factor
+from qerl_pl.quant.mxfp4 import MXFP4
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.rounding import Rounding, group_scale, output_error, pack_group, pack_weight
+from qerl_pl.quant.scale_search import search_scales
+from tests.quant.outliers import layer_with_outliers
+
+every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
+
+
+def block_errors(weight: Tensor, fmt: Format, scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
+    packed = PackedWeight(round_codes(weight, fmt, scale, global_scale), scale, global_scale)
+    error = (dequantize_reference(packed, fmt) - weight).double().square() * importance
+    return error.unflatten(1, (-1, fmt.block)).sum(-1)
+
+
+@every_format
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_search_finds_the_best_of_the_nearby_scales_for_every_block(fmt: Format, weighted: bool) -> None:
+    weight, moment = layer_with_outliers(6, 192)
+    weight[0, :64] = 0
+    start = quantize(weight, fmt)
+    importance = moment.diagonal() if weighted else torch.ones(192)
+    found = search_scales(weight, fmt, start.block_scale, start.global_scale, importance if weighted else None)
+    errors = [
+        block_errors(weight, fmt, bits, start.global_scale, importance) for bits in fmt.nearby_scales(start.block_scale)
+    ]
+    best = block_errors(weight, fmt, found, start.global_scale, importance)
+    torch.testing.assert_close(best, torch.stack(errors).amin(0), rtol=1e-5, atol=0)
+    assert (best < errors[0]).any()
+    assert torch.equal(found[0, 0], start.block_scale[0, 0])  # a block of zeros: no scale is better
+
+
+def gptq_reference(weight: Tensor, scale: Tensor, fmt: Format, moment: Tensor, damping: float) -> Tensor:
+    """Optimal brain quantisation, a column at a time: the inverse is taken anew over the columns that are left."""
+    weight, scale, moment = weight.double().clone(), scale.double(), moment.double().clone()
+    diagonal = moment.diagonal().clone()
+    moment += torch.diag(torch.where(diagonal > 0, damping * diagonal.mean(), diagonal.mean()))
+    values = torch.tensor(fmt.values, dtype=torch.float64)
+    left = diagonal.argsort(descending=True).tolist()
+    codes = torch.zeros_like(weight, dtype=torch.uint8)
+    while left:
+        k = left[0]
+        inverse = torch.linalg.inv(moment[left][:, left])
+        distances = (weight[:, k : k + 1] - values * scale[:, k : k + 1]).abs()  # [N, 16]
+        codes[:, k] = distances.argmin(1).to(torch.uint8)
+        error = weight[:, k] - values[codes[:, k].int()] * scale[:, k]
+        weight[:, left] -= torch.outer(error / inverse[0, 0], inverse[0])
+        left = left[1:]
+    return codes
+
+
+@every_format
+def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt: Format) -> None:
+    weight, moment = layer_with_outliers(8, 192)
+    start = quantize(weight, fmt)
+    scale = fmt.effective_scale(start.block_scale, start.global_scale).repeat_interleave(fmt.block, 1)
+    expected = gptq_reference(weight, scale, fmt, moment, 0.01)
+    codes = gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment)
+
+    def rounded(codes: Tensor) -> Tensor:  # by value: zero has two codes in E2M1
+        return dequantize_reference(PackedWeight(codes, start.block_scale, start.global_scale), fmt)
+
+    assert torch.equal(rounded(codes), rounded(pack(expected)))
+
+
+@every_format
+def test_gptq_of_uncorrelated_inputs_rounds_to_nearest(fmt: Format) -> None:
+    weight, _ = layer_with_outliers(8, 192)
+    start = quantize(weight, fmt)
+    moment = torch.diag(torch.rand(192) + 0.1)
+    assert torch.equal(gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment), start.codes)
+
+
+def test_gptq_does_not_depend_on_how_columns_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, moment = layer_with_outliers(8, 192)
+    start = quantize(weight, NVFP4)
+    whole = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment)
+    monkeypatch.setattr(gptq, "_COLUMNS", 7)
+    assert torch.equal(gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment), whole)
+
+
+def test_the_factor_inverts_the_damped_moment() -> None:
+    _, moment = layer_with_outliers(4, 64)
+    moment[5] = moment[:, 5] = 0  # an input that was always zero
+    factor = inverse_factor(moment, 0.01).double()
+    mean = moment.diagonal().double().mean()
+    damped = moment.double() + 0.01 * mean * torch.eye(64)
+    damped[5, 5] = mean
+    assert torch.equal(factor, factor.triu())
+    torch.testing.assert_close(factor.T @ factor @ damped, torch.eye(64, dtype=torch.float64), rtol=0, atol=1e-4)
+
+
+def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest() -> None:
+    weight, _ = layer_with_outliers(4, 64)
+    start = quantize(weight, NVFP4)
+    codes = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, torch.zeros(64, 64))
+    assert torch.equal(codes, start.codes)
+
+
+@every_format
+def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt: Format) -> None:
+    weight, moment = layer_with_outliers(128, 256)
+    shared = group_scale([weight], fmt)
+    roundings: list[Rounding] = ["rtn", "mse", "gptq"]
+    packed = [pack_weight(weight, fmt, shared, rounding, moment) for rounding in roundings]
+    rtn, mse, gptq = (output_error(weight, fmt.dequantize(p, torch.float32), moment) for p in packed)
+    assert gptq < mse < rtn
+    assert gptq < 0.5 * rtn
+
+
+@every_format
+def test_a_search_that_knows_no_inputs_lowers_the_weight_error(fmt: Format) -> None:
+    weight, _ = layer_with_outliers(128, 256)
+    shared = group_scale([weight], fmt)
+
+    def error(rounding: Rounding) -> float:
+        return (fmt.dequantize(pack_weight(weight, fmt, shared, rounding, None), torch.float32) - weight).norm().item()
+
+    assert error("mse") < error("rtn")
+
+
+def test_the_output_error_is_that_of_the_outputs() -> None:
+    weight, inputs = torch.randn(5, 32), torch.randn(100, 32)
+    rounded = weight + 0.1 * torch.randn(5, 32)
+    expected = ((rounded - weight) @ inputs.T).square().sum(0).mean()
+    assert output_error(weight, rounded.clone(), inputs.T @ inputs / 100) == pytest.approx(expected.item(), 1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "mse", "gptq"])
+def test_a_group_shares_the_scale_of_its_largest_weight(rounding: Rounding) -> None:
+    small, moment = layer_with_outliers(8, 64)
+    packed = pack_group({"q": small, "k": 3 * small}, NVFP4, rounding, moment)
+    assert packed["q"].global_scale == packed["k"].global_scale == NVFP4.tensor_scale(3 * small.abs().max())
