@@ -82,11 +82,12 @@ class LoraLinear(nn.Module, LoraLayer):
             return self.base_layer(x)
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
-        scaling, dropout, base = self.scaling[name], self.lora_dropout[name], self.base_layer
+        scaling, dropout = self.scaling[name], self.lora_dropout[name]
         if isinstance(dropout, nn.Identity):
-            dense = base.dense if isinstance(base, FrozenLinear) else base.get_parameter("weight").to
+            base: Any = self.base_layer
+            dense = base.dense if isinstance(base, FrozenLinear) else base.weight.to
             return lora_product(x, dense, base.bias, a, b, scaling)
-        return base(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), b.to(x.dtype) * scaling)
+        return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), b.to(x.dtype) * scaling)
 
 
 def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:

@@ -99,7 +99,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """[N, K] in ``dtype`` by looking up the two values of a byte at once; what ``Format.dequantize`` is off the GPU.
+    """[N, K] in ``dtype``; off the GPU by looking up the two values of a byte at once.
 
     Args:
         codes: [N, K/2] packed.
@@ -107,6 +107,10 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
         values: of the format.
         dtype: of the result; the products are fp32.
     """
+    if codes.is_cuda:
+        from qerl_pl.quant.kernels.dequantize import dequantize_table  # Triton is there where CUDA is
+
+        return dequantize_table(codes, scale, _table(values, codes.device), dtype)
     out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
     pairs = _pairs(values, codes.device)
     for rows in row_chunks(out):
@@ -125,6 +129,11 @@ def row_chunks(matrix: Tensor) -> Iterator[slice]:
     """Slices of the rows, each of a bounded number of elements."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device="cpu").to(device)  # [16] fp32; the device is explicit as below
 
 
 @cache

@@ -1,0 +1,104 @@
+"""Triton kernels from packed four-bit weights to dense ones; ``qerl_pl.quant.formats`` holds their definition.
+
+A program's threads take one 32-bit word of codes each, which is eight weights: a warp reads 128 bytes of codes and
+writes 16 bytes a thread, coalesced. Everything is computed in registers, and each byte of memory is touched once.
+
+The result is scratch: it comes from the caching allocator and goes back to it when the matrix product has been queued,
+so that the next layer gets the same memory. That is safe whatever streams, threads and recomputation do, which a
+buffer of our own would not be.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+# Triton's launch options and scalars are not in its type hints.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 128  # words of a program, one a thread
+
+
+def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``nvfp4.dequantize_reference`` and one rounding, bit for bit.
+
+    Args:
+        codes: [N, K/2] uint8, contiguous.
+        block_scale: [N, K/16] uint8, contiguous, bits of float8_e4m3fn.
+        global_scale: [] fp64 on the same device.
+        dtype: of the result.
+
+    Returns:
+        [N, K].
+    """
+    assert block_scale.is_contiguous(), block_scale.stride()
+    out, words = _output_and_words(codes, dtype)
+    with torch.cuda.device_of(codes):
+        grid = (triton.cdiv(words.numel(), WORDS),)
+        _nvfp4_kernel[grid](words, block_scale, global_scale.double(), out, words.numel(), WORDS=WORDS, num_warps=4)
+    return out
+
+
+def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``formats.decode``, bit for bit: any format, a third slower than the kernel for NVFP4.
+
+    Args:
+        codes: [N, K/2] uint8, contiguous.
+        scale: [N, K/block] fp32, contiguous; block is a multiple of 8.
+        values: [16] fp32, what the codes stand for.
+        dtype: of the result; the products are fp32.
+
+    Returns:
+        [N, K].
+    """
+    assert scale.is_contiguous(), scale.stride()
+    out, words = _output_and_words(codes, dtype)
+    with torch.cuda.device_of(codes):
+        grid = (triton.cdiv(words.numel(), WORDS),)
+        words_a_block = words.numel() // scale.numel()
+        _table_kernel[grid](words, scale, values, out, words.numel(), words_a_block, WORDS=WORDS, num_warps=4)
+    return out
+
+
+def _output_and_words(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    assert codes.is_contiguous(), codes.stride()
+    out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    return out, codes.view(torch.int32)
+
+
+@triton.jit
+def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * WORDS
+    word = tl.arange(0, WORDS)
+    inside = word < num_words - start
+    packed = tl.load(words + start + word, mask=inside, other=0)
+    bits = tl.load(block_scale + start // 2 + word // 2, mask=inside, other=0).to(tl.int32)
+    # E4M3's exponent and mantissa in the place of fp32's are the value times 2^-120, denormals included. fp64 holds
+    # its product with the tensor's scale exactly enough for the one rounding that the definition has.
+    scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
+    scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
+    scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
+    # Likewise a code's sign, exponent and mantissa, moved from the top of the word to bits 31 and 24 to 22: 2^-126.
+    column = tl.arange(0, 8)
+    value = ((packed[:, None] << (28 - 4 * column)[None, :]) >> 6) & -0x7E400000  # [WORDS, 8]
+    value = value.to(tl.float32, bitcast=True) * 2.0**126
+    _store(out, start, word, column, value * scale[:, None], inside)
+
+
+@triton.jit
+def _table_kernel(words, scale, values, out, num_words, words_a_block, WORDS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * WORDS
+    word = tl.arange(0, WORDS)
+    inside = word < num_words - start
+    packed = tl.load(words + start + word, mask=inside, other=0)
+    block_scale = tl.load(scale + (start + word) // words_a_block, mask=inside, other=0.0)
+    column = tl.arange(0, 8)
+    code = (packed[:, None] >> (4 * column)[None, :]) & 0xF  # [WORDS, 8]
+    _store(out, start, word, column, tl.load(values + code) * block_scale[:, None], inside)
+
+
+@triton.jit
+def _store(out, start, word, column, value, inside):
+    place = out + start * 8 + word[:, None] * 8 + column[None, :]
+    tl.store(place, value.to(out.dtype.element_ty), mask=inside[:, None])
