@@ -23,13 +23,14 @@ MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
 _SEPARATOR = r",|;|\bor\b|\band\b"
-_SYMBOL = r"\\?[A-Za-z]+(?:_\{?[\w+-]+\}?)?(?:\^\{?-1\}?)?'*"
+_SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_\{?[\w+-]+\}?)?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
 _QUANTITY = re.compile(r"^(?=[^=]*[A-Za-z])[^=+*/^-]+=(?P<value>[^=]+)$")  # |AB| = 5, \angle A = 30
 _IN_BASE = re.compile(r"^[0-9A-F]+_\{?\d+\}?$")
 _RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?P<condition>.+?)\\\}$", re.S)
+_FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}$")
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
@@ -86,8 +87,8 @@ def _letters(text: str) -> str:
 
 def _bare_solutions(text: str) -> str:
     """Drops set builders around a condition, names of points, and what an integer parameter may be."""
-    builder = _BUILDER.match(text)
-    text = builder["condition"] if builder else text
+    builder, family = _BUILDER.match(text), _FAMILY.match(text)
+    text = builder["condition"] if builder else family["member"] if family else text
     text = re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
     point = _ASSIGNMENT.match(text)
     if point and point["name"].startswith("("):
@@ -176,13 +177,17 @@ def _same_groups(gold: _Group, found: _Group) -> bool:
     if len(gold.items) != len(found.items):
         if len(gold.items) == 1 and not gold.brackets + found.brackets:  # "3/2 or 1.5": one value, said twice
             return bool(found.items) and all(_same_value(gold.items[0], given) for given in found.items)
-        assigned = _ASSIGNMENT.match(found.items[0]) if len(found.items) == 1 else None
-        return assigned is not None and _same_groups(gold, _group(assigned["value"]))
+        known, given = (_ASSIGNMENT.match(side.items[0]) if len(side.items) == 1 else None for side in (gold, found))
+        return bool(known or given) and _same_groups(
+            _group(known["value"]) if known else gold, _group(given["value"]) if given else found
+        )
     ordered = gold.brackets not in ("", "{}") and len(gold.items) > 1
     if len(gold.items) == 1 and gold.brackets == found.brackets == "":
         return _same_value(gold.items[0], found.items[0])
     if gold.brackets == "()" and not found.brackets:
         found = _by_name(found)
+    elif found.brackets == "()" and not gold.brackets and all(map(_ASSIGNMENT.match, gold.items)):
+        gold, ordered = _by_name(gold), True
     elif len(gold.items) > 1 and not _compatible(gold, found):
         return False
     pairs = zip(gold.items, found.items, strict=True)

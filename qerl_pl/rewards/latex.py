@@ -60,11 +60,12 @@ _NAMES = {
     "simeq|cong": "approx",
     "imath": "i",
     "degree": "^\\circ ",
-    "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|rm|bf|emph": "text",
+    "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
 }
 _BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not commands
 _STYLE = re.compile(
-    rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol){_END}\.?|\\!"
+    rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
+    rf"|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:text)?color\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 _SHORT_UNITS = (
@@ -75,9 +76,10 @@ _SCALES = "thousand|million|billion|trillion"
 _NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_SCALES})\b)"
 _LONG_UNITS = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
 _UNITS = re.compile(
-    rf"(?<=[\d}})%])\s*(?:{_SHORT_UNITS}\.?|(?<=\d)\s+m(?=\^)|(?<=\\pi)\s+m(?=\^)|{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
+    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?<=\s)m(?=\^)|{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
     rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
 )
+_COMPOUND = re.compile(r"(?<=\d)\s*(?:hours?|hrs?|minutes?|days?|weeks?|feet|foot|ft|dollars?)\b\s*(?:and\s*)?(?=\d)")
 _TEXT_UNIT = re.compile(
     r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
     rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_SCALES})\b)[^{{}}]*\}}"
@@ -110,9 +112,10 @@ def normalize(text: str) -> str:
     text = text.replace(":00 ", " ")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
-    text = _TEXT_UNIT.sub("", text)
+    text = _TEXT_UNIT.sub(" ", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
+    text = _COMPOUND.sub(" ", text)
     text = _UNITS.sub("", text).removesuffix("\\\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
     text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
@@ -145,6 +148,7 @@ def _commands(text: str) -> str:
         text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
+    text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
