@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from qerl_pl.module import QeRLModule
-from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.noise.norm_noise import NormNoise, realized_sigma
 from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
 from qerl_pl.seeding import derive_seed
 
@@ -41,6 +42,7 @@ class AdaptiveQuantizationNoise(Callback):
         self.sigma_end = sigma_end
         self.num_stages = num_stages
         self.decay: Decay = decay
+        self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if pl_module.num_rollouts < self.num_stages:
@@ -61,6 +63,16 @@ class AdaptiveQuantizationNoise(Callback):
         )
         pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, "aqn", index))
         pl_module.log("aqn/sigma", sigma)
+        realized = realized_sigma(
+            pl_module.policy.norm_weights(), sigma, pl_module.norm_noise.seed, dtype=pl_module.compute_dtype
+        )
+        pl_module.log("aqn/sigma_realized", realized)
+        if realized < sigma / 2 and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"noise of sigma {sigma:.2e} on norms kept in {pl_module.compute_dtype} comes out as {realized:.2e}: most "
+                "of it is lost in rounding from here on; a larger sigma_end keeps it"
+            )
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 
     def on_train_batch_end(
@@ -70,7 +82,7 @@ class AdaptiveQuantizationNoise(Callback):
         expected = 2 * pl_module.policy.num_layers if pl_module.norm_noise.sigma > 0 else 0
         if touched != expected:
             raise RuntimeError(
-                f"noise was to change {expected} norm weights of the rollout engine and changed {touched}: the engine "
-                "does not sample from the policy that the schedule asks for"
+                f"noise was to be on {expected} norms of the rollout engine and is on {touched}: the engine does not "
+                "sample from the policy that the schedule asks for"
             )
         pl_module.log("aqn/noisy_norms", float(touched))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 256 * 2**20
 
 
 def token_logprobs(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.noise.norm_noise import is_block_norm, noisy_norms
+from qerl_pl.noise.norm_noise import is_block_norm, noisy_norms, realized_sigma
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -101,3 +101,12 @@ def test_a_sigma_that_means_nothing_is_refused(sigma):
 )
 def test_the_two_norms_of_a_block_are_found_by_name(name, expected):
     assert is_block_norm(name) is expected
+
+
+def test_fp32_keeps_all_of_the_noise_and_bf16_little_of_what_is_below_its_spacing():
+    clean = {f"model.layers.{i}.input_layernorm.weight": torch.full((4096,), 1.0) for i in range(4)}
+    for sigma in (1e-2, 1e-3):
+        assert realized_sigma(clean, sigma, 3, dtype=torch.float32) == pytest.approx(sigma, rel=0.05)
+    assert realized_sigma(clean, 5e-2, 3, dtype=torch.bfloat16) == pytest.approx(5e-2, rel=0.05)
+    assert realized_sigma(clean, 5e-4, 3, dtype=torch.bfloat16) < 1e-4
+    assert realized_sigma(clean, 0.0, 3, dtype=torch.bfloat16) == 0.0

@@ -52,3 +52,19 @@ def noisy_norms(clean: Mapping[str, Tensor], sigma: float, seed: int) -> dict[st
         noise = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * sigma
         noisy[name] = (weight + noise.to(weight.device)).to(weight.dtype)  # summed in fp32 at least
     return noisy
+
+
+def realized_sigma(clean: Mapping[str, Tensor], sigma: float, seed: int, *, dtype: torch.dtype) -> float:
+    """Root mean square of the noise that is left once the noisy weights are rounded to a dtype.
+
+    In fp32 it is sigma up to sampling error. In bf16 it is less once sigma is below half the spacing of the weights.
+
+    Args:
+        clean: names to weights.
+        sigma: as asked for.
+        seed: as in ``noisy_norms``.
+        dtype: that the sampling copy is kept in.
+    """
+    noisy = noisy_norms(clean, sigma, seed)
+    changes = [noisy[name].to(dtype).float() - weight.to(dtype).float() for name, weight in clean.items()]
+    return torch.cat([change.flatten() for change in changes]).square().mean().sqrt().item()

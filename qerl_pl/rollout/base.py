@@ -98,8 +98,11 @@ class RolloutEngine(Protocol):
     def set_norm_noise(self, sigma: float, seed: int) -> int:
         """Put N(0, sigma^2) on both norms of every block, from the clean weights; 0 restores them bit for bit.
 
+        The sum is rounded to the engine's dtype: bf16 weights near 1 are 2^-8 to 2^-7 apart, so of noise below about
+        2e-3 only a part survives (``realized_sigma`` says how much).
+
         Returns:
-            How many norm weights now differ from the clean ones: twice the number of layers, or 0 for sigma 0.
+            How many norms hold their noisy weights, read back: twice the number of layers, or 0 for sigma 0.
         """
         ...
 

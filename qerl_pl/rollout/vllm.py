@@ -196,10 +196,11 @@ class VLLMEngine:
         self._running()
         noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing before anything is changed
         self._noise = NormNoise(sigma, seed)
-        self._write_norms(self._clean_norms)
+        noisy = self._write_norms(self._clean_norms)
         live = self._call(vllm_worker.live_norms)
-        clean = torch.stack([self._clean_norms[name].to(live[name]) for name in live])  # [2L, H]
-        return int((torch.stack(list(live.values())) != clean).any(dim=1).sum())
+        written = torch.stack([noisy[name].to(live[name]) for name in live])  # [2L, H]
+        held = int((torch.stack(list(live.values())) == written).all(dim=1).sum())
+        return held if sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
         """See ``RolloutEngine``. Read from vLLM's adapter slots and from the weights of its model."""
@@ -228,6 +229,7 @@ class VLLMEngine:
         """See ``RolloutEngine``."""
         if self._llm is None:
             return
+        self.wake()  # vLLM cannot free memory that it has unmapped
         with preserved_rng():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False
@@ -283,10 +285,12 @@ class VLLMEngine:
         finally:
             self._write_norms(self._clean_norms)
 
-    def _write_norms(self, clean: Mapping[str, Tensor]) -> None:
+    def _write_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         live = self._call(vllm_worker.live_norms)
-        for name, weight in noisy_norms(clean, self._noise.sigma, self._noise.seed).items():
+        noisy = noisy_norms(clean, self._noise.sigma, self._noise.seed)
+        for name, weight in noisy.items():
             live[name].copy_(weight)
+        return noisy
 
 
 def _values(logprobs: object) -> list[float]:
