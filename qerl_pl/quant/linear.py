@@ -97,9 +97,6 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fmt={self.fmt.name}"
 
 
-NVFP4Linear = FrozenLinear
-
-
 class _FrozenMatmul(torch.autograd.Function):
     """dX = dY W needs W only, and W is cheaper to unpack again than to keep."""
 

@@ -13,8 +13,9 @@ from qerl_pl.quant.gptq import gptq_codes
 from qerl_pl.quant.scale_search import search_scales
 
 Rounding = Literal["rtn", "mse", "gptq"]
-"""rtn: nearest under min-max scales. mse: nearest under the scales of least squared error, each column weighted by the
-mean square of its input where that is known. gptq: GPTQ under those scales."""
+"""rtn: nearest under min-max scales. mse: nearest under the scales of least squared error; where inputs are known, each
+column is weighted by its mean square, and a row keeps its min-max scales if its outputs are better under them. gptq:
+GPTQ under the scales of least weighted squared error."""
 
 
 def pack_weight(
@@ -44,10 +45,16 @@ def pack_weight(
         return nearest
     importance = None if second_moment is None else second_moment.diagonal()
     scale = search_scales(weight, fmt, nearest.block_scale, global_scale, importance)
-    if rounding == "mse":
-        return PackedWeight(round_codes(weight, fmt, scale, global_scale), scale, global_scale)
-    assert second_moment is not None
-    return PackedWeight(gptq_codes(weight, fmt, scale, global_scale, second_moment), scale, global_scale)
+    if rounding == "gptq":
+        assert second_moment is not None
+        return PackedWeight(gptq_codes(weight, fmt, scale, global_scale, second_moment), scale, global_scale)
+    searched = PackedWeight(round_codes(weight, fmt, scale, global_scale), scale, global_scale)
+    if second_moment is None:
+        return searched
+    before, after = (row_errors(weight, fmt.dequantize(p, torch.float32), second_moment) for p in (nearest, searched))
+    worse = (after > before).unsqueeze(1)  # correlations between inputs can make it so
+    codes = torch.where(worse, nearest.codes, searched.codes)
+    return PackedWeight(codes, torch.where(worse, nearest.block_scale, scale), global_scale)
 
 
 def pack_group(
@@ -67,12 +74,17 @@ def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Mean square of (W' - W) x over inputs with this second moment, summed over the outputs.
+    """Mean square of (W' - W) x over inputs x, summed over the outputs; see ``row_errors``."""
+    return row_errors(weight, rounded, second_moment).sum().item()
+
+
+def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor:
+    """[N] fp32 mean square of each row of (W' - W) x over inputs x.
 
     Args:
-        weight: [N, K] floating.
-        rounded: [N, K] fp32; overwritten.
+        weight: W [N, K] floating.
+        rounded: W' [N, K] fp32; overwritten.
         second_moment: [K, K] mean of x x^T.
     """
     error = rounded.sub_(weight)
-    return (error @ second_moment).mul_(error).sum().item()
+    return (error @ second_moment).mul_(error).sum(1)

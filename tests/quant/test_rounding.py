@@ -12,7 +12,7 @@ from qerl_pl.quant.gptq import gptq_codes, inverse_factor
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.quant.rounding import Rounding, group_scale, output_error, pack_group, pack_weight
+from qerl_pl.quant.rounding import Rounding, group_scale, output_error, pack_group, pack_weight, row_errors
 from qerl_pl.quant.scale_search import search_scales
 from tests.quant.outliers import layer_with_outliers
 
@@ -118,6 +118,20 @@ def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt: Format)
     rtn, mse, gptq = (output_error(weight, fmt.dequantize(p, torch.float32), moment) for p in packed)
     assert gptq < mse < rtn
     assert gptq < 0.5 * rtn
+
+
+@every_format
+def test_no_row_has_worse_outputs_after_a_search_that_knows_the_inputs(fmt: Format) -> None:
+    weight, moment = layer_with_outliers(64, 192)
+    moment += 5 * moment.diagonal().mean()  # a shared direction: what the search does not see
+    shared = group_scale([weight], fmt)
+    rtn, mse = (
+        row_errors(weight, fmt.dequantize(pack_weight(weight, fmt, shared, rounding, moment), torch.float32), moment)
+        for rounding in ("rtn", "mse")
+    )
+    assert (mse <= rtn).all()
+    assert (mse < rtn).any()
+    assert (mse == rtn).any()
 
 
 @every_format
