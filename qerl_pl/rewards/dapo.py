@@ -26,7 +26,7 @@ class DapoAnswer:
         time_limit: seconds of processor time a row.
     """
 
-    def __init__(self, num_workers: int | None = None, time_limit: float = 5.0) -> None:
+    def __init__(self, num_workers: int | None = None, time_limit: float = 3.0) -> None:
         self.verifier = Verifier(num_workers, time_limit)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:

@@ -1,44 +1,30 @@
-"""Whether two answers are the same: exact rules first, math-verify for what needs algebra.
+"""Whether two answers are the same: exact rules first, algebra for the rest.
 
-``judge`` runs in the verifier's worker processes only: algebra on what a model wrote may hang or eat memory.
+For the verifier's worker processes only, because of the algebra.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import NamedTuple
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-from sympy import I, Set
-
-from qerl_pl.rewards.latex import join_thousands, normalize, split_top, without_choice
+from qerl_pl.rewards.algebra import RELATION, Unreadable, equal_expressions, equal_relations
+from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
 from qerl_pl.rewards.verdict import Verdict
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
-
 MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
-_NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-_EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
-_SEPARATOR = r",|;|\bor\b|\band\b"
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_\{?[\w+-]+\}?)?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
 _QUANTITY = re.compile(r"^(?=[^=]*[A-Za-z])[^=+*/^-]+=(?P<value>[^=]+)$")  # |AB| = 5, \angle A = 30
 _IN_BASE = re.compile(r"^[0-9A-F]+_\{?\d+\}?$")
-_RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?P<condition>.+?)\\\}$", re.S)
 _FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}$")
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
-
-
-class Unreadable(ValueError):
-    """A known answer that neither the rules nor math-verify can read."""
 
 
 class _Group(NamedTuple):
@@ -53,9 +39,9 @@ def judge(gold: str, answer: str) -> Verdict:
     Returns:
         1, 0, or None where the known answer is empty or cannot be read.
     """
-    if not gold.strip():
-        return Verdict(None, "the known answer is empty")
     known, found = normalize(gold), normalize(answer)
+    if not known:
+        return Verdict(None, f"the known answer {gold!r} is empty")
     try:
         right = bool(found) and _same_answer(known, found)
     except Unreadable as error:
@@ -64,7 +50,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _same_answer(gold: str, found: str) -> bool:
-    if _letters(gold) == _letters(found):
+    if letters(gold) == letters(found):
         return True
     choice = _CHOICE.match(gold)
     if choice:
@@ -73,16 +59,10 @@ def _same_answer(gold: str, found: str) -> bool:
     if _TIME.search(gold):
         return False
     gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
-    if _RELATION.search(gold + found):
-        return _same_relations(gold, found)
+    if RELATION.search(gold + found):
+        return equal_relations(gold, found)
     # "48,384" may be two values whose comma looks as if it grouped digits
-    return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(_letters(gold)) == found)
-
-
-def _letters(text: str) -> str:
-    """Without what typing alone changes: blanks, case, braces around one character of a script."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).lower()
+    return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(letters(gold)) == found)
 
 
 def _bare_solutions(text: str) -> str:
@@ -96,54 +76,12 @@ def _bare_solutions(text: str) -> str:
     return "(-\\infty,\\infty)" if text in ("\\mathbb{R}", "all real numbers") else text
 
 
-def _same_relations(gold: str, found: str) -> bool:
-    """Inequalities against inequalities or against the intervals they describe."""
-    gold, found = _ascending(gold), _ascending(found)
-    if _letters(gold) == _letters(found):
-        return True
-    known, given = _solution_set(gold), _solution_set(found)
-    if known is not None and given is not None:
-        return bool(known == given or known.symmetric_difference(given).is_empty)
-    return _same_by_algebra(gold, found)
-
-
-def _ascending(chain: str) -> str:
-    """``b > a > c`` as ``c<a<b``."""
-    parts = re.split(r"(>|\\geq)", chain)
-    if len(parts) == 1 or "<" in chain or "\\leq" in chain or "," in chain:
-        return chain
-    flipped = [{">": "<", "\\geq": "\\leq "}.get(part, part.strip()) for part in reversed(parts)]
-    return "".join(flipped)
-
-
-def _solution_set(text: str):
-    """The reals that inequalities or intervals in one unknown describe, or None."""
-    conjunction = re.search(r"\band\b", text) is not None
-    union = None
-    for part in split_top(text, _SEPARATOR):
-        part = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", part)
-        parsed = _parse(part)
-        if parsed is None:
-            return None
-        if _RELATION.search(part):
-            if len(parsed.free_symbols) != 1:
-                return None
-            try:
-                parsed = parsed.as_set()
-            except (NotImplementedError, TypeError, ValueError):  # not a polynomial, or not of real numbers
-                return None
-        if not isinstance(parsed, Set):
-            return None
-        union = parsed if union is None else union.intersect(parsed) if conjunction else union.union(parsed)
-    return union
-
-
 def _group(text: str) -> _Group:
     """Takes ``(1,2)``, ``[1,2)``, ``\\{1,2\\}``, a column vector, or a bare list apart."""
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
-    if text.startswith("\\{") and text.endswith("\\}") and len(split_top(text, _SEPARATOR)) == 1:
+    if text.startswith("\\{") and text.endswith("\\}") and len(split_top(text, SEPARATOR)) == 1:
         return _Group("{}", _values(text[2:-2]))
     if text[:1] in "([" and text[-1:] in ")]" and len(text) > 2:
         items = split_top(text[1:-1], ",|;")
@@ -156,7 +94,7 @@ def _group(text: str) -> _Group:
 def _values(text: str) -> list[str]:
     """The members of a bare list; ``1 \\pm 2`` is two of them."""
     values = []
-    for item in filter(None, split_top(text, _SEPARATOR)):
+    for item in filter(None, split_top(text, SEPARATOR)):
         if "\\pm" in item:
             values += [item.replace("\\pm", upper).replace("\\mp", lower).strip(" +") for upper, lower in ("+-", "-+")]
         else:
@@ -181,6 +119,8 @@ def _same_groups(gold: _Group, found: _Group) -> bool:
         return bool(known or given) and _same_groups(
             _group(known["value"]) if known else gold, _group(given["value"]) if given else found
         )
+    if not gold.items:
+        return False
     ordered = gold.brackets not in ("", "{}") and len(gold.items) > 1
     if len(gold.items) == 1 and gold.brackets == found.brackets == "":
         return _same_value(gold.items[0], found.items[0])
@@ -203,12 +143,12 @@ def _compatible(gold: _Group, found: _Group) -> bool:
     return len(gold.items) > 2 and {gold.brackets, found.brackets} == {"()", "[]"}
 
 
-def _by_name(found: _Group) -> _Group:
-    """``y=2, x=1`` in the order of a point."""
-    named = [_ASSIGNMENT.match(item) for item in found.items]
-    if not all(named):
-        return found
-    return _Group("", [item for _, item in sorted((each["name"], each["value"]) for each in named if each)])
+def _by_name(group: _Group) -> _Group:
+    """``y=2, x=1`` in the order of a point; other groups as they are."""
+    named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
+    if len(named) < len(group.items):
+        return group
+    return _Group("", [value for _, value in sorted((match["name"], match["value"]) for match in named)])
 
 
 def _same_unordered(gold: list[str], found: list[str]) -> bool:
@@ -223,27 +163,28 @@ def _same_unordered(gold: list[str], found: list[str]) -> bool:
 
 def _same_value(gold: str, found: str) -> bool:
     """Two single values: numbers exactly, words as words, the rest by algebra."""
-    if _letters(gold) == _letters(found):
+    if letters(gold) == letters(found):
         return True
     gold, found = _sides(gold, found)
     known, given = exact_number(gold), exact_number(found)
     if isinstance(known, Number) and isinstance(given, Number):
         return known.equals(given)
-    if _letters(gold) == _letters(found):
+    if letters(gold) == letters(found):
         return True
     if _IN_BASE.match(gold) and _IN_BASE.match(found):
         return False  # math-verify ignores the base
     if _is_text(gold):
         return _words(gold) == _words(found)
-    return _same_by_algebra(gold, found)
+    return equal_expressions(gold, found)
 
 
 def _sides(gold: str, found: str) -> tuple[str, str]:
     """Reduces ``x = 5`` to 5 where the other side says only 5, and both where they name the same."""
+    # One side of an approximation counts, never either: two guesses are no answer.
     found = _exact_part(found, decimal=re.fullmatch(r"-?\d*\.\d+", gold) is not None)
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
     if known and given:
-        if _letters(known["name"]) == _letters(given["name"]) or "(" in known["name"] + given["name"]:
+        if letters(known["name"]) == letters(given["name"]) or "(" in known["name"] + given["name"]:
             return known["value"], given["value"].rsplit("=", 1)[-1].strip()
         return gold, found
     if "=" not in found:
@@ -272,23 +213,3 @@ def _is_text(text: str) -> bool:
 def _words(text: str) -> list[str]:
     """Words without articles and plural endings."""
     return [word.rstrip("s") for word in re.findall(r"\w+", text.lower()) if word not in ("a", "an", "the")]
-
-
-def _same_by_algebra(gold: str, found: str) -> bool:
-    known = _parse(gold)
-    if known is None:
-        raise Unreadable(f"the known answer {gold!r} cannot be read, so {found!r} cannot be compared with it")
-    given = _parse(found)
-    return given is not None and verify(known, given, timeout_seconds=None, allow_set_relation_comp=True)
-
-
-def _parse(text: str):
-    """math-verify's reading of one expression, or None. Its own time limit needs signals: the worker has a better."""
-    found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
-    if not found:
-        return None
-    units = {symbol: I for symbol in getattr(found[0], "free_symbols", ()) if str(symbol) == "i"}
-    try:
-        return found[0].subs(units) if units else found[0]
-    except (TypeError, ValueError):  # an inequality or interval of imaginary numbers
-        return None

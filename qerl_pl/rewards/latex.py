@@ -38,6 +38,7 @@ _UNICODE = str.maketrans(
         "\u00a3": "\\$",
     }
 )
+SEPARATOR = r",|;|\bor\b|\band\b"  # regex: between the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
 _END = r"(?![A-Za-z])"  # of a command's name
 _NAMES = {
@@ -123,6 +124,12 @@ def normalize(text: str) -> str:
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
     return join_thousands(_fractions(text)).strip()
+
+
+def letters(text: str) -> str:
+    """Without what typing alone changes: blanks, case, braces around one character of a script."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).lower()
 
 
 def split_top(text: str, separator: str) -> list[str]:

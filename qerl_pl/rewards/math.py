@@ -86,7 +86,7 @@ class MathAnswer:
         marker: Marker = "any",
         fallback: Literal["none", "last_math"] = "none",
         num_workers: int | None = None,
-        time_limit: float = 5.0,
+        time_limit: float = 3.0,
     ) -> None:
         _check("marker", marker, get_args(Marker))
         _check("fallback", fallback, ("none", "last_math"))

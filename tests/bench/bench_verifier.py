@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--hanging", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--time_limit", type=float, default=5.0, help="seconds of processor time a row")
+    parser.add_argument("--time_limit", type=float, default=3.0, help="seconds of processor time a row")
     parser.add_argument("--kills", type=int, default=10, help="workers killed with SIGKILL on the way")
     args = parser.parse_args()
 

@@ -185,6 +185,15 @@ def test_no_worker_outlives_its_parent(ending):
     assert not wait_until_gone(pids)
 
 
+def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker():
+    script = (
+        "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"  # less than an interpreter has
+    )
+    row = '["5", "5", 1.0]\n'
+    done = subprocess.run([sys.executable, "-c", script], input=2 * row, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.splitlines() == ['"ready"', '[null, "the comparison took more than 1 MiB"]']
+
+
 def test_workers_import_no_torch():
     script = "import sys, qerl_pl.rewards.worker, qerl_pl.rewards.equivalence; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
