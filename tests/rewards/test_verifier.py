@@ -186,9 +186,8 @@ def test_no_worker_outlives_its_parent(ending):
 
 
 def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker():
-    script = (
-        "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"  # less than an interpreter has
-    )
+    # The limit is set below what an interpreter takes.
+    script = "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"
     row = '["5", "5", 1.0]\n'
     done = subprocess.run([sys.executable, "-c", script], input=2 * row, stdout=subprocess.PIPE, text=True)
     assert done.stdout.splitlines() == ['"ready"', '[null, "the comparison took more than 1 MiB"]']
