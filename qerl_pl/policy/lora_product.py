@@ -41,7 +41,7 @@ def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Ten
     Returns:
         [..., N] in the dtype of x.
     """
-    rows = x.flatten(0, -2)  # [T, K]
+    rows = x.reshape(-1, x.shape[-1])  # [T, K]
     inner, anchor = _Save.apply(rows, a, b, dense, scaling)
     y = _Product.apply(anchor, rows.detach(), inner, dense, bias, b.detach(), scaling)
     return y.view(*x.shape[:-1], b.shape[0])

@@ -132,7 +132,7 @@ class Policy(nn.Module):
             tokens[wanted],
             temperature=temperature,
         )
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=tokens.device)
+        zeros = logprobs.new_zeros(mask.shape)
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
 

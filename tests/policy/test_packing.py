@@ -1,0 +1,194 @@
+"""Packed rows say what each row says alone, forward and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.packing import pack, packed_attention, packed_attention_reference
+from qerl_pl.policy.policy import Policy, make_policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+LENGTHS = torch.tensor([5, 1, 13, 8])
+
+
+def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str = "cpu", **settings) -> Policy:
+    """A random policy whose adapter does something."""
+    torch.manual_seed(0)
+    config: PretrainedConfig = CONFIGS[family](**SIZES, **({"head_dim": 16} if family == "qwen3" else {}))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).requires_grad_(False)
+    policy = make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=4), seed=0, **settings).train()
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter, dtype=dtype) * 0.1
+    return policy
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Four rows: two tokens of prompt where there are two, all others wanted; the second row has none."""
+    tokens = torch.randint(64, (4, 13), generator=torch.Generator().manual_seed(1))
+    column = torch.arange(13)
+    return tokens, (column >= 2) & (column < LENGTHS.unsqueeze(1))
+
+
+def trained_gradients(policy: Policy) -> list[Tensor]:
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
+
+
+def outcome(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Log-probabilities, entropies, and the gradients of a sum that weighs every token differently."""
+    policy.zero_grad()
+    stats = policy.token_stats(tokens, mask, temperature=0.8)
+    weights = torch.linspace(1, 2, mask.numel(), dtype=torch.float64).view(mask.shape).to(mask.device)
+    ((stats.logprobs - 0.1 * stats.entropy) * weights[:, : mask.shape[1]]).sum().backward()
+    return stats.logprobs.detach(), stats.entropy.detach(), trained_gradients(policy)
+
+
+def test_pack_is_the_rows_one_after_the_other():
+    tokens = torch.arange(52).view(4, 13)
+    packed = pack(tokens, LENGTHS)
+    rows = [(row, column) for row, length in enumerate(LENGTHS.tolist()) for column in range(length)]
+    assert packed.tokens.tolist() == [13 * row + column for row, column in rows]
+    assert packed.positions.tolist() == [column for _, column in rows]
+    assert packed.starts.tolist() == [0, 5, 6, 19, 27]
+    assert packed.starts.dtype == torch.int32
+    assert packed.longest == 13
+
+
+def draw_attention(dtype: torch.dtype, device: str, head: int) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (27, 6, head), (27, 2, head), (27, 2, head)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    return [tensor.requires_grad_() for tensor in inputs], torch.tensor([0, 5, 6, 19, 27], dtype=torch.int32).to(device)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention_equals_its_definition_with_shared_key_heads(scale):
+    (q, k, v), starts = draw_attention(torch.float64, "cpu", 8)
+    dy = torch.randn(q.shape, dtype=torch.float64)
+    results = []
+    definition = packed_attention_reference(q, k, v, starts, scale)
+    for y in (packed_attention(q, k, v, starts, 13, scale=scale), definition):
+        results.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head", [64, 128])
+def test_the_varlen_kernel_equals_the_definition(dtype, head):
+    (q, k, v), starts = draw_attention(dtype, "cuda", head)
+    y = packed_attention(q, k, v, starts, 13)
+    dy = torch.randn_like(y)
+    results = y, *torch.autograd.grad(y, (q, k, v), dy)
+    q, k, v = (tensor.detach().double().requires_grad_() for tensor in (q, k, v))
+    exact = packed_attention_reference(q, k, v, starts)
+    exact_results = exact, *torch.autograd.grad(exact, (q, k, v), dy.double())
+    for found, value in zip(results, exact_results, strict=True):
+        error = (found.double() - value).norm() / value.norm()
+        assert error < 2 * torch.finfo(dtype).eps + 1e-6  # scores and probabilities are rounded, sums are fp32
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_rows_equal_rows_alone(family):
+    policy = make(family)
+    tokens, mask = batch()
+    logprobs, entropy, gradients = outcome(policy, tokens, mask)
+    total = [torch.zeros_like(gradient) for gradient in gradients]
+    weights = torch.linspace(1, 2, mask.numel(), dtype=torch.float64).view(mask.shape)
+    for row, length in enumerate(LENGTHS.tolist()):
+        policy.zero_grad()
+        part = tokens[row : row + 1, :length], mask[row : row + 1, :length]
+        alone = policy.token_stats(*part, temperature=0.8)
+        torch.testing.assert_close(logprobs[row, :length], alone.logprobs[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(entropy[row, :length], alone.entropy[0], rtol=0, atol=1e-6)
+        ((alone.logprobs - 0.1 * alone.entropy) * weights[row, :length]).sum().backward()
+        total = [one + another for one, another in zip(total, trained_gradients(policy), strict=True)]
+    assert all(gradient.any() for gradient in gradients)
+    for found, expected in zip(gradients, total, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_follows_the_last_wanted_token_is_never_looked_at():
+    policy = make()
+    tokens, mask = batch()
+    first = outcome(policy, tokens, mask)
+    other = torch.where(torch.arange(13) < LENGTHS.unsqueeze(1), tokens, 63 - tokens)
+    second = outcome(policy, other, mask)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(one, two) for one, two in zip(first[2], second[2], strict=True))
+
+
+def test_a_batch_without_wanted_tokens_gives_zeros_and_zero_gradients():
+    tokens, mask = batch()
+    logprobs, entropy, gradients = outcome(make(), tokens, mask & False)
+    assert not logprobs.any()
+    assert not entropy.any()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpoints_on_the_device_and_in_host_memory_change_nothing(offload):
+    tokens, mask = batch()
+    plain = outcome(make(), tokens, mask)
+    found = outcome(make(gradient_checkpointing=True, offload_checkpoints=offload), tokens, mask)
+    assert torch.equal(found[0], plain[0])
+    assert all(torch.equal(one, two) for one, two in zip(found[2], plain[2], strict=True))
+
+
+def test_generation_still_sees_the_padding_mask():
+    tokens, _ = batch()
+    policy = make().eval()
+    row = tokens[:1, :6]
+    padded = torch.cat([torch.full((1, 4), 9), row], dim=1)
+    attended = torch.tensor([[0] * 4 + [1] * 6])
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    alone = policy.causal_lm.generate(row, attention_mask=torch.ones_like(row), **options)
+    assert torch.equal(policy.causal_lm.generate(padded, attention_mask=attended, **options)[:, 4:], alone)
+
+
+def test_what_packed_attention_does_not_do_is_refused():
+    tokens, mask = batch()
+    policy = make()
+    for module in policy.modules():
+        if hasattr(module, "sliding_window"):
+            vars(module)["sliding_window"] = 6
+    with pytest.raises(ValueError, match="12 tokens exceeds the model's sliding window of 6"):
+        policy.token_stats(tokens, mask, temperature=1.0)
+    policy = make()
+    for module in policy.modules():
+        if hasattr(module, "attention_dropout"):
+            vars(module)["attention_dropout"] = 0.1
+    with pytest.raises(ValueError, match="attention_dropout"):
+        policy.token_stats(tokens, mask, temperature=1.0)
+    with pytest.raises(ValueError, match="offload_checkpoints"):
+        make(offload_checkpoints=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_rows_on_the_gpu_equal_the_cpu_in_fp64(family):
+    tokens, mask = batch()
+    exact = outcome(make(family), tokens, mask)
+    found = outcome(make(family, torch.float32, "cuda"), tokens.cuda(), mask.cuda())
+    torch.testing.assert_close(found[0].cpu(), exact[0], rtol=0, atol=1e-4, check_dtype=False)
+    for one, two in zip(found[2], exact[2], strict=True):
+        assert (one.cpu() - two).norm() <= 1e-4 * two.norm() + 1e-6
