@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 import train
+from configs.make_recipes import ARMS, MODELS, TASKS, path_of, recipes
 
-ROOT = Path(__file__).parent.parent
-RECIPES = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.name != "base.yaml")
+CONFIGS = Path(__file__).parent.parent / "configs"
+RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
+GRID = sorted(path for task in TASKS for path in (CONFIGS / task.name).glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,57 @@ def test_recipe_parses_and_keeps_the_callbacks_of_base_yaml(recipe, capsys):
     assert "callbacks.statistics.RolloutStatistics" in names
     assert len(names) == len(set(names))
     assert config["trainer"]["max_steps"] > 0
+
+
+def test_the_recipes_are_what_their_script_writes():
+    assert {path.relative_to(CONFIGS): path.read_text() for path in GRID} == recipes()
+
+
+def difference(left: dict, right: dict, path: str = "") -> set[str]:
+    """The dotted keys at which two configurations differ."""
+    return {
+        found
+        for key in left.keys() | right.keys()
+        if left.get(key) != right.get(key)
+        for found in (
+            difference(left[key], right[key], f"{path}{key}.")
+            if isinstance(left.get(key), dict) and isinstance(right.get(key), dict)
+            else {path + key}
+        )
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_arms_differ_in_what_they_compare_alone(task, model, capsys):
+    arms = {arm.name: resolved(capsys, "-c", str(CONFIGS / path_of(task, model, arm))) for arm in ARMS}
+    steps = arms["nvfp4"]["trainer"]["max_steps"]
+    assert steps // arms["nvfp4"]["model"]["updates_per_rollout"] == task.num_rollouts
+    rows = arms["nvfp4"]["data"]["batch_size"] * arms["nvfp4"]["model"]["sampling"]["num_completions"]
+    assert rows == 128, "the paper's batch"
+    assert difference(arms["nvfp4"], arms["nvfp4_aqn"]) == {"run_dir", "trainer.callbacks"}
+    assert difference(arms["bf16"], arms["bf16_aqn"]) == {"run_dir", "trainer.callbacks"}
+    assert difference(arms["nvfp4"], arms["mxfp4"]) == {"run_dir", "model.base"}
+    assert difference(arms["nvfp4"], arms["nf4"]) >= {"run_dir", "model.base", "model.engine.class_path"}
+    assert difference(arms["nvfp4"], arms["bf16"]) - {"model.engine.init_args.gpu_memory_utilization"} == {
+        "run_dir",
+        "model.base",
+        "model.optimizer.init_args.lr",
+    }
+    added = arms["nvfp4_aqn"]["trainer"]["callbacks"][len(arms["nvfp4"]["trainer"]["callbacks"]) :]
+    assert [callback["class_path"] for callback in added] == ["callbacks.aqn.AdaptiveQuantizationNoise"]
+    assert {arm["run_dir"] for arm in arms.values()} == {
+        f"runs/{path_of(task, model, arm).with_suffix('')}" for arm in ARMS
+    }
+
+
+def test_one_prompt_for_training_and_every_benchmark():
+    prompts = {
+        yaml.safe_load(path.read_text())["system_prompt"] for path in (CONFIGS / "shared").glob("*math_*-*.yaml")
+    }
+    prompts.add(yaml.safe_load((CONFIGS / "shared" / "gsm8k.yaml").read_text())["system_prompt"])
+    assert len(prompts) == 1
 
 
 @pytest.mark.parametrize(
