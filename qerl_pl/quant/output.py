@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -50,10 +51,18 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one file and remember it, with what there is to report about it, by kind."""
+        """Write one file and remember it, with what there is to report about it, by kind.
+
+        Raises:
+            OSError: the file cannot be written, e.g. on a full disk; what was finished before is kept.
+        """
         temporary = self.partial / f"{file}.tmp"
-        # One key of metadata only: safetensors writes several in random order, and equal runs should give equal bytes.
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"})
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        try:
+            # One key of metadata: safetensors writes several in random order, and equal runs should give equal bytes.
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{temporary} cannot be written: {error}") from error
         os.replace(temporary, self.partial / file)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})

@@ -67,12 +67,14 @@ def draw_report(layers: Sequence[LayerReport], path: Path) -> None:
 
     Args:
         layers: in the model's order; those outside decoder blocks are left out.
-        path: PNG file to write.
+        path: PNG file to write; nothing is written if no layer is left.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     inside = [layer for layer in layers if ".layers." in layer.name]
+    if not inside:
+        return
     places = [layer.name.split(".layers.")[1].split(".", 1) for layer in inside]
     blocks = sorted({int(block) for block, _ in places})
     linears = list(dict.fromkeys(linear for _, linear in places))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, quantize_nvfp4, tensor_scale
 from qerl_pl.quant.plan import fused_groups
 from qerl_pl.quant.quantize import quantize_checkpoint
@@ -136,6 +138,28 @@ def test_a_stopped_run_continues_and_ends_with_the_same_bytes(
     for file in straight.iterdir():
         assert (out / file.name).read_bytes() == file.read_bytes(), file.name
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_next_run_completes(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--device", "cpu", "--model", str(make_checkpoint(vocab_size=160)), "--output", str(tmp_path / "out")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # a block fits, the embeddings do not
+    try:
+        assert main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("quantize: ")
+    assert "model-00001-of-00003.safetensors" in error
+    assert main(command) == 0
+
+
+def test_only_the_head_can_be_packed(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=[r"re:model\."])
+    assert [report.name for report in reports] == ["lm_head"]
+    load_base(tmp_path / "out", dtype=torch.bfloat16, device="cpu")
 
 
 def test_fused_linears_form_groups_in_order() -> None:
