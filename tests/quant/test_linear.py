@@ -79,6 +79,25 @@ def test_autograd_saves_the_packed_weight_and_nothing_else() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.slow
+def test_a_compiled_layer_computes_the_same_and_saves_no_more() -> None:
+    layer = make_layer(64, 128)
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(4, 128, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = compiled(x)
+    assert torch.equal(y, layer(x))
+    assert sum(tensor.nbytes for tensor in saved) <= sum(tensor.nbytes for tensor in packed_tensors(layer)) + 1024
+    expected = torch.autograd.grad(layer(x).square().sum(), x)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected[0])
+
+
 def test_nothing_is_saved_for_an_input_without_gradient_or_under_no_grad() -> None:
     layer = make_layer()
     assert layer(torch.randn(2, 48)).grad_fn is None

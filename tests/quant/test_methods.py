@@ -26,6 +26,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(TOKENS).logits.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "methods"),
     [("qwen2", ["rtn", "mse", "awq", "gptq"]), ("qwen3", ["rtn", "awq"]), ("llama", ["rtn", "awq"])],
@@ -66,6 +67,7 @@ def test_output_errors_are_measured_after_the_packed_blocks_before(
     assert reported == pytest.approx(expected.item(), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "method"), [("nvfp4", "gptq"), ("nf4", "awq"), ("mxfp4", "mse")])
 def test_a_stopped_calibrated_run_continues_and_ends_with_the_same_bytes(
     make_checkpoint: Callable[..., Path], tmp_path: Path, format, method
