@@ -70,8 +70,8 @@ class AdaptiveQuantizationNoise(Callback):
         if realized < sigma / 2 and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"noise of sigma {sigma:.2e} on norms kept in {pl_module.compute_dtype} comes out as {realized:.2e}: most "
-                "of it is lost in rounding from here on; a larger sigma_end keeps it"
+                f"noise of sigma {sigma:.2e} on norms kept in {pl_module.compute_dtype} comes out as {realized:.2e}: "
+                "most of it is lost in rounding from here on; a larger sigma_end keeps it"
             )
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 

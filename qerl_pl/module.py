@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, get_scheduler
@@ -15,7 +18,7 @@ from transformers import AutoTokenizer, get_scheduler
 from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.correction import mismatch
 from qerl_pl.dynamic_sampling import DynamicSampling
-from qerl_pl.evaluation import Evaluation
+from qerl_pl.evaluation_cache import EvaluationCache
 from qerl_pl.loop import RolloutLoop
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
@@ -23,8 +26,8 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, check_same_tensors, load_policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
-from qerl_pl.rewards.base import WeightedReward
-from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rewards.base import WeightedReward, describe
+from qerl_pl.rollout.base import RolloutEngine, Sampling, checksum
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Prompt
@@ -138,6 +141,7 @@ class QeRLModule(LightningModule):
         self.norm_noise = NormNoise()
         """Noise of the next rollout; a callback may set it before each."""
         self.policy: Policy
+        self._evaluation_cache: EvaluationCache | None = None
 
     # ---- what a step is a function of -------------------------------------------------------------------------------
 
@@ -266,6 +270,9 @@ class QeRLModule(LightningModule):
         """Sample from the clean policy: the current adapter, no noise."""
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            folder = Path(self.trainer.default_root_dir) / "evaluation"
+            self._evaluation_cache = EvaluationCache(folder, self._evaluation_identity())
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -279,24 +286,43 @@ class QeRLModule(LightningModule):
 
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         """A record a completion, nothing logged."""
-        return self._sample(batch, batch_idx).rows()
+        return self._sample(batch, batch_idx)
 
-    def _sample(self, batch: list[Prompt], batch_idx: int) -> Evaluation:
+    def _sample(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+        """Records of a batch. Outside of training they are kept, so that an interrupted evaluation goes on."""
+        cache = self._evaluation_cache
+        if cache is not None and (rows := cache.read(batch)) is not None:
+            return rows
         seed = derive_seed(self.seed, "evaluation", batch_idx)
-        return self.loop.evaluate(batch, sampling=self.val_sampling, seed=seed, watch=Stopwatch())
+        rows = self.loop.evaluate(batch, sampling=self.val_sampling, seed=seed, watch=Stopwatch()).rows()
+        if cache is not None:
+            cache.write(batch, rows)
+        return rows
 
     def _evaluate(self, batch: list[Prompt], batch_idx: int, stage: str) -> list[dict[str, Any]]:
-        evaluation = self._sample(batch, batch_idx)
-        table, rows = evaluation.table, evaluation.rows()
-        means = {name: scores[table.scored] for name, scores in table.components.items()}
-        means["reward"] = table.total[table.scored]
-        means["unscored_share"] = (~table.scored).float()
-        means["truncated_share"] = torch.tensor([float(not row["finished"]) for row in rows])
-        means["completion_tokens"] = torch.tensor([float(row["num_tokens"]) for row in rows])
-        for name, values in means.items():
-            if len(values):
-                self.log(f"{stage}/{name}", values.mean(), batch_size=len(values), sync_dist=True)
+        rows = self._sample(batch, batch_idx)
+        scored = [row for row in rows if row["reward"] is not None]
+        values = {name: [row["rewards"][name] for row in scored] for name in (reward.name for reward in self.rewards)}
+        values["reward"] = [row["reward"] for row in scored]
+        values["unscored_share"] = [float(row["reward"] is None) for row in rows]
+        values["truncated_share"] = [float(not row["finished"]) for row in rows]
+        values["completion_tokens"] = [float(row["num_tokens"]) for row in rows]
+        for name, numbers in values.items():
+            if numbers:
+                mean = torch.tensor(numbers).mean()
+                self.log(f"{stage}/{name}", mean, batch_size=len(numbers), sync_dist=True)
         return rows
+
+    def _evaluation_identity(self) -> dict[str, Any]:
+        """What the records of an evaluation are a function of, beside the prompts."""
+        return {
+            **run_identity(base=self.base, lora=self.lora, seed=self.seed),
+            "adapter": {name: checksum(tensor) for name, tensor in self.policy.adapter_state().items()},
+            "sampling": asdict(self.val_sampling),
+            "dtype": str(self.compute_dtype),
+            "engine": type(self.engine).__qualname__,
+            "rewards": [(term.name, term.weight, describe(term.reward)) for term in self.rewards],
+        }
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

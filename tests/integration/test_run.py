@@ -175,3 +175,25 @@ def test_the_doctor_names_every_check_and_the_commands_are_listed(capsys):
     assert "quantize" in capsys.readouterr().out
     assert command(["train"]) == 2
     assert "unknown command 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished, tmp_path, capsys):
+    sampling = "{num_completions: 3, max_tokens: 8, temperature: 0.7}"
+    more = ("--model.val_sampling", sampling, "--data.val_batch_size", "2")
+    checkpoint = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
+    run("test", tmp_path, *more, *checkpoint)
+    assert "pass@3" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "evaluation" / "test.json").read_text())
+    assert (whole["num_problems"], whole["num_completions"]) == (6, 3)
+    batches = sorted((tmp_path / "evaluation").glob("*/*.jsonl"))
+    assert len(batches) == 3
+    kept = {path: path.stat().st_mtime_ns for path in batches[:2]}
+    text = batches[2].read_text()
+    batches[2].unlink()
+    run("test", tmp_path, *more, *checkpoint)
+    assert {path: path.stat().st_mtime_ns for path in batches[:2]} == kept, "a finished batch was sampled again"
+    assert batches[2].read_text() == text, "the missing batch came out differently"
+    assert json.loads((tmp_path / "evaluation" / "test.json").read_text()) == whole
+    run("test", tmp_path, *more)  # the base: another policy, so nothing of the above is its
+    assert len(list((tmp_path / "evaluation").glob("*/*.jsonl"))) == 6

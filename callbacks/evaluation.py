@@ -1,0 +1,99 @@
+"""The table at the end of an evaluation: avg@k and pass@k with intervals."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from qerl_pl.module import QeRLModule
+from qerl_pl.pass_at_k import bootstrap_interval, pass_at_k
+
+
+class EvaluationReport(Callback):
+    """Prints and writes (``run_dir/evaluation/validate.json``) what an evaluation outside of training found.
+
+    A completion is right where the first reward gives 1. One that could not be scored counts as wrong here, and the
+    share of these is in the table: leaving them out would make a hard problem look easy.
+
+    Args:
+        level: coverage of the intervals, which are over problems.
+    """
+
+    def __init__(self, level: float = 0.95) -> None:
+        self.level = level
+        self._rows: list[dict[str, Any]] = []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._rows = []
+
+    def on_test_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._rows = []
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
+        self._rows += outputs
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
+        self._rows += outputs
+
+    def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        if trainer.state.fn == "validate":
+            self._report(trainer, pl_module, "validate")
+
+    def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._report(trainer, pl_module, "test")
+
+    def _report(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        n, name = pl_module.val_sampling.num_completions, pl_module.rewards[0].name
+        summary = summarize(self._rows, n=n, name=name, level=self.level)
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary, indent=1) + "\n")
+        os.replace(temporary, path)
+        if trainer.is_global_zero:
+            table = Table("", "value", f"{self.level:.0%} interval", title=f"{summary['num_problems']} problems x {n}")
+            for key, value in summary["accuracy"].items():
+                table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
+            for key in ("truncated_share", "unscored_share", "mean_tokens"):
+                table.add_row(key, f"{summary[key]:.4g}", "")
+            Console().print(table)
+            print(f"written to {path}")
+
+
+def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) -> dict[str, Any]:
+    """What a table of an evaluation holds.
+
+    Args:
+        rows: records of P problems with n completions each, ordered by problem.
+        n: completions a problem.
+        name: the reward that says whether a completion is right (1) or wrong.
+        level: coverage of the intervals.
+
+    Raises:
+        ValueError: the number of records is no multiple of n, or there are none.
+    """
+    if not rows or len(rows) % n:
+        raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
+    right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]
+    accuracy = {}
+    for k in sorted({1, n, *(2**power for power in range(n.bit_length()))} - {0}):
+        values = pass_at_k(right, n, k)
+        low, high = bootstrap_interval(values, level=level)
+        key = f"avg@{n}" if k == 1 else f"pass@{k}"
+        accuracy[key] = {"mean": values.mean().item(), "low": low, "high": high}
+    return {
+        "num_problems": len(right),
+        "num_completions": n,
+        "accuracy": accuracy,
+        "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
+        "unscored_share": sum(row["reward"] is None for row in rows) / len(rows),
+        "mean_tokens": sum(row["num_tokens"] for row in rows) / len(rows),
+    }

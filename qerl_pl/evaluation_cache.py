@@ -1,0 +1,46 @@
+"""Finished batches of an evaluation on disk, so that an interrupted one goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.types import Prompt
+
+
+class EvaluationCache:
+    """Records of batches under a name that says what they are a function of: another policy finds nothing.
+
+    Args:
+        folder: where the files go.
+        identity: everything but the prompts that the records depend on (policy, sampling, rewards), JSON-ready.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder = folder / _digest(identity)
+
+    def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]] | None:
+        """The records of a batch, or None where it was not finished."""
+        path = self._path(prompts)
+        if not path.exists():
+            return None
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a batch, whole or not at all."""
+        path = self._path(prompts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def _path(self, prompts: Sequence[Prompt]) -> Path:
+        return self.folder / f"{_digest([list(prompt) for prompt in prompts])}.jsonl"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,61 @@
+"""Accuracy over several completions a problem, and how sure one can be of it. P problems, n completions each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
+    """Unbiased chance that one of k completions is right: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+
+    With k = 1 it is the share of right completions, avg@n.
+
+    Args:
+        num_correct: [P] int64, right completions of each problem, 0 to n.
+        n: completions of each problem.
+        k: at most n.
+
+    Returns:
+        [P] fp64 in [0, 1].
+
+    Raises:
+        ValueError: k is not in 1 to n, or a count is not in 0 to n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
+    if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
+        raise ValueError(f"a problem has {num_correct.tolist()} right completions; expected 0 to {n}")
+    # The product of (n - c - i) / (n - i) over i < k, without the factorials that overflow.
+    steps = torch.arange(k, dtype=torch.float64)  # [k]
+    wrong = (n - num_correct.double()).unsqueeze(1)  # [P, 1]
+    return 1 - ((wrong - steps).clamp(min=0) / (n - steps)).prod(dim=1)
+
+
+def bootstrap_interval(
+    values: Tensor, *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of a mean over problems.
+
+    Args:
+        values: [P] one value a problem, P at least 1.
+        level: coverage, in (0, 1).
+        num_resamples: draws of P problems with replacement.
+        seed: of the draws; equal arguments give equal intervals.
+
+    Returns:
+        Lower and upper end.
+
+    Raises:
+        ValueError: there is no problem, or the level is out of range.
+    """
+    if not len(values):
+        raise ValueError("an interval over no problems is not defined")
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; expected more than 0 and less than 1, e.g. 0.95")
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(len(values), (num_resamples, len(values)), generator=generator)
+    means = values.double()[rows].mean(dim=1)
+    tail = (1 - level) / 2
+    low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high

@@ -1,0 +1,46 @@
+"""Evaluations: the table's numbers, unscored completions, going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from callbacks.evaluation import summarize
+from qerl_pl.evaluation_cache import EvaluationCache
+from qerl_pl.rewards.base import describe
+from qerl_pl.rewards.format import think_answer_format
+from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.types import Prompt
+
+
+def row(score: float | None, *, finished: bool = True) -> dict:
+    return {"rewards": {"answer": score}, "reward": score, "finished": finished, "num_tokens": 10}
+
+
+def test_accuracies_are_over_problems_and_unscored_counts_as_wrong():
+    rows = [row(1.0), row(0.0), row(1.0), row(1.0), row(None), row(0.0, finished=False)]
+    summary = summarize(rows, n=2, name="answer", level=0.95)
+    assert summary["num_problems"] == 3
+    assert summary["accuracy"]["avg@2"]["mean"] == pytest.approx(0.5)
+    assert summary["accuracy"]["pass@2"]["mean"] == pytest.approx(2 / 3)
+    assert summary["accuracy"]["avg@2"]["low"] <= 0.5 <= summary["accuracy"]["avg@2"]["high"]
+    assert summary["unscored_share"] == pytest.approx(1 / 6)
+    assert summary["truncated_share"] == pytest.approx(1 / 6)
+    with pytest.raises(ValueError, match="no whole number of problems"):
+        summarize(rows[:5], n=2, name="answer", level=0.95)
+
+
+def test_finished_batches_are_found_again_by_the_same_policy_alone(tmp_path):
+    prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u00e9", "reward": 1.0}]
+    EvaluationCache(tmp_path, {"adapter": 1}).write(prompts, rows)
+    assert EvaluationCache(tmp_path, {"adapter": 1}).read(prompts) == rows
+    assert EvaluationCache(tmp_path, {"adapter": 2}).read(prompts) is None
+    assert EvaluationCache(tmp_path, {"adapter": 1}).read([Prompt((1, 2), "4")]) is None
+
+
+def test_rewards_are_described_by_what_they_do():
+    assert describe(NumericAnswer()) == describe(NumericAnswer())
+    assert describe(NumericAnswer()) != describe(NumericAnswer(marker="boxed"))
+    assert "think_answer_format" in describe(think_answer_format)
+    json.dumps(describe(think_answer_format))

@@ -1,0 +1,53 @@
+"""pass@k equals its definition by enumeration; the bootstrap interval covers as often as it says."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qerl_pl.pass_at_k import bootstrap_interval, pass_at_k
+
+
+@given(st.integers(1, 8), st.data())
+def test_it_is_the_share_of_subsets_that_hold_a_right_completion(n, data):
+    k = data.draw(st.integers(1, n))
+    correct = data.draw(st.integers(0, n))
+    outcomes = [1] * correct + [0] * (n - correct)
+    subsets = list(combinations(outcomes, k))
+    expected = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(torch.tensor([correct]), n, k).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_of_n_is_the_average_and_large_n_does_not_overflow():
+    assert pass_at_k(torch.tensor([0, 3, 4]), 4, 1).tolist() == pytest.approx([0, 0.75, 1])
+    assert pass_at_k(torch.tensor([1]), 1024, 512).item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("correct", "n", "k"), [([1], 2, 3), ([1], 2, 0), ([3], 2, 1), ([-1], 2, 1)])
+def test_what_cannot_be_is_refused(correct, n, k):
+    with pytest.raises(ValueError, match="expected"):
+        pass_at_k(torch.tensor(correct), n, k)
+
+
+def test_the_interval_covers_the_mean_about_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for seed in range(200):
+        values = (torch.rand(100, generator=generator) < 0.3).double()
+        low, high = bootstrap_interval(values, num_resamples=400, seed=seed)
+        hits += low <= 0.3 <= high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_the_interval_is_a_function_of_its_arguments_and_a_point_where_nothing_varies():
+    values = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    assert bootstrap_interval(torch.ones(5)) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="no problems"):
+        bootstrap_interval(torch.tensor([]))
+    with pytest.raises(ValueError, match="level is 1"):
+        bootstrap_interval(values, level=1)
