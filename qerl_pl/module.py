@@ -60,6 +60,7 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
         gradient_checkpointing: recompute blocks in backward instead of keeping activations.
+        offload_checkpoints: keep what blocks are recomputed from in host memory; needs gradient_checkpointing.
         dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
         max_prompt_tokens: longest prompt (linked from the data module).
@@ -86,6 +87,7 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: int = 16384,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         gradient_checkpointing: bool = False,
+        offload_checkpoints: bool = False,
         dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
         max_prompt_tokens: int = 256,
@@ -128,6 +130,7 @@ class QeRLModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         self.compute_dtype = DTYPES[dtype]
         self.gradient_checkpointing = gradient_checkpointing
+        self.offload_checkpoints = offload_checkpoints
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
         self.seed = seed
@@ -192,6 +195,7 @@ class QeRLModule(LightningModule):
             seed=derive_seed(self.seed, "adapter"),
             device=self.trainer.strategy.root_device,
             gradient_checkpointing=self.gradient_checkpointing,
+            offload_checkpoints=self.offload_checkpoints,
         )
         limit = self.policy.config.max_position_embeddings
         if self.max_model_len > limit:
