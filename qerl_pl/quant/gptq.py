@@ -55,7 +55,7 @@ def inverse_factor(second_moment: Tensor, damping: float) -> Tensor:
 
     Computed in fp64: outlier channels spread the spectrum of H over many decades.
     """
-    moment = second_moment.double()
+    moment = second_moment.to(torch.float64, copy=True)
     diagonal = moment.diagonal()
     mean = diagonal.mean()
     diagonal += torch.where(diagonal > 0, damping * mean, torch.where(mean > 0, mean, 1.0))

@@ -80,6 +80,7 @@ def test_autograd_saves_the_packed_weight_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_compiled_layer_computes_the_same_and_saves_no_more() -> None:
     layer = make_layer(64, 128)
     compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)

@@ -82,6 +82,8 @@ def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(
     assert model.generation_config.top_k == 7
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [("qwen2", "nvfp4"), ("qwen3", "nvfp4"), ("llama", "nvfp4"), ("qwen3", "mxfp4"), ("qwen2", "nf4")],

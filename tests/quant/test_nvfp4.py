@@ -126,10 +126,10 @@ def test_dequantised_weights_equal_compressed_tensors(shape: tuple[int, int], ki
     assert torch.equal(dequantize(weight, decompressed.dtype), decompressed)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_the_fp64_multiplier_reproduces_every_fp32_quotient_by_a_divisor(seed: int) -> None:
-    divisors = torch.randint(0x20000000, 0x5F000000, (400,), generator=torch.Generator().manual_seed(seed))
+    divisors = torch.randint(0x20000000, 0x5F000000, (200,), generator=torch.Generator().manual_seed(seed))
     divisors = divisors.int().view(torch.float32)
     bits = torch.arange(0x7F, dtype=torch.uint8)  # every finite non-negative E4M3
     for divisor in divisors:
