@@ -1,0 +1,96 @@
+"""Dequantising the linears of one 7B block, ours and others': python -m tests.bench.bench_dequantize
+
+``bytes`` are read and written, each once: codes, scales, and the bf16 result. ``copy`` is the ceiling: as many bytes,
+half of them read and half written, by a device-to-device copy. Weights rotate, so none is in the cache when its turn
+comes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from qerl_pl.quant.formats import PackedWeight, quantize
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
+from tests.bench.harness import check, emit, linear_shapes, random_weight, relative_error, timed
+from tests.bench.rivals import compressed_tensors_dequantize, nf4_dequantize, nf4_quantize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_bytes(weight: PackedWeight) -> int:
+    """Read and written for a bf16 result."""
+    return weight.codes.nbytes + weight.block_scale.nbytes + 4 * weight.codes.numel()
+
+
+def contenders(weights: list[PackedWeight]) -> dict[str, Callable[[], object]]:
+    """Each dequantises all of the weights, one after the other; what is installed competes."""
+
+    def over(run: Callable[..., Tensor], items: list) -> Callable[[], object]:
+        def all_of_them() -> None:
+            for item in items:
+                run(*item)
+
+        return all_of_them
+
+    found: dict[str, Callable[[], object]] = {
+        "nvfp4": over(NVFP4.dequantize, [(weight, torch.bfloat16) for weight in weights])
+    }
+    dense = [NVFP4.dequantize(weight, torch.bfloat16) for weight in weights]
+    ours = [quantize(weight, NF4) for weight in dense]
+    found["nf4"] = over(NF4.dequantize, [(weight, torch.bfloat16) for weight in ours])
+    if importlib.util.find_spec("compressed_tensors"):
+        found["compressed-tensors"] = over(compressed_tensors_dequantize, [(weight,) for weight in weights])
+    if importlib.util.find_spec("bitsandbytes"):
+        found["bitsandbytes-nf4"] = over(nf4_dequantize, [nf4_quantize(weight) for weight in dense])
+    return found
+
+
+def errors(weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
+    """Ours equals its definition; the others come near what they were given."""
+    exact = dequantize_reference(weight)
+    ours = NVFP4.dequantize(weight, torch.bfloat16)
+    yield "nvfp4", float(not torch.equal(ours, exact.bfloat16())), 0
+    if importlib.util.find_spec("compressed_tensors"):
+        yield "compressed-tensors", relative_error(compressed_tensors_dequantize(weight), exact), 2**-7
+    if importlib.util.find_spec("bitsandbytes"):
+        yield "bitsandbytes-nf4", relative_error(nf4_dequantize(*nf4_quantize(ours)), exact), 0.2
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args(argv)
+    block = {name: random_weight(*shape, DEVICE) for name, shape in linear_shapes(args.size).items()}
+    check(errors(block["k_proj"]))
+    total = sum(num_bytes(weight) for weight in block.values())
+    source = torch.empty(total // 2, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    runs = contenders(list(block.values())) | {"copy": partial(target.copy_, source)}
+    inner = 10 if DEVICE == "cuda" else 1
+    seconds = timed(runs, repeats=args.repeats, inner=inner)
+    middle = {name: found[len(found) // 2] for name, found in seconds.items()}
+    for name, found in seconds.items():
+        shape = {"model": args.size, "linears": len(block)}
+        speed = {"bytes": total, "gb_per_s": total / middle[name] / 1e9, "ratio": middle[name] / middle["nvfp4"]}
+        emit(f"dequantize/{name}", shape, "bfloat16", found, **speed)
+    for name in ("k_proj", "q_proj", "gate_proj", "down_proj"):
+        rows, cols = linear_shapes(args.size)[name]
+        copies = cycle([random_weight(rows, cols, DEVICE) for _ in range(max(2, 2**28 // (rows * cols)))])
+        runs = {name: lambda weights=copies: NVFP4.dequantize(next(weights), torch.bfloat16)}
+        found = timed(runs, repeats=args.repeats, inner=4 * inner)[name]
+        speed = {"bytes": num_bytes(block[name]), "gb_per_s": num_bytes(block[name]) / found[len(found) // 2] / 1e9}
+        emit("dequantize/one", {"out": rows, "in": cols}, "bfloat16", found, **speed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The linears of one 7B block with LoRA, forward and backward: python -m tests.bench.bench_linears
+
+Linears that read one activation in the model read one here. ``ratio`` is the median over that of ``bf16``, the same
+LoRA on a dense base. ``*+lora`` bases carry PEFT's formula with the adapter in bf16, as a graph of separate nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from qerl_pl.policy.lora import LoraLinear
+from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
+from tests.bench.harness import (
+    PROJECTION_INPUTS,
+    RANK,
+    check,
+    dense_linear,
+    emit,
+    linear_shapes,
+    random_weight,
+    relative_error,
+    timed,
+)
+from tests.bench.rivals import DecompressingLinear, Lora, nf4_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Wrap = Callable[[PackedWeight], nn.Module]
+
+
+def adapted(base: nn.Module) -> LoraLinear:
+    """Ours around a base, B not zero."""
+    config = LoraConfig(r=RANK, lora_alpha=RANK)
+    layer = LoraLinear(base, "default", config, r=RANK, lora_alpha=RANK).to(DEVICE)
+    nn.init.normal_(layer.lora_B["default"].get_parameter("weight"), std=0.01)
+    return layer
+
+
+def separate(make: Wrap) -> Wrap:
+    """Other bases with a LoRA of separate nodes."""
+
+    def wrap(weight: PackedWeight) -> nn.Module:
+        rows, cols = weight.codes.shape[0], 2 * weight.codes.shape[1]
+        return Lora(make(weight), rows, cols, RANK, dtype=torch.bfloat16, device=DEVICE)
+
+    return wrap
+
+
+def bases() -> dict[str, Wrap]:
+    """By name; what is not installed does not compete."""
+    found: dict[str, Wrap] = {
+        "nvfp4": lambda weight: adapted(FrozenLinear.from_weight(weight)),
+        "bf16": lambda weight: adapted(dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
+        "nvfp4+lora": separate(FrozenLinear.from_weight),
+        "bf16+lora": separate(lambda weight: dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
+    }
+    if importlib.util.find_spec("compressed_tensors"):
+        found["compressed-tensors+lora"] = separate(DecompressingLinear)
+    if importlib.util.find_spec("bitsandbytes"):
+        found["bitsandbytes-nf4+lora"] = separate(lambda weight: nf4_linear(NVFP4.dequantize(weight, torch.bfloat16)))
+    return found
+
+
+def errors(wrap: Wrap, weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
+    """Output and input gradient against fp64, adapter included."""
+    layer = wrap(weight)
+    parameters = {name.split(".")[0][-1].lower(): p for name, p in layer.named_parameters() if p.requires_grad}
+    exact = dequantize_reference(weight).double() + parameters["b"].double() @ parameters["a"].double()
+    x = torch.randn(96, exact.shape[1], device=DEVICE).bfloat16().requires_grad_()
+    y = layer(x)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    yield "output", relative_error(y, x.double() @ exact.t()), 4 * 2**-8
+    yield "input gradient", relative_error(dx, dy.double() @ exact), 4 * 2**-8
+
+
+def block_pass(layers: dict[str, nn.Module], activations: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    """Forward and backward through the linears of a block."""
+    outputs = [layers[name](activations[source]) for name, source in PROJECTION_INPUTS.items()]
+    torch.autograd.backward(outputs, [gradients[name] for name in PROJECTION_INPUTS])
+    for tensor in (*activations.values(), *(p for layer in layers.values() for p in layer.parameters())):
+        tensor.grad = None
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 8192] if DEVICE == "cuda" else [64])
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args(argv)
+    shapes = linear_shapes(args.size)
+    weights = {name: random_weight(*shape, DEVICE) for name, shape in shapes.items()}
+    wraps = bases()
+    for name, wrap in wraps.items():
+        if "nf4" not in name:  # other weights
+            check((f"{name}: {what}", error, bound) for what, error, bound in errors(wrap, weights["k_proj"]))
+    blocks = {name: {part: wrap(weight) for part, weight in weights.items()} for name, wrap in wraps.items()}
+    for tokens in args.tokens:
+        activations = {
+            source: torch.randn(tokens, shapes[name][1], device=DEVICE).bfloat16().requires_grad_()
+            for name, source in PROJECTION_INPUTS.items()
+        }
+        gradients = {name: torch.randn(tokens, rows, device=DEVICE).bfloat16() for name, (rows, _) in shapes.items()}
+        runs = {name: partial(block_pass, layers, activations, gradients) for name, layers in blocks.items()}
+        seconds = timed(runs, repeats=args.repeats, inner=5 if DEVICE == "cuda" else 1)
+        middle = {name: found[len(found) // 2] for name, found in seconds.items()}
+        for name, found in seconds.items():
+            shape = {"model": args.size, "tokens": tokens, "rank": RANK}
+            emit(f"linears/{name}", shape, "bfloat16", found, ratio=middle[name] / middle["bf16"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Forward and backward of whole random models, and their memory: python -m tests.bench.bench_model
+
+A step is the policy's own: packed rows of different lengths, gradient checkpointing, log-probabilities and entropies,
+backward into the adapter. ``ratio`` is tokens a second over those of ``bf16+peft``, a dense base with PEFT's layers
+and its adapter in bf16, everything else the same; ``bf16+peft-fp32`` has the fp32 adapter that PEFT makes by default.
+``peak_bytes`` is what a step takes on top of ``resident_bytes``, the frozen base alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config
+
+from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
+from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
+from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.nvfp4 import NVFP4
+from tests.bench.harness import RANK, check, densify, emit, model_config, random_model, relative_error, timed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16
+Build = Callable[[Qwen2Config], Policy]
+
+
+def ours(model: PreTrainedModel, **settings: bool) -> Policy:
+    """Our layers on a base."""
+    lora = LoraSettings(rank=RANK, alpha=RANK)
+    return make_policy(model, base="random", dtype=DTYPE, lora=lora, seed=0, **settings).to(DEVICE)
+
+
+def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
+    """PEFT's layers on a base."""
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=fp32)
+    assert isinstance(adapted, PeftModel)
+    policy = Policy(adapted, base="random", dtype=DTYPE)
+    policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy.train().to(DEVICE)
+
+
+def variants() -> dict[str, Build]:
+    """By name; each builds its own model."""
+
+    def base(config: Qwen2Config, *, packed: bool) -> PreTrainedModel:
+        return random_model(config, NVFP4 if packed else None, dtype=DTYPE, device=DEVICE)
+
+    return {
+        "nvfp4": lambda config: ours(base(config, packed=True), gradient_checkpointing=True),
+        "bf16": lambda config: ours(base(config, packed=False), gradient_checkpointing=True),
+        "bf16+peft": lambda config: peft(base(config, packed=False), fp32=False),
+        "bf16+peft-fp32": lambda config: peft(base(config, packed=False), fp32=True),
+        "nvfp4-offload": lambda config: ours(
+            base(config, packed=True), gradient_checkpointing=True, offload_checkpoints=True
+        ),
+    }
+
+
+def draw(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """[B, S] rows of lengths spread from a quarter to seven quarters of their mean; an eighth of the mean is prompt."""
+    rows = max(1, tokens // 2048)
+    mean = tokens // rows
+    lengths = torch.linspace(0.25, 1.75, rows).mul(mean).round().long() if rows > 1 else torch.tensor([tokens])
+    lengths[-1] += tokens - int(lengths.sum())
+    column = torch.arange(int(lengths.max()))
+    mask = (column >= mean // 8) & (column < lengths.unsqueeze(1))
+    drawn = torch.randint(vocabulary, mask.shape, generator=torch.Generator().manual_seed(0))
+    return drawn.to(DEVICE), mask.to(DEVICE)
+
+
+def step(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Forward and backward; gradients are dropped. Returns the log-probabilities."""
+    stats = policy.token_stats(tokens, mask, temperature=1.0)
+    (stats.logprobs.sum() / mask.sum()).backward()
+    policy.zero_grad()
+    return stats.logprobs.detach()
+
+
+def errors(size: str) -> Iterator[tuple[str, float, float]]:
+    """Two blocks on an NVFP4 base against the same weights dense, in our layers, in PEFT's, and in fp32."""
+    config = model_config(size, num_layers=2)
+    tokens, mask = draw(600, config.vocab_size)
+    model = random_model(config, NVFP4, dtype=DTYPE, device=DEVICE)
+
+    def outcome(policy: Policy, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                generator = torch.Generator(DEVICE).manual_seed(len(name))
+                torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+        policy.dtype = dtype
+        stats = policy.token_stats(tokens, mask, temperature=1.0)
+        stats.logprobs.sum().backward()
+        gradients = [p.grad.flatten().float() for p in policy.parameters() if p.grad is not None]
+        found = stats.logprobs.detach(), torch.cat(gradients)
+        policy.model.unload()
+        return found
+
+    packed = outcome(ours(model, gradient_checkpointing=True), DTYPE)
+    dense = densify(model, DTYPE)
+    same = outcome(ours(dense, gradient_checkpointing=True), DTYPE)
+    stock = outcome(peft(dense, fp32=False), DTYPE)
+    exact = outcome(ours(dense.float(), gradient_checkpointing=True), torch.float32)
+    yield "packed base against dense base", relative_error(packed[0], same[0]), 1e-6
+    yield "its gradient", relative_error(packed[1], same[1]), 1e-5
+    for name, found in (("nvfp4", packed), ("bf16+peft", stock)):
+        yield f"{name} against fp32", relative_error(found[0], exact[0]), 0.02
+        yield f"{name}'s gradient against fp32", relative_error(found[1], exact[1]), 0.05
+
+
+def resident(size: str) -> dict[str, int]:
+    """Bytes of a frozen NVFP4 base as allocated, and as the formats say."""
+    clear()
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    model = random_model(model_config(size), NVFP4, dtype=DTYPE, device=DEVICE)
+    linears = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+    held = torch.cuda.memory_allocated() - before if DEVICE == "cuda" else 0
+    num_weights = sum(linear.in_features * linear.out_features for linear in linears)
+    return {
+        "resident_bytes": held,
+        "packed_bytes": sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in linears),
+        "num_packed_weights": num_weights,
+        "embedding_bytes": sum(p.nbytes for name, p in model.named_parameters() if "embed" in name or "head" in name),
+        "norm_and_bias_bytes": sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
+        + sum(linear.bias.nbytes for linear in linears if linear.bias is not None),
+    }
+
+
+def run_block(size: str, tokens: int, repeats: int) -> None:
+    """A model of one block from its embedded tokens on, forward and backward, no checkpointing, in turns."""
+    config = model_config(size, num_layers=1)
+    rows, mask = draw(tokens, config.vocab_size)
+    packed = pack(rows, last_columns(mask) + 1)
+    gradient = torch.randn(tokens, config.hidden_size, device=DEVICE).to(DTYPE)
+    runs = {}
+    for name in ("nvfp4", "bf16", "bf16+peft", "bf16+peft-fp32"):
+        policy = variants()[name](config)
+        policy.causal_lm.gradient_checkpointing_disable()
+        policy.causal_lm.enable_input_require_grads()
+        runs[name] = lambda policy=policy: hidden_pass(policy, packed, gradient)
+    seconds = timed(runs, repeats=repeats, inner=3)
+    middle = {name: found[len(found) // 2] for name, found in seconds.items()}
+    for name, found in seconds.items():
+        shape = {"model": size, "tokens": tokens, "rank": RANK}
+        emit(f"block/{name}", shape, "bfloat16", found, ratio=middle["bf16+peft"] / middle[name])
+    clear()
+
+
+def hidden_pass(policy: Policy, packed: Packed, gradient: Tensor) -> None:
+    """Forward to the hidden states, and backward."""
+    torch.autograd.backward(packed_hidden_states(policy.causal_lm.model, packed), gradient)
+    policy.zero_grad()
+
+
+def last_columns(mask: Tensor) -> Tensor:
+    """[B] of the last True of each row."""
+    return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
+
+
+def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
+    """Whole models, one after the other: two of the largest do not fit together."""
+    config = model_config(size)
+    batch = draw(tokens, config.vocab_size)
+    builds, speeds = variants(), {}
+    for name in names:
+        clear()
+        policy = builds[name](config)
+        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=2)[name]
+        peak = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
+        speeds[name] = tokens / seconds[len(seconds) // 2]
+        emit(
+            f"step/{name}",
+            {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
+            "bfloat16",
+            seconds,
+            tokens_per_s=speeds[name],
+            ratio=speeds[name] / speeds["bf16+peft"] if "bf16+peft" in speeds else None,
+            peak_bytes=peak,
+            resident_bytes=held,
+        )
+        del policy
+
+
+def run_padding(size: str, tokens: int, repeats: int) -> None:
+    """The same rows packed, and padded to the longest with transformers' own sdpa, hidden states only."""
+    config = model_config(size)
+    rows, mask = draw(tokens, config.vocab_size)
+    policy = variants()["nvfp4"](config)
+    lengths = last_columns(mask) + 1
+    gradient = torch.randn(tokens, config.hidden_size, device=DEVICE).to(DTYPE)
+    inside = torch.arange(rows.shape[1], device=DEVICE) < lengths.unsqueeze(1)
+
+    def padded() -> None:
+        hidden = policy.causal_lm.model(input_ids=rows, use_cache=False).last_hidden_state
+        torch.autograd.backward(hidden[inside], gradient)
+        policy.zero_grad()
+
+    runs = {"padded": padded, "packed": lambda: hidden_pass(policy, pack(rows, lengths), gradient)}
+    seconds = timed(runs, repeats=repeats)
+    for name, found in seconds.items():
+        shape = {"model": size, "tokens": tokens, "rows": len(rows), "padded": rows.numel()}
+        emit(f"padding/{name}", shape, "bfloat16", found, tokens_per_s=tokens / found[len(found) // 2])
+
+
+def clear() -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    cuda = DEVICE == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if cuda else ["tiny"])
+    parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
+    first = args.sizes[0]
+    check(errors(first))
+    for size in args.sizes:
+        emit("resident/nvfp4", {"model": size}, "nvfp4", None, **resident(size))
+    run_block(first, args.tokens // 2, args.repeats)
+    run_padding(first, args.tokens, args.repeats)
+    for size in args.sizes:
+        names = ["bf16+peft", "nvfp4"] if size != first else ["bf16+peft", *(n for n in variants() if n != "bf16+peft")]
+        run_step(size, args.tokens, names, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What the benchmarks share: timing in turns, result lines, shapes, random frozen models."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.loading import fill_computed_buffers
+from qerl_pl.quant.nvfp4 import NVFP4
+
+
+class Size(NamedTuple):
+    """Of a Qwen2.5 model."""
+
+    hidden: int
+    inner: int
+    num_layers: int
+    num_heads: int
+    num_key_heads: int
+    vocabulary: int
+    tied: bool = False
+
+
+SIZES = {
+    "tiny": Size(128, 256, 2, 4, 2, 256, tied=True),  # for a CPU
+    "3B": Size(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "7B": Size(3584, 18944, 28, 28, 4, 152064),
+    "14B": Size(5120, 13824, 48, 40, 8, 152064),
+    "32B": Size(5120, 27648, 64, 40, 8, 152064),
+}
+RANK = 32
+PROJECTION_INPUTS = {  # the activation that each linear of a block reads
+    "q_proj": "attention",
+    "k_proj": "attention",
+    "v_proj": "attention",
+    "o_proj": "heads",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "gated",
+}
+
+
+def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
+    """Of one of ``SIZES``, of its own number of layers or another."""
+    size = SIZES[name]
+    return Qwen2Config(
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=num_layers or size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_key_heads,
+        vocab_size=size.vocabulary,
+        tie_word_embeddings=size.tied,
+    )
+
+
+def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
+    """The linears of one block: name to (out, in)."""
+    size = SIZES[name]
+    hidden, inner, keys = size.hidden, size.inner, size.hidden // size.num_heads * size.num_key_heads
+    return {
+        "q_proj": (hidden, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+
+
+def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
+    """NVFP4 of about 0.02 standard deviation; scales over four octaves."""
+    codes = torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=device)
+    scale = torch.randint(0x60, 0x7F, (rows, cols // 16), dtype=torch.uint8, device=device)
+    return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
+
+
+def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A frozen random model, its linears packed as NVFP4, or dense for None; the head stays dense."""
+    assert fmt in (None, NVFP4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, module in list(model.named_modules()):
+        if fmt and isinstance(module, nn.Linear) and name != "lm_head":
+            bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
+            weight = random_weight(module.out_features, module.in_features, device)
+            model.set_submodule(name, FrozenLinear.from_weight(weight, bias))
+    for name, module in model.named_modules():
+        for leaf, meta in list(module.named_parameters(recurse=False)):
+            if name == "lm_head" and config.tie_word_embeddings:
+                continue
+            value = torch.empty(meta.shape, dtype=dtype, device=device)
+            value = value.fill_(1.0) if "norm" in name else value.normal_(std=0.02)
+            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    fill_computed_buffers(model, device)
+    return model.requires_grad_(False)
+
+
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A frozen linear that holds these tensors."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta").requires_grad_(False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def densify(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model with dense linears of the same weights, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FrozenLinear):
+            model.set_submodule(name, dense_linear(module.dense(dtype), module.bias))
+    return model
+
+
+def timed(
+    variants: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1, warmups: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each variant, sorted. They take turns, so that a change of the machine's state hits them all.
+
+    Args:
+        variants: what to run.
+        repeats: samples a variant.
+        inner: runs a sample; above 1 the host may run ahead of the device, as it does in training.
+        warmups: runs before the first sample.
+    """
+    cuda = torch.cuda.is_available()
+    for run in variants.values():
+        for _ in range(warmups):
+            run()
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(inner):
+                run()
+            if cuda:
+                torch.cuda.synchronize()
+            found[name].append((time.perf_counter() - start) / inner)
+    return {name: sorted(seconds) for name, seconds in found.items()}
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Of norms, in fp64."""
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def check(errors: Iterable[tuple[str, float, float]]) -> None:
+    """Refuse to go on where an error exceeds its bound: (what, error, bound).
+
+    Raises:
+        SystemExit: names every error.
+    """
+    wrong = [f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if error > bound]
+    if wrong:
+        raise SystemExit("no result, the check is red: " + "; ".join(wrong))
+
+
+def emit(name: str, shape: Mapping[str, object], dtype: str, seconds: list[float] | None = None, **more: Any) -> None:
+    """Print one result as a JSON line."""
+    timing = {"median_s": statistics.median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
+    print(json.dumps({"name": name, "shape": shape, "dtype": dtype, **timing, **more, **_origin()}), flush=True)
+
+
+@cache
+def _origin() -> dict[str, str]:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "commit": run.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown"),  # a copy without .git
+    }
