@@ -1,0 +1,128 @@
+"""What the documents say is so: files, commands, options, keys and numbers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from docs.make_tables import filled
+from qerl_pl.__main__ import COMMANDS
+from qerl_pl.__main__ import main as command
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(path for folder in (ROOT, ROOT / "configs", ROOT / "docs") for path in folder.glob("*.md"))
+EXAMPLE = "configs/gsm8k/qwen2.5-7b_nvfp4_aqn.yaml"
+PLACEHOLDERS = {"RECIPE": EXAMPLE, "RUN...": "RUN", "FILE": "last.ckpt"}
+
+
+@pytest.fixture(autouse=True)
+def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def code(path: Path) -> list[str]:
+    """Every piece of code in a document: lines of blocks without comments, and spans in the text."""
+    text = path.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [piece.replace("\n", " ") for piece in [*lines, *spans] if piece]
+
+
+def pieces(pattern: str) -> Iterator[tuple[str, str]]:
+    """Document and piece of code, where the piece matches from its start."""
+    return ((path.name, piece) for path in DOCUMENTS for piece in code(path) if re.match(pattern, piece))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#]+)", path.read_text())
+    assert [target for target in targets if ":" not in target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(path):
+    folders = ("rollout", "quant", "policy")
+    places = (ROOT, path.parent, ROOT / "qerl_pl", *(ROOT / "qerl_pl" / folder for folder in folders))
+    named = [piece for piece in code(path) if re.fullmatch(r"[a-z0-9_./-]+\.(py|yaml|md|toml)", piece)]
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wanted = {word for _, piece in pieces(r"(\w+=\S+ )?make [a-z]") for word in re.findall(r"make ([a-z-]+)", piece)}
+    assert wanted
+    assert wanted <= targets
+
+
+def test_every_command_and_option_exists(capsys):
+    found = [shlex.split(piece) for _, piece in pieces(r"python -m qerl_pl \w+")]
+    assert {words[3] for words in found} == set(COMMANDS), "the documents name every command, and no other"
+    for words in found:
+        with pytest.raises(SystemExit):
+            command([words[3], "--help"])
+        known = capsys.readouterr().out
+        for option in (word for word in words if word.startswith("--")):
+            assert re.search(rf"{option}\b", known), f"{words[3]} has no {option}"
+
+
+def training_commands() -> list[str]:
+    commands = {piece for _, piece in pieces(r"python train\.py \w+ ")}
+    # Options that stand alone in the text are tried together with a recipe.
+    commands |= {f"python train.py fit -c RECIPE {piece}" for _, piece in pieces(r"--(model|data|trainer)\.\S+ \S+")}
+    return sorted(commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", training_commands())
+def test_every_training_command_parses(line, capsys):
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)][2:]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*words, "--print_config"])
+    assert not stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_key_in_the_tables_is_a_key(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["fit", "-c", EXAMPLE, "--print_config"])
+    config = yaml.safe_load(capsys.readouterr().out)
+    document = (ROOT / "configs" / "README.md").read_text()
+    keys = [key for key in re.findall(r"^\| `([a-z_.]+)` \|", document, re.MULTILINE) if key != "seed_everything"]
+    assert len(keys) > 10
+    for key in keys:
+        value = config
+        for part in key.split("."):
+            assert part in value, f"there is no {key}"
+            value = value[part]
+
+
+def test_links_between_keys_are_the_programs():
+    document = (ROOT / "configs" / "README.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+(?:\.\w+)?)` \| ((?:`(?:data|model|trainer)\.[\w.]+`(?:, )?)+) \|$", document, re.MULTILINE
+    )
+    said = {(source, target) for source, targets in rows for target in re.findall(r"`([\w.]+)`", targets)}
+    program = re.findall(r'link_arguments\("([\w.]+)", "([\w.]+)"\)', (ROOT / "train.py").read_text())
+    assert said == set(program)
+
+
+def test_tables_are_what_their_script_makes_of_the_measurements():
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- table:" in text
+    assert filled(text) == text
+
+
+def test_a_table_has_a_column_a_run(tmp_path):
+    lines = tmp_path / "runs.jsonl"
+    lines.write_text('{"run": "a", "x": 0.12345, "y": 2}\n{"run": "b", "x": 1}\n')
+    text = filled(f"before\n<!-- table: {lines} -->\nold\n<!-- end -->\nafter\n")
+    body = "|  | a | b |\n| --- | ---: | ---: |\n| x | 0.1235 | 1 |\n| y | 2 | - |"
+    assert text == f"before\n<!-- table: {lines} -->\n{body}\n<!-- end -->\nafter\n"
