@@ -17,11 +17,17 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling, checksum, expected_fingerprint
 from qerl_pl.rollout.common import trained_norms
 from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.seeding import derive_seed
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # nats, mean over tokens; healthy engines: docs/correctness.md
-CONTINUATION = Sampling(num_completions=4, max_tokens=8, temperature=1.0)
-STRENGTH = 0.1  # of the strange adapter: std of B A x in units of x, about
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
+ONE_TOKEN = Sampling(num_completions=1, max_tokens=1, temperature=1.0)
+NUM_PROMPTS = 8
+STRENGTH = 0.5  # of the strange adapter: it adds about a third of the input to the output of a linear, in rms
 SEED = 0
+
+WITH_ADAPTER = "scores with the adapter"
+WITHOUT_ADAPTER = "scores without the adapter"
+STRANGE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
 
 
 class SyncCanary(Callback):
@@ -31,32 +37,32 @@ class SyncCanary(Callback):
 
     1. Checksums. Adapter slots and norms are read back from the engine and compared with the trainer's adapter and with
        its norms under the noise that is due. This is exact, in any dtype and however small the last update was.
-    2. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with the adapter and
-       without, and continuations of them are sampled and scored. This sees an engine that holds the right tensors and
-       computes with others. Early in a run B is near 0 and no score can tell one adapter from another, so a strange
-       adapter is loaded first. Continuations are sampled from it, which also fills the cache with its prefixes; then
-       the engine is synced again, and continuations of the same tokens must be those of the current policy. (Given
-       tokens are no test of the cache: vLLM computes them anew.)
+    2. Samples under a strange adapter. An engine may hold the right tensors and compute with others: cached prefixes of
+       an older policy, or no adapter at all. Early in a run B is near 0, and no score tells such policies apart. So a
+       few tokens are sampled, a random adapter is loaded, and what is sampled after the same prompts must be what the
+       trainer's model says under that adapter. Then the engine is synced as before every rollout.
+    3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with the adapter and
+       without. (Alone they are no test of the cache: vLLM computes the tokens that it scores anew.)
 
     The engine is left as it was found.
 
     Args:
         score_every: rollouts between two checks of scores. The first rollout after a start has one, and so has the
             first batch of an evaluation.
-        num_tokens: fixed tokens, cut to the engine's longest sequence. More than a block of its cache, or no prefix of
-            them is ever cached.
-        tolerance: mean difference of log-probabilities, in nats, above which scores disagree; null: 1e-4 where trainer
-            and engine both compute in float32, 0.1 where one of them does in bfloat16.
+        num_tokens: fixed tokens, cut to the engine's longest sequence. Should be more than a block of its cache (16
+            tokens on a GPU, 128 on a CPU by default): of less, no prefix is ever cached.
+        tolerance: mean difference of log-probabilities, in nats, above which engine and trainer disagree; null: 1e-4
+            where both compute in float32, 0.3 where one of them does in bfloat16.
 
     Raises:
         ValueError: a value is out of its range.
     """
 
-    def __init__(self, score_every: int = 1, num_tokens: int = 160, tolerance: float | None = None) -> None:
-        for name, value in (("score_every", score_every), ("num_tokens", num_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if tolerance is not None and tolerance <= 0:
+    def __init__(self, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None) -> None:
+        for name, value, least in (("score_every", score_every, 1), ("num_tokens", num_tokens, NUM_PROMPTS + 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
+        if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance is {tolerance}; expected more than 0 nats, or null for the dtype's own")
         self.score_every = score_every
         self.num_tokens = num_tokens
@@ -77,23 +83,26 @@ class SyncCanary(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._check(pl_module, NormNoise(), with_scores=batch_idx == 0)
+        seed = derive_seed(SEED, "canary/evaluation", batch_idx)
+        self._check(pl_module, NormNoise(), seed=seed, with_scores=batch_idx == 0)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType]
 
     def _check_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        is_due = pl_module.rollout_index % self.score_every == 0
-        num_tensors, gap = self._check(pl_module, pl_module.norm_noise, with_scores=is_due or self._is_first)
+        index = pl_module.rollout_index
+        is_due = index % self.score_every == 0
+        seed = derive_seed(SEED, "canary/rollout", index)
+        gaps = self._check(pl_module, pl_module.norm_noise, seed=seed, with_scores=is_due or self._is_first)
         self._is_first = False
-        pl_module.log("canary/tensors_checked", float(num_tensors))
-        if is_due:  # and not for the first alone, or a resumed run would have points that a straight one has not
-            pl_module.log("canary/score_gap", gap)
+        pl_module.log("canary/tensors_checked", float(len(self._held_before)))
+        # What the first rollout has beyond its turn is left out: a straight run and a resumed one log the same.
+        pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[STRANGE])
 
-    def _check(self, pl_module: QeRLModule, noise: NormNoise, *, with_scores: bool) -> tuple[int, float]:
-        """The number of tensors compared, and the largest mean difference of scores in nats (0 without scores).
+    def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
+        """What was compared -> mean difference in nats. The strange adapter is a function of the seed.
 
         Raises:
-            RuntimeError: the engine does not hold the policy.
+            RuntimeError: the engine does not hold the policy, or does not compute with it.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
@@ -102,18 +111,16 @@ class SyncCanary(Callback):
             fault = describe_fault(held, policy, noise, before=self._held_before)
             raise RuntimeError(f"the rollout engine does not hold the current policy: {fault}")
         self._held_before = held
-        if not with_scores:
-            return len(held), 0.0
-        length = min(self.num_tokens, pl_module.max_model_len - CONTINUATION.max_tokens)
-        gaps = score_gaps(loop, policy, noise, num_tokens=length, max_model_len=pl_module.max_model_len)
+        num_tokens = min(self.num_tokens, pl_module.max_model_len - 1)
+        gaps = score_gaps(loop, policy, noise, fixed_tokens(policy, num_tokens), seed=seed, with_scores=with_scores)
         tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
         if wrong := {what: gap for what, gap in gaps.items() if not gap <= tolerance}:
-            found = "; ".join(f"{what} (by {gap:.2g} nats a token)" for what, gap in wrong.items())
+            found = "; ".join(f"{what}, by {gap:.2g} nats a token" for what, gap in wrong.items())
             raise RuntimeError(
-                "the rollout engine does not compute with the current policy, although its adapter and norms are the "
-                f"trainer's. Log-probabilities differ by more than {tolerance:g} nats: {found}"
+                "the rollout engine does not compute with the current policy, although the adapter and norms that it "
+                f"holds are the trainer's. Of its log-probabilities these differ by more than {tolerance:g}: {found}"
             )
-        return len(held), max(gaps.values())
+        return gaps
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
@@ -144,7 +151,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
             reasons.append("it has no adapter")
         else:
             reasons.append("it has another adapter")
-    if norms:
+    if norms and not (matrices and trained_norms(adapter)):  # else they differ with the adapter
         clean = expected(policy, NormNoise(), policy.dtype)
         if noise.sigma == 0:
             reasons.append("noise was left on its norms, which should be clean")
@@ -165,62 +172,70 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
 
 
 def score_gaps(
-    loop: RolloutLoop, policy: Policy, noise: NormNoise, *, num_tokens: int, max_model_len: int
+    loop: RolloutLoop, policy: Policy, noise: NormNoise, tokens: list[int], *, seed: int, with_scores: bool
 ) -> dict[str, float]:
-    """What scores say about the engine -> mean |engine - trainer| over tokens, nats.
+    """What is compared -> mean |engine - trainer| in nats. Engine and policy are as before afterwards.
 
     Args:
-        loop: its engine holds the policy with the noise, and does so again afterwards.
-        policy: the trainer's; it is as before afterwards, to the last bit.
-        noise: of the current rollout.
-        num_tokens: fixed tokens to score.
-        max_model_len: the engine's longest sequence, in tokens.
+        loop: its engine holds the policy with the noise.
+        policy: the trainer's.
+        noise: of the current rollout; the trainer's model gets the same for the length of the call.
+        tokens: to score and to sample after.
+        seed: of the strange adapter. Not that of the check before, whose prefixes may still be in the cache.
+        with_scores: compare scores too, and not samples alone.
     """
-    engine, current = loop.engine, policy.adapter_state()
-    strange = strange_adapter(current, scale=STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5)
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
+    engine, adapter = loop.engine, policy.adapter_state()
     oracle = TransformersEngine()
-    oracle.start(policy, max_model_len=max_model_len, seed=SEED)
+    oracle.start(policy, max_model_len=len(tokens) + 1, seed=SEED)
     try:
         oracle.set_norm_noise(noise.sigma, noise.seed)
-        gaps = {
-            f"scores of given tokens {with_or_without} the adapter": _mean_gap(
-                engine.score([tokens], adapter=adapter), oracle.score([tokens], adapter=adapter)
+        gaps = {}
+        if with_scores:
+            gaps[WITH_ADAPTER] = _mean_gap(engine.score([tokens]), oracle.score([tokens]))
+            gaps[WITHOUT_ADAPTER] = _mean_gap(
+                engine.score([tokens], adapter=False), oracle.score([tokens], adapter=False)
             )
-            for with_or_without, adapter in (("with", True), ("without", False))
-        }
-        engine.load_adapter(strange)
-        oracle.load_adapter(strange)
-        gaps["samples after another adapter was loaded: it is not used, or cached prefixes are stale"] = _sampled_gap(
-            engine, oracle, tokens
-        )
-        loop.sync(current, noise)
-        oracle.load_adapter(current)
-        gaps["samples after the adapter was loaded again: cached prefixes are stale"] = _sampled_gap(
-            engine, oracle, tokens
-        )
+        scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
+        strange = strange_adapter(adapter, scale=scale, seed=seed)
+        gaps[STRANGE] = strange_adapter_gap(engine, oracle, strange, tokens)
     finally:
         oracle.close()
+    loop.sync(adapter, noise)
     return gaps
 
 
-def strange_adapter(adapter: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """The adapter with B drawn anew, N(0, scale^2)."""
+def strange_adapter_gap(
+    engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
+) -> float:
+    """Mean |engine - oracle| in nats, of one token sampled after each of some beginnings of the tokens.
+
+    Both are left with the adapter loaded.
+    """
+    prompts = [tokens[: len(tokens) - shorter] for shorter in range(NUM_PROMPTS)]
+    engine.generate(prompts, ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
+    engine.load_adapter(adapter)
+    oracle.load_adapter(adapter)
+    completions = [completion for [completion] in engine.generate(prompts, ONE_TOKEN, SEED)]
+    scores = oracle.score(
+        [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
+    )
+    return _mean_gap([completion.logprobs for completion in completions], [row[-1:] for row in scores])
+
+
+def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:
+    """The same random tokens in every run."""
     generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def strange_adapter(adapter: Mapping[str, Tensor], *, scale: float, seed: int) -> dict[str, Tensor]:
+    """The adapter with B drawn anew, N(0, scale^2)."""
+    device = next(iter(adapter.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
     return {
-        name: (scale * torch.randn(tensor.shape, generator=generator)).to(tensor) if ".lora_B" in name else tensor
+        name: scale * torch.randn(tensor.shape, generator=generator, device=device) if ".lora_B" in name else tensor
         for name, tensor in adapter.items()
     }
-
-
-def _sampled_gap(engine: RolloutEngine, oracle: RolloutEngine, prompt: list[int]) -> float:
-    [completions] = engine.generate([prompt], CONTINUATION, SEED)
-    scores = oracle.score([[*prompt, *completion.tokens] for completion in completions])
-    return _mean_gap(
-        [completion.logprobs for completion in completions],
-        [row[len(prompt) - 1 :] for row in scores],
-    )
 
 
 def _mean_gap(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:

@@ -1,0 +1,146 @@
+"""Engines that do not hold the policy that they are given, or do not compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.types import Completion
+
+
+class Instead:
+    """An object of which some methods are other functions."""
+
+    def __init__(self, real: Any, **others: Callable[..., Any]) -> None:
+        self._real = real
+        self._others = others
+
+    def __getattr__(self, name: str) -> Any:
+        return self._others[name] if name in self._others else getattr(self._real, name)
+
+
+def old_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """Adapters no longer arrive."""
+    kept = {name: tensor.clone() for name, tensor in adapter.items()}
+    return Instead(engine, load_adapter=lambda _: engine.load_adapter(kept))
+
+
+def lost_update(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """The next adapter does not arrive, those after it do."""
+    arrived: list[Any] = []
+
+    def load(given: dict[str, torch.Tensor]) -> None:
+        if arrived:
+            engine.load_adapter(given)
+        arrived.append(given)
+
+    return Instead(engine, load_adapter=load)
+
+
+def no_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """What arrives are zeros."""
+    zeros = {name: torch.zeros_like(tensor) if ".lora_" in name else tensor for name, tensor in adapter.items()}
+    return Instead(engine, load_adapter=lambda _: engine.load_adapter(zeros))
+
+
+def swapped_matrix(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """One matrix is that of another layer."""
+
+    def load(given: dict[str, torch.Tensor]) -> None:
+        wrong = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
+        engine.load_adapter({**given, wrong: given[wrong.replace("layers.1", "layers.0")]})
+
+    return Instead(engine, load_adapter=load)
+
+
+def unused_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """The adapter is there, and samples come from the base."""
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+        return engine.generate(prompts, sampling, seed, adapter=False)
+
+    return Instead(engine, generate=generate)
+
+
+def noise_left(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """Noise of an earlier rollout never comes off."""
+
+    def set_norm_noise(sigma: float, seed: int) -> int:
+        return engine.set_norm_noise(sigma or 0.1, seed) * (sigma > 0)
+
+    return Instead(engine, set_norm_noise=set_norm_noise)
+
+
+def noise_missing(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """Noise is said to be on, and is not."""
+
+    def set_norm_noise(sigma: float, seed: int) -> int:
+        count = engine.set_norm_noise(sigma, seed)
+        engine.set_norm_noise(0.0, 0)
+        return count
+
+    return Instead(engine, set_norm_noise=set_norm_noise)
+
+
+def other_noise(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """Noise of another seed."""
+    return Instead(engine, set_norm_noise=lambda sigma, seed: engine.set_norm_noise(sigma, seed + 1))
+
+
+def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """What was computed for a prompt once is used for it ever after."""
+    if isinstance(engine, VLLMEngine):
+        engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
+        return engine
+    remembered: dict[str, list[list[Completion]]] = {}
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+        key = repr((prompts, sampling, seed))
+        if key not in remembered:
+            remembered[key] = engine.generate(prompts, sampling, seed)
+        return remembered[key]
+
+    return Instead(engine, generate=generate)
+
+
+FAULTS: dict[str, Callable[[RolloutEngine, dict[str, torch.Tensor]], Any]] = {
+    fault.__name__: fault
+    for fault in (
+        lost_update,
+        old_adapter,
+        no_adapter,
+        swapped_matrix,
+        unused_adapter,
+        noise_left,
+        noise_missing,
+        other_noise,
+        stale_prefixes,
+    )
+}
+
+
+class Sabotage(Callback):
+    """Puts the fault into a run's engine when a rollout begins, or the first validation."""
+
+    def __init__(self, fault: str, at: int = 0, in_validation: bool = False) -> None:
+        self.fault = fault
+        self.at = at
+        self.in_validation = in_validation
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.in_validation and pl_module.rollout_index == self.at:
+            self._break(pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.in_validation:
+            self._break(pl_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def _break(self, pl_module: Any) -> None:
+        pl_module.loop.engine = FAULTS[self.fault](pl_module.loop.engine, pl_module.policy.adapter_state())

@@ -1,0 +1,224 @@
+"""A rollout engine that is not the current policy stops the run, whatever is wrong; a healthy one never does."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from callbacks import canary
+from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
+from qerl_pl.loop import RolloutLoop
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.tools.report import read_curves
+from tests.callbacks.faults import FAULTS
+from tests.integration.conftest import ROOT, TOY, VLLM, differences, load_last
+
+NOISES = [NormNoise(), NormNoise(0.05, seed=3)]
+BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed tokens are longer than this
+
+
+def make_policy(base: Path, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
+    """As it is in the middle of a run: B is not 0."""
+    lora = LoraSettings(rank=4, alpha=8, train_norms=train_norms)
+    policy = load_policy(str(base), dtype=dtype, lora=lora, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    state = policy.adapter_state()
+    policy.load_adapter_state(
+        {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    )
+    return policy
+
+
+def synced(policy: Policy, noise: NormNoise) -> RolloutLoop:
+    engine = TransformersEngine()
+    engine.start(policy, max_model_len=64, seed=0)
+    loop = RolloutLoop(engine, [], None)  # pyright: ignore[reportArgumentType]  (nothing is decoded)
+    loop.sync(policy.adapter_state(), noise)
+    return loop
+
+
+def gaps(loop: RolloutLoop, policy: Policy, noise: NormNoise) -> dict[str, float]:
+    return score_gaps(loop, policy, noise, fixed_tokens(policy, 40), seed=5, with_scores=True)
+
+
+class TestChecks:
+    @pytest.mark.parametrize("noise", NOISES, ids=["clean", "noisy"])
+    @pytest.mark.parametrize("train_norms", [False, True], ids=["frozen norms", "trained norms"])
+    def test_a_healthy_engine_passes_and_everything_is_as_before(self, bases, train_norms, noise):
+        policy = make_policy(bases["nvfp4"], train_norms=train_norms)
+        loop = synced(policy, noise)
+        held = loop.engine.fingerprint()
+        before = {
+            name: tensor.clone() for name, tensor in policy.state_dict().items() if "lora" in name or "norm" in name
+        }
+        stream = torch.get_rng_state()
+        assert dtype_held(held, policy, noise) is torch.float32
+        assert max(gaps(loop, policy, noise).values()) < canary.TOLERANCE[torch.float32]
+        assert loop.engine.fingerprint() == held
+        assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in before.items())
+        assert torch.equal(torch.get_rng_state(), stream)
+        assert policy.training
+
+    @pytest.mark.parametrize("train_norms", [False, True], ids=["frozen norms", "trained norms"])
+    @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+    def test_an_engine_may_compute_in_another_dtype_than_the_trainer(self, bases, dtypes, train_norms):
+        own, engines = dtypes
+        same = [make_policy(bases["nvfp4"], train_norms=train_norms, dtype=dtype) for dtype in dtypes]
+        noise = NOISES[1]
+        held = synced(same[1], noise).engine.fingerprint()
+        assert dtype_held(held, same[0], noise) is engines
+        assert dtype_held(held, same[0], NormNoise()) is None
+        assert dtype_held(expected(same[0], noise, own), same[0], noise) is own
+
+    @pytest.mark.parametrize(
+        ("fault", "noise", "said"),
+        [
+            ("lost_update", NOISES[0], "the adapter of before the last update. 28 of 32 tensors"),
+            ("old_adapter", NOISES[0], "the adapter of before the last update. 28 of 32 tensors"),
+            ("no_adapter", NOISES[1], "no adapter. 28 of 32 tensors"),
+            ("swapped_matrix", NOISES[1], r"another adapter. 1 of 32 tensors.*layers\.1\.self_attn\.o_proj\.lora_A"),
+            ("noise_left", NOISES[0], r"noise was left on its norms.*4 of 32 tensors.*layers\.0\.input_layernorm"),
+            ("noise_missing", NOISES[1], "noise of sigma 0.05 is missing. 4 of 32"),
+            ("other_noise", NOISES[1], "other noise .*sigma 0.05.* 4 of 32"),
+        ],
+    )
+    def test_checksums_tell_what_is_wrong(self, bases, fault, noise, said):
+        policy = make_policy(bases["nvfp4"])
+        loop = synced(policy, noise)
+        before = loop.engine.fingerprint()
+        loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
+        policy.load_adapter_state({name: tensor + 1e-6 for name, tensor in policy.adapter_state().items()})
+        loop.sync(policy.adapter_state(), noise)
+        held = loop.engine.fingerprint()
+        assert dtype_held(held, policy, noise) is None
+        assert re.search(said, describe_fault(held, policy, noise, before=before))
+
+    def test_an_old_adapter_with_trained_norms_is_not_taken_for_noise(self, bases):
+        policy = make_policy(bases["nvfp4"], train_norms=True)
+        loop = synced(policy, NOISES[0])
+        before = loop.engine.fingerprint()
+        policy.load_adapter_state({name: tensor + 1e-6 for name, tensor in policy.adapter_state().items()})
+        message = describe_fault(loop.engine.fingerprint(), policy, NOISES[0], before=before)
+        assert message.startswith("it has the adapter of before the last update. 32 of 32")
+
+    @pytest.mark.parametrize("fault", ["unused_adapter", "stale_prefixes"])
+    def test_an_engine_that_computes_with_another_policy_is_seen_although_b_is_0(self, bases, fault):
+        policy = load_policy(str(bases["nvfp4"]), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
+        loop = synced(policy, NormNoise())
+        loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
+        assert dtype_held(loop.engine.fingerprint(), policy, NormNoise()) is torch.float32
+        found = gaps(loop, policy, NormNoise())
+        assert found.pop(canary.STRANGE) > 0.05
+        assert max(found.values()) < canary.TOLERANCE[torch.float32]
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"score_every": 0}, "score_every is 0"),
+            ({"num_tokens": 8}, "num_tokens is 8"),
+            ({"tolerance": 0.0}, "tolerance is 0"),
+            ({"tolerance": math.nan}, "tolerance is nan"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_settings_that_mean_nothing_are_refused(self, settings, said):
+        with pytest.raises(ValueError, match=said):
+            SyncCanary(**settings)
+
+
+IN_A_RUN = [
+    # Fault, rollout at whose start it is put in, rollout that it stops. Rollouts 0 and 1 are without noise.
+    ("lost_update", 2, 2, "the adapter of before the last update"),
+    ("old_adapter", 2, 2, "another adapter was loaded"),
+    ("no_adapter", 2, 2, "no adapter"),
+    ("swapped_matrix", 1, 1, "another adapter"),
+    ("unused_adapter", 1, 1, "another adapter was loaded"),
+    ("noise_left", 0, 0, "noise was left"),
+    ("noise_missing", 2, 2, "noise of sigma 0.1 is missing"),
+    ("other_noise", 2, 2, "other noise"),
+    ("stale_prefixes", 1, 1, "cached prefixes are those of an older policy"),
+]
+
+
+def assert_stops(run, run_dir: Path, engine: tuple[str, ...], fault: str, at: int, stopped: int, said: str) -> None:
+    sabotage = (
+        "--trainer.callbacks+=tests.callbacks.faults.Sabotage",
+        f"--trainer.callbacks.fault={fault}",
+        f"--trainer.callbacks.at={at}",
+    )
+    with pytest.raises(RuntimeError, match=f"the rollout engine does not .* the current policy.*{said}"):
+        run("fit", run_dir, "--trainer.max_steps", "5", *engine, *sabotage)
+    if stopped:
+        assert load_last(run_dir)["global_step"] == stopped, "nothing was learned from the rollout that it stopped"
+    else:
+        assert not (run_dir / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "at", "stopped", "said"), IN_A_RUN, ids=[row[0] for row in IN_A_RUN])
+def test_a_fault_stops_the_run_before_anything_is_learned_from_it(run, tmp_path, fault, at, stopped, said):
+    assert_stops(run, tmp_path, (), fault, at, stopped, said)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(("fault", "at", "stopped", "said"), IN_A_RUN, ids=[row[0] for row in IN_A_RUN])
+def test_a_fault_of_vllm_stops_the_run_too(run, tmp_path, fault, at, stopped, said):
+    assert_stops(run, tmp_path, (*VLLM, *BLOCK), fault, at, stopped, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subcommand", "fault", "said"),
+    [
+        ("fit", "noise_left", "noise was left"),
+        ("validate", "stale_prefixes", "cached prefixes"),
+        ("test", "no_adapter", "no adapter"),
+        ("predict", "unused_adapter", "another adapter was loaded"),
+    ],
+)
+def test_a_fault_stops_an_evaluation(run, tmp_path, subcommand, fault, said):
+    sabotage = (
+        "--trainer.callbacks+=tests.callbacks.faults.Sabotage",
+        f"--trainer.callbacks.fault={fault}",
+        "--trainer.callbacks.in_validation=true",
+    )
+    with pytest.raises(RuntimeError, match=said):
+        run(subcommand, tmp_path, *sabotage)
+
+
+def assert_healthy(run, run_dir: Path, *engine: str) -> None:
+    run("fit", run_dir, "--trainer.max_steps", "11", *engine)
+    curves = read_curves(run_dir)
+    assert set(curves["canary/tensors_checked"].values) == {28 + 4}
+    assert curves["canary/score_gap"].steps == list(range(11))
+    assert 0 < max(curves["canary/score_gap"].values) < canary.TOLERANCE[torch.float32]
+    assert max(curves["aqn/sigma"].values) > 0
+
+
+@pytest.mark.slow
+def test_a_healthy_run_passes_and_is_what_it_is_without_the_canary(run, tmp_path):
+    assert_healthy(run, tmp_path / "with")
+    files = [yaml.safe_load((ROOT / name).read_text())["trainer"] for name in ("configs/base.yaml", TOY)]
+    callbacks = [*files[0]["callbacks"], *files[1]["callbacks+"]]
+    without = [callback for callback in callbacks if callback["class_path"] != "callbacks.canary.SyncCanary"]
+    assert len(without) == len(callbacks) - 1
+    (tmp_path / "without.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": without}}))
+    run("fit", tmp_path / "without", "--trainer.max_steps", "11", "-c", str(tmp_path / "without.yaml"))
+    states = [load_last(tmp_path / name) for name in ("with", "without")]
+    for part in ("global_step", "state_dict", "optimizer_states"):
+        assert differences(states[0][part], states[1][part]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_healthy_run_with_vllm_passes(run, tmp_path):
+    assert_healthy(run, tmp_path, *VLLM, *BLOCK)
