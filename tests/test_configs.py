@@ -12,6 +12,7 @@ from configs.make_recipes import ARMS, MODELS, TASKS, path_of, recipes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
+BENCHMARKS = sorted((CONFIGS / "eval").glob("*.yaml"))
 GRID = sorted(path for task in TASKS for path in (CONFIGS / task.name).glob("*.yaml"))
 
 
@@ -82,7 +83,16 @@ def test_arms_differ_in_what_they_compare_alone(task, model, capsys):
     }
 
 
-def test_one_prompt_for_training_and_every_benchmark():
+@pytest.mark.slow
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, capsys):
+    recipe = str(CONFIGS / path_of(TASKS[-1], MODELS[0], ARMS[0]))
+    changed = difference(resolved(capsys, "-c", recipe), resolved(capsys, "-c", recipe, "-c", str(benchmark)))
+    assert "model.val_sampling" in changed
+    assert all(key.startswith(("data.source", "data.val_batch_size", "model.val_sampling")) for key in changed), changed
+
+
+def test_all_training_data_have_one_prompt():
     prompts = {
         yaml.safe_load(path.read_text())["system_prompt"] for path in (CONFIGS / "shared").glob("*math_*-*.yaml")
     }
