@@ -259,10 +259,7 @@ def test_a_packed_weight_without_its_scale_is_named(make_checkpoint: Callable[..
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantises activations too"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"'modelopt' as 'FP8'"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"},
-            "key/value cache",
-        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"}, "key/value cache"),
     ],
 )
 def test_a_quantisation_that_we_do_not_read_is_named(
