@@ -33,7 +33,7 @@ STRANGE = "samples after another adapter was loaded (it is not used, or cached p
 class SyncCanary(Callback):
     """Stops the run when the rollout engine does not hold the current policy.
 
-    After every training rollout, before anything is learned from it, and after every batch of an evaluation:
+    After every training rollout, before anything is learned from it, and before every batch of an evaluation:
 
     1. Checksums. Adapter slots and norms are read back from the engine and compared with the trainer's adapter and with
        its norms under the noise that is due. This is exact, in any dtype and however small the last update was.
@@ -74,19 +74,13 @@ class SyncCanary(Callback):
         self._is_first = True
         pl_module.loop.observers.append(partial(self._check_rollout, pl_module))
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: QeRLModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         seed = derive_seed(SEED, "canary/evaluation", batch_idx)
         self._check(pl_module, NormNoise(), seed=seed, with_scores=batch_idx == 0)
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType]
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # pyright: ignore[reportAssignmentType]
 
     def _check_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         index = pl_module.rollout_index
