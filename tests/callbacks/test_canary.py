@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
@@ -18,8 +17,9 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.report import read_curves
+from tests.callbacks.conftest import without_callback
 from tests.callbacks.faults import FAULTS
-from tests.integration.conftest import ROOT, TOY, VLLM, differences, load_last
+from tests.integration.conftest import VLLM, differences, load_last
 
 NOISES = [NormNoise(), NormNoise(0.05, seed=3)]
 BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed tokens are longer than this
@@ -207,12 +207,8 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
 @pytest.mark.slow
 def test_a_healthy_run_passes_and_is_what_it_is_without_the_canary(run, tmp_path):
     assert_healthy(run, tmp_path / "with")
-    files = [yaml.safe_load((ROOT / name).read_text())["trainer"] for name in ("configs/base.yaml", TOY)]
-    callbacks = [*files[0]["callbacks"], *files[1]["callbacks+"]]
-    without = [callback for callback in callbacks if callback["class_path"] != "callbacks.canary.SyncCanary"]
-    assert len(without) == len(callbacks) - 1
-    (tmp_path / "without.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": without}}))
-    run("fit", tmp_path / "without", "--trainer.max_steps", "11", "-c", str(tmp_path / "without.yaml"))
+    without = without_callback("callbacks.canary.SyncCanary", tmp_path)
+    run("fit", tmp_path / "without", "--trainer.max_steps", "11", "-c", without)
     states = [load_last(tmp_path / name) for name in ("with", "without")]
     for part in ("global_step", "state_dict", "optimizer_states"):
         assert differences(states[0][part], states[1][part]) == []

@@ -1,0 +1,124 @@
+"""Where the difference between trainer and sampler comes from."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from qerl_pl.correction import mismatch
+from qerl_pl.loop import Rollout
+from qerl_pl.module import QeRLModule
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.rollout.isolation import preserved_rng
+
+
+class MismatchLedger(Callback):
+    """Splits log(trainer / sampler) at sampled tokens into its causes, on some rows of every rollout.
+
+    ============ ============================================= =========================================================
+    kernel       trainer - engine with clean norms             kernels, precision, another form of the weights
+    noise        engine with clean norms - engine as it was    adaptive quantization noise; exactly 0 without it
+    decode       engine as it was - what it reported           the engine's own: token by token or all at once
+    staleness    trainer after its updates - before            what the rollout is behind by at the end of the step
+    ============ ============================================= =========================================================
+
+    All are log-probabilities of the same tokens, in nats at temperature 1, whatever rollouts are sampled at (engines
+    score at 1). What an engine reports is at the sampling temperature, so "decode" is left out where that is not 1;
+    where it is, the first three add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,
+    max,outside_share}``, see ``qerl_pl.correction.Mismatch``. With several ranks it is the first one's rows.
+
+    The engine scores the rows before the update and gets its noise back.
+
+    Args:
+        num_rows: rows a rollout, spread evenly over it.
+
+    Raises:
+        ValueError: ``num_rows`` is less than 1.
+    """
+
+    def __init__(self, num_rows: int = 8) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}; expected at least 1 (leave the callback out to measure nothing)")
+        self.num_rows = num_rows
+        self._tokens = self._sampled = self._before = torch.empty(0, 0)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        pl_module.loop.observers.append(partial(self._measure, pl_module))
+
+    def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> None:
+        experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
+        rows = spread(len(experience.tokens), self.num_rows)
+        self._tokens, self._sampled = (
+            tensor[rows].to(pl_module.device) for tensor in (experience.tokens, experience.sampled)
+        )
+        self._before = self._trainer(pl_module)
+        lengths = experience.lengths[rows]
+        noisy = clean = engine_logprobs(engine, self._tokens, lengths)
+        if noise.sigma > 0:
+            engine.set_norm_noise(0.0, 0)
+            clean = engine_logprobs(engine, self._tokens, lengths)
+            engine.set_norm_noise(noise.sigma, noise.seed)
+        self._log(pl_module, "kernel", self._before - clean)
+        self._log(pl_module, "noise", clean - noisy)
+        if pl_module.sampling.temperature == 1:
+            self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
+
+    def _trainer(self, pl_module: QeRLModule) -> Tensor:
+        limit = pl_module.micro_batch_tokens
+        return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
+
+    def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
+        statistics = mismatch(log_ratio, self._sampled)._asdict()
+        del statistics["count"]
+        pl_module.log_dict({f"ledger/{cause}/{name}": value for name, value in statistics.items()})
+
+
+def spread(num_rows: int, num_chosen: int) -> Tensor:
+    """Indices of at most so many rows, at even distances from the first on."""
+    num_chosen = min(num_chosen, num_rows)
+    return torch.arange(num_chosen) * num_rows // num_chosen
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
+    """[B, S] fp32 nats at temperature 1 of the sampled tokens, 0 elsewhere; the policy as it is, in its mode.
+
+    Args:
+        policy: the trainer's.
+        tokens: [B, S] int64, right-padded.
+        sampled: [B, S] bool, never True in column 0.
+        micro_batch_tokens: most tokens in one forward pass.
+    """
+    found = torch.zeros(tokens.shape, device=tokens.device)
+    lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
+    with preserved_rng():  # dropout draws, where there is any
+        for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
+            rows = rows.to(tokens.device)
+            found[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
+    return found
+
+
+def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[B, S] fp32 nats at temperature 1 of every token but the first of a row, 0 there and in padding.
+
+    Args:
+        engine: with whatever adapter and noise it holds.
+        tokens: [B, S] int64, right-padded.
+        lengths: [B] int64, tokens of each row that are not padding.
+    """
+    found = torch.zeros(tokens.shape)
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):
+        found[row, 1 : 1 + len(scores)] = torch.tensor(scores)
+    return found.to(tokens.device)

@@ -1,0 +1,120 @@
+"""The parts of the difference between trainer and sampler are what they are named after, and they add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from callbacks.ledger import MismatchLedger, engine_logprobs, spread, trainer_logprobs
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.tools.report import Curve, read_curves
+from tests.callbacks.conftest import without_callback
+from tests.integration.conftest import VLLM, differences, load_last
+
+CAUSES = ("kernel", "noise", "decode", "staleness")
+STATISTICS = ("k1", "k3", "mean_abs", "p99", "max", "outside_share")
+
+
+@pytest.fixture
+def policy(bases) -> Policy:
+    return load_policy(str(bases["nvfp4"]), dtype=torch.float32, lora=LoraSettings(rank=4, dropout=0.5), seed=0)
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, sampled and lengths of rows of different lengths, with prompts of 3 tokens."""
+    lengths = torch.tensor([9, 5, 12, 4])
+    tokens = torch.randint(0, 250, (4, 14), generator=torch.Generator().manual_seed(0))
+    column = torch.arange(14)
+    return tokens, (column >= 3) & (column < lengths.unsqueeze(1)), lengths
+
+
+def test_both_sides_see_the_same_tokens(policy):
+    tokens, sampled, lengths = rows()
+    engine = TransformersEngine()
+    engine.start(policy, max_model_len=16, seed=0)
+    policy.eval()
+    own = trainer_logprobs(policy, tokens, sampled, micro_batch_tokens=14)
+    scored = engine_logprobs(engine, tokens, lengths)
+    torch.testing.assert_close(own, torch.where(sampled, scored, 0.0), rtol=0, atol=1e-5)
+    assert (own[sampled] < 0).all()
+    assert (scored[:, 0] == 0).all()
+
+
+def test_dropout_of_the_trainer_draws_nothing_from_the_global_stream(policy):
+    tokens, sampled, _ = rows()
+    policy.load_adapter_state({name: tensor + 0.1 for name, tensor in policy.adapter_state().items()})
+    before = torch.get_rng_state()
+    trainer_logprobs(policy, tokens, sampled, micro_batch_tokens=100)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_chosen", "expected"), [(16, 4, [0, 4, 8, 12]), (10, 3, [0, 3, 6]), (2, 8, [0, 1]), (5, 1, [0])]
+)
+def test_rows_are_spread_evenly(num_rows, num_chosen, expected):
+    assert spread(num_rows, num_chosen).tolist() == expected
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(ValueError, match="num_rows is 0"):
+        MismatchLedger(num_rows=0)
+
+
+EVERY_ROW = ("--data.batch_size", "2")  # 8 rows: those that the ledger looks at are all there are
+
+
+def ledger(curves: dict[str, Curve], cause: str, statistic: str) -> list[float]:
+    return curves[f"ledger/{cause}/{statistic}"].values
+
+
+def assert_balanced(curves: dict[str, Curve], *, num_steps: int) -> None:
+    for cause in CAUSES:
+        for statistic in STATISTICS:
+            assert curves[f"ledger/{cause}/{statistic}"].steps == list(range(num_steps)), (cause, statistic)
+    total = [sum(ledger(curves, cause, "k1")[step] for cause in CAUSES[:3]) for step in range(num_steps)]
+    assert total == pytest.approx(curves["gap/k1"].values, abs=1e-6)
+    sigma = curves["aqn/sigma"].values
+    for step in range(num_steps):
+        assert ledger(curves, "kernel", "mean_abs")[step] < 1e-5
+        assert ledger(curves, "decode", "mean_abs")[step] < 1e-5
+        noise, gap = ledger(curves, "noise", "mean_abs")[step], curves["gap/mean_abs"].values[step]
+        if sigma[step] == 0:
+            assert noise == 0
+            assert gap < 1e-5
+        else:
+            assert noise > 1e-4
+            assert gap == pytest.approx(noise, abs=2e-5), "noise accounts for the rest"
+    assert {0.0} < set(sigma)
+    assert ledger(curves, "staleness", "mean_abs")[0] == 0, "the first step of the warm-up has learning rate 0"
+    assert min(ledger(curves, "staleness", "mean_abs")[1:]) > 1e-4
+
+
+@pytest.mark.slow
+def test_the_ledger_balances_and_changes_nothing(run, tmp_path):
+    run("fit", tmp_path / "with", *EVERY_ROW)
+    assert_balanced(read_curves(tmp_path / "with"), num_steps=8)
+    run("fit", tmp_path / "without", *EVERY_ROW, "-c", without_callback("callbacks.ledger.MismatchLedger", tmp_path))
+    assert not any(tag.startswith("ledger/") for tag in read_curves(tmp_path / "without"))
+    states = [load_last(tmp_path / name) for name in ("with", "without")]
+    for part in ("global_step", "state_dict", "optimizer_states"):
+        assert differences(states[0][part], states[1][part]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_ledger_balances_with_vllm(run, tmp_path):
+    run("fit", tmp_path, *EVERY_ROW, *VLLM)
+    assert_balanced(read_curves(tmp_path), num_steps=8)
+
+
+@pytest.mark.slow
+def test_at_another_temperature_noise_and_kernels_are_still_told_apart(run, tmp_path):
+    run("fit", tmp_path, *EVERY_ROW, "--model.sampling.temperature", "0.7")
+    curves = read_curves(tmp_path)
+    assert "ledger/decode/mean_abs" not in curves
+    assert max(ledger(curves, "kernel", "max")) < 1e-4
+    noisy = [sigma > 0 for sigma in curves["aqn/sigma"].values]
+    assert [noise > 0 for noise in ledger(curves, "noise", "mean_abs")] == noisy
