@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules.loader import EvaluationLoader, TrainLoader
@@ -27,6 +27,7 @@ def answers(batches) -> list[list[str]]:
     return [[prompt.answer for prompt in batch] for batch in batches]
 
 
+@settings(deadline=None)
 @given(num=st.integers(1, 40), batch_size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_an_epoch_serves_no_prompt_twice_and_leaves_out_less_than_a_batch(num, batch_size, seed):
     if batch_size > num:
@@ -129,6 +130,7 @@ def test_a_batch_that_cannot_be_served_is_refused(num, batch_size, num_ranks, me
         TrainLoader(prompts(num), batch_size, seed=0, num_ranks=num_ranks)
 
 
+@settings(deadline=None)
 @given(num=st.integers(0, 30), batch_size=st.integers(1, 12), num_ranks=st.integers(1, 4))
 def test_evaluation_serves_every_prompt_once_in_order(num, batch_size, num_ranks):
     loaders = [EvaluationLoader(prompts(num), batch_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
