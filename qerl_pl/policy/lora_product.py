@@ -4,8 +4,8 @@
 
 Letters: T tokens, K in, N out, r rank. The products of the adapter and of the base add up inside the base's matrix
 product, forward and backward, so no [T, N] or [T, K] is read or written for an addition, and gradients of the fp32
-master weights never pass through the compute dtype. Autograd keeps x, x A^T and the masters; W is asked for when it is
-needed.
+master weights never pass through the compute dtype. Autograd keeps x, x A^T, A and B in the compute dtype; W is asked
+for when it is needed. The host's time counts at small T: there is one node, and no operation that could be spared.
 """
 
 from __future__ import annotations
@@ -41,65 +41,48 @@ def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Ten
     Returns:
         [..., N] in the dtype of x.
     """
-    rows = x.reshape(-1, x.shape[-1])  # [T, K]
-    inner, anchor = _Save.apply(rows, a, b, dense, scaling)
-    y = _Product.apply(anchor, rows.detach(), inner, dense, bias, b.detach(), scaling)
-    return y.view(*x.shape[:-1], b.shape[0])
+    y, inner, low_b = _Adapted.apply(x, a, b, dense, scaling)
+    with torch.no_grad():
+        # Into the memory that the node handed out. Checkpointing stops its recomputation at the last tensor that a
+        # block keeps; the node has kept its own by now, so a block's last product, a quarter of its work, is not
+        # made again.
+        rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])  # [T, K], [T, N]
+        if bias is None:
+            torch.addmm(out, inner, low_b.t(), beta=0, alpha=scaling, out=out)
+        else:
+            torch.addmm(bias.to(x.dtype), inner, low_b.t(), alpha=scaling, out=out)
+        out.addmm_(rows, dense(x.dtype).t())
+    return y
 
 
-class _Save(torch.autograd.Function):
-    """Keeps what backward needs, before the product is made.
-
-    Checkpointing stops its recomputation at the last tensor that is kept. With this node ahead of the product, a
-    block's last one, a quarter of its work, is not made again. The product passes its gradient on to ``anchor``.
-    """
+class _Adapted(torch.autograd.Function):
+    """Keeps what backward needs and makes room for y."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float) -> tuple[Tensor, Tensor]:
-        inner = rows @ a.to(rows.dtype).t()  # [T, r]
-        ctx.save_for_backward(rows, inner, a, b)
-        ctx.dense, ctx.scaling = dense, scaling
-        ctx.mark_non_differentiable(inner)
+    def forward(ctx, x: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+        inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, r]
+        ctx.save_for_backward(x, inner, low_a, low_b)
+        ctx.dense, ctx.scaling, ctx.master = dense, scaling, a.dtype
+        ctx.mark_non_differentiable(inner, low_b)
         ctx.set_materialize_grads(False)
-        return inner, rows.new_empty(()).expand(len(rows), len(b))  # [T, N] in name, one element in memory
+        return x.new_empty(*x.shape[:-1], len(b)), inner, low_b
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _: None, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        rows, inner, a, b = ctx.saved_tensors
-        needs_rows, needs_a, needs_b = ctx.needs_input_grad[:3]
-        d_rows = da = db = None
-        d_inner = dy @ _scaled(b, ctx.scaling, dy.dtype)  # [T, r]
-        if needs_rows:
-            d_rows = d_inner @ a.to(dy.dtype)
-            d_rows.addmm_(dy, ctx.dense(dy.dtype))
-        if needs_a:
-            da = _product(d_inner.t(), rows, a.dtype)
-        if needs_b:
-            db = _product(dy.t(), inner, b.dtype).mul_(ctx.scaling)
-        return d_rows, da, db, None, None
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, anchor: Tensor, rows: Tensor, inner: Tensor, dense: Dense, bias: Tensor | None, b: Tensor, scaling: float
-    ) -> Tensor:
-        expand = _scaled(b, scaling, rows.dtype).t()  # [r, N]
-        y = inner @ expand if bias is None else torch.addmm(bias.to(rows.dtype), inner, expand)
-        return y.addmm_(rows, dense(rows.dtype).t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        return dy, None, None, None, None, None, None
-
-
-def _scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))  # one rounding
+    def backward(ctx, dy: Tensor, *_: None) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        x, inner, low_a, low_b = ctx.saved_tensors
+        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [T, K], [T, N]
+        d_inner, db = torch.mm(dy, low_b), _product(dy.t(), inner, ctx.master)  # [T, r], [N, r]
+        if ctx.scaling != 1:
+            d_inner, db = d_inner.mul_(ctx.scaling), db.mul_(ctx.scaling)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(d_inner, low_a).addmm_(dy, ctx.dense(dy.dtype)).view(x.shape)
+        return dx, _product(d_inner.t(), rows, ctx.master), db, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+    return torch.mm(a, b).to(dtype)

@@ -14,7 +14,7 @@ from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(1, 16), (3, 48), (5, 1040), (128, 64), (2, 4096)]  # less than a program, short last ones, whole ones
+SHAPES = [(1, 16), (3, 48), (5, 1040), (2, 4096), (5, 4112)]  # less than a program, one whole one, a short last one
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # The reciprocal of a divisor; products that are denormal; that overflow fp16; that overflow fp32.
 GLOBAL_SCALES = [1 / 2688, 3.3e-38, 97.0, 1e37]

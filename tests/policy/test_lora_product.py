@@ -67,7 +67,7 @@ def test_bf16_products_stay_within_their_rounding_and_masters_get_fp32_gradients
         assert error < 4 * torch.finfo(torch.bfloat16).eps  # W, A or B, the inner product and the result are rounded
 
 
-def test_autograd_keeps_the_input_the_inner_product_and_the_masters():
+def test_autograd_keeps_the_input_and_nothing_large():
     weight = Weight()
     x, a, b, bias = draw(7)
     saved: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_autograd_keeps_the_input_the_inner_product_and_the_masters():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         lora_product(x, weight, bias, a, b, 1.0)
     assert [tuple(tensor.shape) for tensor in saved] == [(7, K), (7, R), (R, K), (N, R)]
-    assert [saved[0].data_ptr(), saved[2].data_ptr(), saved[3].data_ptr()] == [t.data_ptr() for t in (x, a, b)]
+    assert saved[0].data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize("offload", [False, True])

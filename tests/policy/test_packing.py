@@ -36,7 +36,7 @@ def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str 
     policy = make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=4), seed=0, **settings).train()
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
-            parameter.data = torch.randn_like(parameter, dtype=dtype) * 0.1
+            parameter.data = (0.1 * torch.randn(parameter.shape, dtype=torch.float64)).to(device, dtype)
     return policy
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 128  # words of a program, one a thread
+WORDS, WARPS = 1024, 8  # words and warps of a program
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,7 +36,7 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     out, words = _output_and_words(codes, dtype)
     with torch.cuda.device_of(codes):
         grid = (triton.cdiv(words.numel(), WORDS),)
-        _nvfp4_kernel[grid](words, block_scale, global_scale.double(), out, words.numel(), WORDS=WORDS, num_warps=4)
+        _nvfp4_kernel[grid](words, block_scale, global_scale.double(), out, words.numel(), WORDS=WORDS, num_warps=WARPS)
     return out
 
 
@@ -57,7 +57,7 @@ def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.
     with torch.cuda.device_of(codes):
         grid = (triton.cdiv(words.numel(), WORDS),)
         words_a_block = words.numel() // scale.numel()
-        _table_kernel[grid](words, scale, values, out, words.numel(), words_a_block, WORDS=WORDS, num_warps=4)
+        _table_kernel[grid](words, scale, values, out, words.numel(), words_a_block, WORDS=WORDS, num_warps=WARPS)
     return out
 
 
