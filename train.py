@@ -18,6 +18,7 @@ NOT_FOR_US = (
     r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
     r"Checkpoint directory .* exists and is not empty",  # so it should be when a run goes on
+    r"The dirpath has changed from",  # so it should be when a run is evaluated
 )
 
 
@@ -25,13 +26,27 @@ class QeRLCLI(LightningCLI):
     """LightningCLI with one folder a run and each value given once."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--run_dir", default="runs/default", help="logs, checkpoints and completions of this run")
+        text = "folder of the run; evaluations and predictions go to a folder of their own in it"
+        parser.add_argument("--run_dir", default="runs/default", help=text)
         parser.link_arguments("run_dir", "trainer.default_root_dir")
         parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("model.base", "data.tokenizer")
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
+
+    def before_instantiate_classes(self) -> None:
+        """Give an evaluation its own folder in the run's: its curves and completions are not those of the training."""
+        command = str(self.subcommand)
+        config = self.config[command]
+        if command == "fit":
+            return
+        if config.ckpt_path in ("last", "best"):
+            config.ckpt_path = str(Path(config.run_dir, "checkpoints", f"{config.ckpt_path}.ckpt"))
+        source = config.data.source
+        name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
+        folder = str(Path(config.run_dir, command, name.lower()))
+        config.trainer.default_root_dir = config.trainer.logger.init_args.save_dir = folder
 
     def _parse_ckpt_path(self) -> None:
         """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""

@@ -65,7 +65,7 @@ class CompletionLogger(Callback):
     def _finish(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         rows, self._rows = self._rows, []
         path = self._write(trainer, f"{stage}-{pl_module.rollout_index:06d}", rows)
-        self._show(trainer, f"completions/{stage}", rows, pl_module.rollout_index)
+        self._show(trainer, f"completions/{stage}", rows, max(0, pl_module.rollout_index - 1))  # as its scalars
         if stage != "validate" or trainer.state.fn != "fit":
             print(f"{len(rows)} completions written to {path}")
 

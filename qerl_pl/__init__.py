@@ -1,3 +1,8 @@
 """Reinforcement learning of language models on a frozen NVFP4 base with LoRA (QeRL, arXiv 2510.11696)."""
 
+import logging
+
+# At import bitsandbytes warns that a faster CPU kernel could be had from a hub. We use it for 4-bit formats on a GPU.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 __version__ = "0.1.0"

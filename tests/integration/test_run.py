@@ -79,11 +79,11 @@ def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
 @pytest.mark.slow
 def test_prediction_writes_every_completion_of_the_trained_policy(run, finished, tmp_path):
     run("predict", tmp_path, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
-    rows = records(next((tmp_path / "completions").glob("predict-*.jsonl")))
+    rows = records(next((tmp_path / "predict" / "arithmetic" / "completions").glob("predict-*.jsonl")))
     assert len(rows) == 6
     assert {"prompt", "completion", "answer", "reward", "finished"} <= rows[0].keys()
     run("predict", tmp_path / "base")
-    base = records(next((tmp_path / "base" / "completions").glob("predict-*.jsonl")))
+    base = records(next((tmp_path / "base" / "predict" / "arithmetic" / "completions").glob("predict-*.jsonl")))
     assert [row["completion"] for row in rows] != [row["completion"] for row in base], "the adapter was not applied"
 
 
@@ -97,8 +97,10 @@ def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(r
     small = ("--model.micro_batch_tokens", "4096", "--trainer.val_check_interval", "100", *VLLM)
     run("fit", tmp_path, *source, *small, "--trainer.max_steps", "4", "--data.val_limit", "8", "--data.batch_size", "2")
     assert load_last(tmp_path)["global_step"] == 4
-    run("validate", tmp_path / "val", *source, *small, "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"))
-    rows = records(next((tmp_path / "val" / "completions").glob("validate-*.jsonl")))
+    events = read_curves(tmp_path)
+    run("validate", tmp_path, *source, *small, "--ckpt_path", "last")
+    assert read_curves(tmp_path) == events, "an evaluation wrote into the curves of the training"
+    rows = records(next((tmp_path / "validate" / "gsm8k" / "completions").glob("validate-*.jsonl")))
     assert len(rows) == 1319
     assert all(row["reward"] is not None for row in rows)
 
@@ -184,9 +186,9 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     checkpoint = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
     run("test", tmp_path, *more, *checkpoint)
     assert "pass@3" in capsys.readouterr().out
-    whole = json.loads((tmp_path / "evaluation" / "test.json").read_text())
+    whole = json.loads((tmp_path / "test" / "arithmetic" / "evaluation" / "test.json").read_text())
     assert (whole["num_problems"], whole["num_completions"]) == (6, 3)
-    batches = sorted((tmp_path / "evaluation").glob("*/*.jsonl"))
+    batches = sorted((tmp_path / "test" / "arithmetic" / "evaluation").glob("*/*.jsonl"))
     assert len(batches) == 3
     kept = {path: path.stat().st_mtime_ns for path in batches[:2]}
     text = batches[2].read_text()
@@ -194,6 +196,6 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     run("test", tmp_path, *more, *checkpoint)
     assert {path: path.stat().st_mtime_ns for path in batches[:2]} == kept, "a finished batch was sampled again"
     assert batches[2].read_text() == text, "the missing batch came out differently"
-    assert json.loads((tmp_path / "evaluation" / "test.json").read_text()) == whole
+    assert json.loads((tmp_path / "test" / "arithmetic" / "evaluation" / "test.json").read_text()) == whole
     run("test", tmp_path, *more)  # the base: another policy, so nothing of the above is its
-    assert len(list((tmp_path / "evaluation").glob("*/*.jsonl"))) == 6
+    assert len(list((tmp_path / "test" / "arithmetic" / "evaluation").glob("*/*.jsonl"))) == 6
