@@ -206,7 +206,7 @@ def strange_adapter_gap(
     Both are left with the adapter loaded.
     """
     prompts = [tokens[: len(tokens) - shorter] for shorter in range(NUM_PROMPTS)]
-    engine.generate(prompts, ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
+    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
     engine.load_adapter(adapter)
     oracle.load_adapter(adapter)
     completions = [completion for [completion] in engine.generate(prompts, ONE_TOKEN, SEED)]

@@ -93,17 +93,17 @@ def other_noise(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
 
 
 def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
-    """What was computed for a prompt once is used for it ever after."""
+    """What was computed for the beginning of a prompt once is used for it ever after."""
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
         return engine
-    remembered: dict[str, list[list[Completion]]] = {}
+    remembered: dict[str, list[Completion]] = {}
 
     def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
-        key = repr((prompts, sampling, seed))
-        if key not in remembered:
-            remembered[key] = engine.generate(prompts, sampling, seed)
-        return remembered[key]
+        keys = [repr((prompt[:16], sampling, seed)) for prompt in prompts]
+        for key, group in zip(keys, engine.generate(prompts, sampling, seed), strict=True):
+            remembered.setdefault(key, group)
+        return [remembered[key] for key in keys]
 
     return Instead(engine, generate=generate)
 
