@@ -1,8 +1,8 @@
 """Dequantising the linears of one 7B block, ours and others': python -m tests.bench.bench_dequantize
 
-``bytes`` are read and written, each once: codes, scales, and the bf16 result. ``copy`` is the ceiling: as many bytes,
-half of them read and half written, by a device-to-device copy. Weights rotate, so none is in the cache when its turn
-comes again.
+``bytes`` are read and written, each once: codes, scales, and the bf16 result. ``gb_per_s`` is over the time of the
+kernels, ``device_s``; the median has the host's launches in it too. Ceilings: ``copy`` moves as many bytes, half of
+them read and half written; ``fill`` writes as many. Weights rotate, so none is in the cache when its turn comes again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight, quantize
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
-from tests.bench.harness import check, emit, linear_shapes, random_weight, relative_error, timed
+from tests.bench.harness import check, device_seconds, emit, linear_shapes, random_weight, relative_error, timed
 from tests.bench.rivals import compressed_tensors_dequantize, nf4_dequantize, nf4_quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,19 +76,23 @@ def main(argv: list[str] | None = None) -> None:
     source = torch.empty(total // 2, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     runs = contenders(list(block.values())) | {"copy": partial(target.copy_, source)}
+    runs["fill"] = partial(torch.empty(total, dtype=torch.uint8, device=DEVICE).fill_, 1)
     inner = 10 if DEVICE == "cuda" else 1
     seconds = timed(runs, repeats=args.repeats, inner=inner)
     middle = {name: found[len(found) // 2] for name, found in seconds.items()}
     for name, found in seconds.items():
         shape = {"model": args.size, "linears": len(block)}
-        speed = {"bytes": total, "gb_per_s": total / middle[name] / 1e9, "ratio": middle[name] / middle["nvfp4"]}
+        device = device_seconds(runs[name]) or middle[name]
+        speed = {"bytes": total, "gb_per_s": total / device / 1e9, "ratio": middle[name] / middle["nvfp4"]}
+        speed["device_s"] = device
         emit(f"dequantize/{name}", shape, "bfloat16", found, **speed)
     for name in ("k_proj", "q_proj", "gate_proj", "down_proj"):
         rows, cols = linear_shapes(args.size)[name]
         copies = cycle([random_weight(rows, cols, DEVICE) for _ in range(max(2, 2**28 // (rows * cols)))])
         runs = {name: lambda weights=copies: NVFP4.dequantize(next(weights), torch.bfloat16)}
         found = timed(runs, repeats=args.repeats, inner=4 * inner)[name]
-        speed = {"bytes": num_bytes(block[name]), "gb_per_s": num_bytes(block[name]) / found[len(found) // 2] / 1e9}
+        device = device_seconds(runs[name], times=40) or found[len(found) // 2]
+        speed = {"bytes": num_bytes(block[name]), "gb_per_s": num_bytes(block[name]) / device / 1e9, "device_s": device}
         emit("dequantize/one", {"out": rows, "in": cols}, "bfloat16", found, **speed)
 
 

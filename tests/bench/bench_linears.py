@@ -2,6 +2,7 @@
 
 Linears that read one activation in the model read one here. ``ratio`` is the median over that of ``bf16``, the same
 LoRA on a dense base. ``*+lora`` bases carry PEFT's formula with the adapter in bf16, as a graph of separate nodes.
+``device_s`` is the time of the kernels alone: where the median is far above it, the host could not keep up.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.bench.harness import (
     RANK,
     check,
     dense_linear,
+    device_seconds,
     emit,
     linear_shapes,
     random_weight,
@@ -115,7 +117,8 @@ def main(argv: list[str] | None = None) -> None:
         middle = {name: found[len(found) // 2] for name, found in seconds.items()}
         for name, found in seconds.items():
             shape = {"model": args.size, "tokens": tokens, "rank": RANK}
-            emit(f"linears/{name}", shape, "bfloat16", found, ratio=middle[name] / middle["bf16"])
+            ratio = middle[name] / middle["bf16"]
+            emit(f"linears/{name}", shape, "bfloat16", found, ratio=ratio, device_s=device_seconds(runs[name]))
 
 
 if __name__ == "__main__":

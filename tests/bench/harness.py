@@ -157,6 +157,17 @@ def timed(
     return {name: sorted(seconds) for name, seconds in found.items()}
 
 
+def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None:
+    """Seconds that the kernels of one run take on the device, launch gaps left out; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / times * 1e-6
+
+
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Of norms, in fp64."""
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()

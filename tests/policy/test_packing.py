@@ -32,7 +32,7 @@ def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str 
     """A random policy whose adapter does something."""
     torch.manual_seed(0)
     config: PretrainedConfig = CONFIGS[family](**SIZES, **({"head_dim": 16} if family == "qwen3" else {}))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).to(device, dtype).requires_grad_(False)
     policy = make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=4), seed=0, **settings).train()
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
