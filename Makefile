@@ -8,6 +8,9 @@ STAMP := .venv/.made-from-pyproject
 SEED ?= 0
 TINY := models/tiny-$(SEED)
 RUN := runs/quickstart-$(SEED)
+# Files of tests run side by side, each process with one thread: the sums are then the same on every machine.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 help: ## what can be made
@@ -40,20 +43,20 @@ $(TINY)-nvfp4/config.json: $(TINY)/config.json
 	$(BIN)/python -m qerl_pl quantize --model $(TINY) --output $(TINY)-nvfp4 --format nvfp4
 
 test: $(STAMP) ## the whole test suite; needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu"
 
 check: $(STAMP) ## format, lint, types and the fast tests, under 90 seconds
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu" -q
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not vllm and not gpu" -q
 
 format: $(STAMP) ## format the code and sort imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 
 bench: $(STAMP) ## measure; one JSON line a result
 	$(BIN)/python -m tests.bench
