@@ -101,11 +101,12 @@ def test_the_table_kernel_equals_the_definition_of_every_format(kernels, shape, 
     assert same_bits(found, once_rounded(expected, dtype))
 
 
-def test_rows_of_a_larger_matrix_are_taken_where_they_are(kernels):
-    weight = draw(7, 80)
-    part = PackedWeight(weight.codes[3:6], weight.block_scale[3:6], weight.global_scale)
-    found = kernels.dequantize_nvfp4(part.codes, part.block_scale, part.global_scale, torch.float32)
-    assert same_bits(found, nvfp4.dequantize_reference(weight)[3:6])
+@pytest.mark.parametrize(("rows", "cols", "part"), [(7, 80, slice(3, 6)), (2049, 16, slice(1, 2049))], ids=str)
+def test_rows_of_a_larger_matrix_are_taken_where_they_are(kernels, rows, cols, part):
+    weight = draw(rows, cols)
+    codes, block_scale = weight.codes[part], weight.block_scale[part]  # not aligned to 16 bytes
+    found = kernels.dequantize_nvfp4(codes, block_scale, weight.global_scale, torch.float32)
+    assert same_bits(found, nvfp4.dequantize_reference(weight)[part])
 
 
 @pytest.mark.gpu
