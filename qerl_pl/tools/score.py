@@ -32,8 +32,8 @@ NAMED = {
 }
 _EPILOG = """\
 gsm8k and math read what people would: a tagged answer, else the last box, else the #### line, else what the text
-states as its answer, else its last number or formula. As a reward in training, unmarked answers count 0 unless asked for;
-for that here: --reward math --reward.fallback none, and --reward.marker answer for the tag alone.
+states as its answer, else its last number or formula. As a reward in training, unmarked answers count 0 unless asked
+for; for that here: --reward math --reward.fallback none, and --reward.marker answer for the tag alone.
 """
 
 Row = dict[str, object]
