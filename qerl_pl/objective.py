@@ -44,8 +44,8 @@ class Objective:
         correction: importance weights between trainer and sampler: "none" keeps the difference (noise included),
             "truncate" bounds the weight from above, "mask" drops what is outside the bounds.
         correct_noise: True: the weights make up for the whole difference, kernels and noise together. False: noise is
-            kept on purpose, so only rollouts without noise are corrected. The two cannot be told apart token by token
-            without scoring every rollout a second time, and noise is the larger by far (see docs/correctness.md).
+            kept on purpose, so only rollouts without noise are corrected: the two cannot be told apart token by token
+            without scoring every rollout a second time with clean norms (docs/correctness.md has their sizes).
         correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token.
         correction_low: lower bound of a weight.
         correction_high: upper bound of a weight.
