@@ -113,12 +113,15 @@ def main(argv: list[str] | None = None) -> None:
         }
         gradients = {name: torch.randn(tokens, rows, device=DEVICE).bfloat16() for name, (rows, _) in shapes.items()}
         runs = {name: partial(block_pass, layers, activations, gradients) for name, layers in blocks.items()}
-        seconds = timed(runs, repeats=args.repeats, inner=5 if DEVICE == "cuda" else 1)
-        middle = {name: found[len(found) // 2] for name, found in seconds.items()}
-        for name, found in seconds.items():
-            shape = {"model": args.size, "tokens": tokens, "rank": RANK}
-            ratio = middle[name] / middle["bf16"]
-            emit(f"linears/{name}", shape, "bfloat16", found, ratio=ratio, device_s=device_seconds(runs[name]))
+        device = {name: device_seconds(run) for name, run in runs.items()}
+        for own_thread in (True, False):  # of backward; off, the caller's thread does it, which small passes gain from
+            with torch.autograd.set_multithreading_enabled(own_thread):
+                seconds = timed(runs, repeats=args.repeats, inner=5 if DEVICE == "cuda" else 1)
+            middle = {name: found[len(found) // 2] for name, found in seconds.items()}
+            for name, found in seconds.items():
+                shape = {"model": args.size, "tokens": tokens, "rank": RANK, "own_thread": own_thread}
+                ratio = middle[name] / middle["bf16"]
+                emit(f"linears/{name}", shape, "bfloat16", found, ratio=ratio, device_s=device[name])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A step is the policy's own: packed rows of different lengths, gradient checkpointing, log-probabilities and entropies,
 backward into the adapter. ``ratio`` is tokens a second over those of ``bf16+peft``, a dense base with PEFT's layers
 and its adapter in bf16, everything else the same; ``bf16+peft-fp32`` has the fp32 adapter that PEFT makes by default.
-``peak_bytes`` is what a step takes on top of ``resident_bytes``, the frozen base alone.
+``peak_bytes`` is what a step takes on top of ``resident_bytes``, base and adapter.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if cuda else ["tiny"])
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
     first = args.sizes[0]

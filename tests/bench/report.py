@@ -1,0 +1,239 @@
+"""docs/performance.md from the result lines: python -m tests.bench.report
+
+Reads docs/results/*.jsonl, as the benchmarks print them. Every number of the page comes from there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "performance.md"
+Line = dict[str, Any]
+
+TEXT = Template("""\
+# Performance
+
+Made by `python -m tests.bench.report` from the lines in `docs/results`, which `make bench` prints. No benchmark prints
+a line while its check against a reference is red. Measured on: $origins. Weights and tokens are random; adapters have
+rank 32 on all linears.
+
+## Dequantising
+
+The seven linears of one block of Qwen2.5-7B to bf16. Bytes are read and written, each once; GB/s are over the time of
+the kernels, and the last column compares medians, the launches included.
+
+$dequantize
+
+One weight at a time:
+
+$one
+
+`copy` reads as much as it writes and `fill` only writes. Four fifths of what a dequantiser moves is written.
+
+## Linears of one 7B block with LoRA, forward and backward
+
+`nvfp4` and `bf16` are this repository's layer; `+lora` is PEFT's formula with a bf16 adapter, around the named base.
+Where the median is far above the time of the kernels, the host's launches are the limit. In `caller`, backward runs in
+the thread that asked for it, not in one of autograd's.
+
+$linears
+
+## One block
+
+Forward and backward of one 7B block from its embedded tokens on, no checkpointing. `bf16+peft` is PEFT's layer with a
+bf16 adapter, `bf16+peft-fp32` with the fp32 adapter that PEFT makes by default; the attention is the same in all.
+
+$block
+
+## A step
+
+The policy's forward and backward over packed rows, gradient checkpointing on, log-probabilities and entropies included.
+`offload` keeps the checkpoints in host memory. Peak is on top of what is resident, base and adapter.
+
+$step
+
+## Packing
+
+The same rows packed, and padded to the longest for transformers' own attention: hidden states, forward and backward.
+
+$padding
+
+## Resident base
+
+Bits a weight of a linear, scales included; the rest is bf16 embeddings, head, norms and biases.
+
+$resident
+
+## Log-probabilities and entropies
+
+Forward and backward over the vocabulary; `ratio` is time over the naive way's.
+
+$logprobs
+
+## The offline quantiser
+
+Round to nearest; the whole command, its imports included.
+
+$quantize
+
+## Rules that these numbers made
+
+- Linears dequantise into scratch memory and multiply with cuBLAS at every token count. At $large tokens the kernels of
+  the block's linears take $large_share of those on a dense base; at $small tokens $small_share. A fused product could
+  win the difference at the small end, which a trainer that packs its micro-batches does not visit.
+- The adapter is one node with its linear: its kernels take $node_share of the time of separate nodes at $large tokens.
+- Blocks are recomputed up to their last product, not including it.
+""")
+
+
+def main() -> int:
+    """Write the page; 1 where there are no results."""
+    lines = [
+        json.loads(text) for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text
+    ]
+    if not lines:
+        print(f"no results in {RESULTS}", file=sys.stderr)
+        return 1
+    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in _of(lines, "linears")}
+    small, large = (choose(tokens for _, tokens in linears) for choose in (min, max))
+    PAGE.write_text(
+        TEXT.substitute(
+            origins="; ".join(sorted({_origin(line) for line in lines if "torch" in line and line["device"] != "cpu"})),
+            dequantize=_table(
+                [line for line in _of(lines, "dequantize") if line["name"] != "dequantize/one"],
+                {
+                    "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
+                    "kernels, us": lambda line: f"{1e6 * line['device_s']:.0f}",
+                    **_median(1e6, "us"),
+                    "times nvfp4": lambda line: f"{line['ratio']:.2f}",
+                },
+            ),
+            one=_table(
+                [line for line in lines if line["name"] == "dequantize/one"],
+                {
+                    "out x in": lambda line: f"{line['shape']['out']} x {line['shape']['in']}",
+                    "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
+                    "kernel, us": lambda line: f"{1e6 * line['device_s']:.1f}",
+                    **_median(1e6, "us"),
+                },
+            ),
+            linears=_table(
+                _of(lines, "linears"),
+                {
+                    "tokens": lambda line: line["shape"]["tokens"],
+                    "backward in": lambda line: "autograd's" if line["shape"]["own_thread"] else "caller",
+                    "kernels, ms": lambda line: f"{1e3 * line['device_s']:.2f}",
+                    **_median(1e3, "ms"),
+                    "times bf16": lambda line: f"{line['ratio']:.2f}",
+                },
+            ),
+            block=_table(_of(lines, "block"), {**_median(1e3, "ms"), "speed": _ratio}),
+            step=_table(
+                _of(lines, "step"),
+                {
+                    "model": _model,
+                    "tokens": lambda line: line["shape"]["tokens"],
+                    **_median(1, "s"),
+                    "tokens/s": lambda line: f"{line['tokens_per_s']:.0f}",
+                    "speed": _ratio,
+                    "resident, GB": lambda line: f"{line['resident_bytes'] / 1e9:.2f}",
+                    "peak, GB": lambda line: f"{line['peak_bytes'] / 1e9:.2f}",
+                },
+            ),
+            padding=_table(
+                _of(lines, "padding"),
+                {
+                    "tokens": lambda line: line["shape"]["tokens"],
+                    "padded": lambda line: line["shape"]["padded"],
+                    **_median(1, "s"),
+                    "tokens/s": lambda line: f"{line['tokens_per_s']:.0f}",
+                },
+            ),
+            resident=_table(
+                _of(lines, "resident"),
+                {
+                    "model": _model,
+                    "bytes": lambda line: f"{line['resident_bytes']:,}",
+                    "packed": lambda line: f"{line['packed_bytes']:,}",
+                    "bits a weight": lambda line: f"{8 * line['packed_bytes'] / line['num_packed_weights']:.3f}",
+                    "embeddings and head": lambda line: f"{line['embedding_bytes']:,}",
+                    "norms and biases": lambda line: f"{line['norm_and_bias_bytes']:,}",
+                    "other": lambda line: f"{_unaccounted(line):,}",
+                },
+            ),
+            logprobs=_table(
+                _of(lines, "logprobs"),
+                {
+                    "tokens": lambda line: line["shape"]["tokens"],
+                    "vocabulary": lambda line: line["shape"]["vocabulary"],
+                    **_median(1e3, "ms"),
+                    "ratio": lambda line: f"{line['ratio']:.2f}",
+                    "peak, MiB": lambda line: f"{line['peak_bytes'] / 2**20:.0f}",
+                },
+            ),
+            quantize=_table(
+                _of(lines, "quantize"),
+                {
+                    "model": _model,
+                    "seconds": lambda line: f"{line['median_s']:.1f}",
+                    "GPU, GB": lambda line: f"{line['device_bytes'] / 1e9:.2f}",
+                    "host, GB": lambda line: f"{line['host_bytes'] / 1e9:.2f}",
+                    "host mapped, GB": lambda line: f"{line['host_mapped_bytes'] / 1e9:.2f}",
+                    "read, GB": lambda line: f"{line['read_bytes'] / 1e9:.1f}",
+                    "written, GB": lambda line: f"{line['written_bytes'] / 1e9:.1f}",
+                },
+            ),
+            small=small,
+            large=large,
+            small_share=f"{linears['linears/nvfp4', small] / linears['linears/bf16', small]:.2f}",
+            large_share=f"{linears['linears/nvfp4', large] / linears['linears/bf16', large]:.2f}",
+            node_share=f"{linears['linears/bf16', large] / linears['linears/bf16+lora', large]:.2f}",
+        )
+    )
+    return 0
+
+
+def _of(lines: Iterable[Line], kind: str) -> list[Line]:
+    return [line for line in lines if line["name"].startswith(f"{kind}/")]
+
+
+def _table(lines: list[Line], columns: dict[str, Callable[[Line], object]]) -> str:
+    if not lines:
+        return "Not measured yet."
+    rows = [("", *columns), ("---",) * (1 + len(columns))]
+    rows += [(line["name"].split("/", 1)[1], *(column(line) for column in columns.values())) for line in lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+
+
+def _median(scale: float, unit: str) -> dict[str, Callable[[Line], object]]:
+    def show(line: Line) -> str:
+        low, high = line["spread_s"]
+        return f"{scale * line['median_s']:.4g} ({scale * low:.4g} to {scale * high:.4g})"
+
+    return {f"median, {unit} (range)": show}
+
+
+def _ratio(line: Line) -> str:
+    return "" if line["ratio"] is None else f"{line['ratio']:.3f}"
+
+
+def _model(line: Line) -> str:
+    return line["shape"]["model"]
+
+
+def _unaccounted(line: Line) -> int:
+    return line["resident_bytes"] - sum(line[f"{part}_bytes"] for part in ("packed", "embedding", "norm_and_bias"))
+
+
+def _origin(line: Line) -> str:
+    return f"{line['device']}, torch {line['torch']}, Triton {line['triton']}, commit {line['commit']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
