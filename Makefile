@@ -43,13 +43,13 @@ $(TINY)-nvfp4/config.json: $(TINY)/config.json
 	$(BIN)/python -m qerl_pl quantize --model $(TINY) --output $(TINY)-nvfp4 --format nvfp4
 
 test: $(STAMP) ## the whole test suite; needs no GPU
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 check: $(STAMP) ## format, lint, types and the fast tests, under 90 seconds
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not vllm and not gpu" -q
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not gpu" -q
 
 format: $(STAMP) ## format the code and sort imports
 	$(BIN)/ruff format .

@@ -1,0 +1,25 @@
+"""Two processes in one gloo group, as the ranks of a run on CPUs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+
+def on_two_ranks(function: Callable[[int], Any], folder: Path) -> list[Any]:
+    """What the function returns on each of two ranks: tensors and builtins."""
+    multiprocessing.spawn(_enter, (str(folder), function), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def _enter(rank: int, folder: str, function: Callable[[int], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(function(rank), f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
