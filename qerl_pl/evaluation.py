@@ -55,6 +55,7 @@ class Evaluation:
                 self.table.total[rows],
                 self.table.scored[rows],
                 {name: scores[rows] for name, scores in self.table.components.items()},
+                {name: tuple(verdicts[row] for row in picked) for name, verdicts in self.table.verdicts.items()},
             ),
             self.group_size,
         )
@@ -70,6 +71,7 @@ class Evaluation:
                 torch.cat([mine.total, theirs.total]),
                 torch.cat([mine.scored, theirs.scored]),
                 {name: torch.cat([scores, theirs.components[name]]) for name, scores in mine.components.items()},
+                {name: verdicts + theirs.verdicts[name] for name, verdicts in mine.verdicts.items()},
             ),
             self.group_size,
         )
@@ -86,6 +88,7 @@ class Evaluation:
                     name: None if scores[row].isnan() else scores[row].item()
                     for name, scores in self.table.components.items()
                 },
+                "reasons": {name: verdicts[row].reason for name, verdicts in self.table.verdicts.items()},
                 "num_tokens": len(completion.tokens),
                 "finished": completion.finished,
             }

@@ -23,7 +23,7 @@ def evaluation(prompts: Sequence[Prompt]) -> Evaluation:
     total = torch.tensor(rewards)
     rows = tuple(prompt for prompt in prompts for _ in range(G))
     completions = tuple(Completion((row,), (0.0,), True, text=str(row)) for row in range(len(rows)))
-    table = RewardTable(total, torch.ones(len(rows), dtype=torch.bool), {"answer": total.clone()})
+    table = RewardTable(total, torch.ones(len(rows), dtype=torch.bool), {"answer": total.clone()}, {})
     return Evaluation(rows, tuple("" for _ in rows), completions, table, G)
 
 

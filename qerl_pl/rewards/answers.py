@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Marker = Literal["answer", "boxed", "hash", "any"]
+Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A line of hashes that goes on with a word or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading.
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)")
+_LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
+_LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
 # What may stand between two boxes that are one answer: "$ and $", ", \(", " or $x = ".
 _CONNECTOR = re.compile(
@@ -17,8 +19,9 @@ _CONNECTOR = re.compile(
 )
 _MAX_CONNECTOR = 20  # characters
 _STATED = re.compile(
-    r"\banswer(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
-    r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(\S[^\n]*)",
+    r"\b(?:answer|correct (?:option|choice))"
+    r"(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
+    r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(?=(\S[^\n]*))",
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$", re.DOTALL)
@@ -30,13 +33,14 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     """The last answer that is marked in ``text``, or None.
 
     ``answer`` is ``<answer>...</answer>``, ``boxed`` is ``\\boxed{...}``, ``hash`` is the rest of a line after
-    ``####``. ``any`` takes a tagged answer if there is one, so that a box elsewhere does not override it, else the
-    last box, else the last hash line. A span that is not closed is not an answer: the completion was cut off.
+    ``####``, ``line`` the rest of a line after ``Answer:`` near the end. ``any`` takes a tagged answer if there is one,
+    so that a box elsewhere does not override it, else the last box, else the last hash line. A span that is not closed
+    is not an answer: the completion was cut off.
     """
     if marker == "any":
         found = (marked_answer(text, each) for each in ("answer", "boxed", "hash"))
         return next((answer for answer in found if answer is not None), None)
-    return {"answer": last_tagged, "boxed": last_boxed, "hash": last_hash}[marker](text)
+    return {"answer": last_tagged, "boxed": last_boxed, "hash": last_hash, "line": last_line}[marker](text)
 
 
 def last_tagged(text: str) -> str | None:
@@ -82,6 +86,15 @@ def last_boxed(text: str) -> str | None:
 def last_hash(text: str) -> str | None:
     """The rest of the line after the last ``####`` that is not a heading."""
     found = _HASH.findall(text)
+    return found[-1].strip() if found else None
+
+
+def last_line(text: str) -> str | None:
+    """The rest of the line after the last ``Answer:``, as the rule released with DAPO finds it.
+
+    The rule (arXiv 2503.14476; verl's ``math_dapo``) looks at the last 300 characters, too.
+    """
+    found = _LINE.findall(text[-_LINE_WINDOW:])
     return found[-1].strip() if found else None
 
 

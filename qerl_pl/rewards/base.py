@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, NoneType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
 from qerl_pl.types import Completion, Prompt
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """A reward that also says why. Where a reward has this method, it is called, and ``__call__`` is not."""
+
+    def judge(
+        self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
+    ) -> list[Verdict]:
+        """A verdict a row; ``progress`` is told how many rows just got done."""
+        ...
 
 
 class Reward(Protocol):
@@ -64,6 +76,18 @@ class RewardTable(NamedTuple):
     """[B] bool, False where any component is unscored."""
     components: dict[str, Tensor]
     """Name to [B] fp32, before weighting, NaN where that component is unscored."""
+    verdicts: dict[str, tuple[Verdict, ...]]
+    """Name to [B] scores with their reasons."""
+
+    def causes(self) -> dict[Cause, int]:
+        """How many scores are missing, by cause; every cause is there."""
+        counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
+        return {cause: counts[cause] for cause in CAUSES}
+
+    def common_reason(self) -> str:
+        """The reason that most of the missing scores have; there has to be one."""
+        missing = (verdict for verdicts in self.verdicts.values() for verdict in verdicts if verdict.score is None)
+        return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
 
 
 def score_rewards(
@@ -85,25 +109,45 @@ def score_rewards(
 
     total = torch.zeros(len(prompts), dtype=torch.float32)
     scored = torch.ones(len(prompts), dtype=torch.bool)
-    components = {}
+    components, verdicts = {}, {}
     for term in rewards:
-        scores = _scores(term, prompts, completions)
+        verdicts[term.name] = _verdicts(term, prompts, completions)
+        found = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
+        scores = torch.tensor(found, dtype=torch.float32)
         present = ~scores.isnan()
         components[term.name] = scores
         scored &= present
         total += term.weight * torch.where(present, scores, 0.0)
-    return RewardTable(torch.where(scored, total, 0.0), scored, components)
+    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts)
 
 
-def _scores(term: WeightedReward, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
-    """[B] fp32, NaN where unscored."""
-    scores = term.reward(prompts, completions)
-    if len(scores) != len(prompts):
-        raise ValueError(f"reward {term.name!r} returned {len(scores)} scores for {len(prompts)} rows")
-    for row, score in enumerate(scores):
+def judge_rows(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    progress: Callable[[int], object] = no_progress,
+) -> list[Verdict]:
+    """The verdicts of any reward: with reasons where it has some."""
+    if isinstance(reward, Judge):
+        return reward.judge([each.text for each in completions], [prompt.answer for prompt in prompts], progress)
+    scores = reward(prompts, completions)
+    progress(len(prompts))
+    return [
+        Verdict(None, "the reward does not say why", "unsaid") if score is None else Verdict(score, "")
+        for score in scores
+    ]
+
+
+def _verdicts(
+    term: WeightedReward, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> tuple[Verdict, ...]:
+    verdicts = judge_rows(term.reward, prompts, completions)
+    if len(verdicts) != len(prompts):
+        raise ValueError(f"reward {term.name!r} returned {len(verdicts)} scores for {len(prompts)} rows")
+    for row, (score, *_) in enumerate(verdicts):
         if score is not None and not math.isfinite(score):
             raise ValueError(f"reward {term.name!r} scored row {row} as {score}; expected a finite number or None")
-    return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
+    return tuple(verdicts)
 
 
 def describe(reward: Reward) -> str:

@@ -24,6 +24,8 @@ _FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\m
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
+_POINT = re.compile(r"^(?:point )?(?:[A-Z]\s*)?(?=\()")
+_CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
@@ -41,11 +43,11 @@ def judge(gold: str, answer: str) -> Verdict:
     """
     known, found = normalize(gold), normalize(answer)
     if not known:
-        return Verdict(None, f"the known answer {gold!r} is empty")
+        return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
     try:
         right = bool(found) and _same_answer(known, found)
     except Unreadable as error:
-        return Verdict(None, str(error))
+        return Verdict(None, str(error), "known_answer")
     return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
 
 
@@ -58,7 +60,10 @@ def _same_answer(gold: str, found: str) -> bool:
         return picked is not None and (picked["inner"] or picked["bare"]).upper() == choice[1]
     if _TIME.search(gold):
         return False
+    found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # a known time of day without its half
     gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
+    if gold.startswith("("):
+        found = _POINT.sub("", found)
     if RELATION.search(gold + found):
         return equal_relations(gold, found)
     # "48,384" may be two values whose comma looks as if it grouped digits
@@ -73,6 +78,9 @@ def _bare_solutions(text: str) -> str:
     point = _ASSIGNMENT.match(text)
     if point and point["name"].startswith("("):
         text = point["value"]
+    chain = _CHAIN.match(text)
+    if chain:  # x = y = 1 as x = 1, y = 1
+        text = ", ".join(f"{name} = {chain['value']}" for name in re.findall("[a-z]", chain["names"]))
     return "(-\\infty,\\infty)" if text in ("\\mathbb{R}", "all real numbers") else text
 
 

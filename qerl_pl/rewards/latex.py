@@ -85,10 +85,16 @@ _TEXT_UNIT = re.compile(
     r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
     rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_SCALES})\b)[^{{}}]*\}}"
     r"(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
+    r"|(?<=[\d})])\s*\\frac\{\s*\\text\{[^{}]*\}\s*\}\{\s*\\text\{[^{}]*\}(?:\^\{?\d\}?)?\s*\}$"
 )
+_DEGREES_IN_FUNCTION = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ(?:\s*\})?"
+)
+_QUALIFIER = re.compile(r"[,;]?\s*(?:\\text\{\s*)?\b(?:for all|where)\b.*$", re.DOTALL)
+_INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # France writes ]1,2] for (1,2]
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
-    r"|[A-Za-z][A-Za-z ]{2,40}(?=:)"
+    r"|[A-Za-z][A-Za-z ]{2,40}(?=:)|(?:(?:so|thus|hence|therefore),? )?we (?:get|have|find|obtain)\b"
     r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice)\b[,: ]*)+)\s*:?\s*(?=\S)",
     re.IGNORECASE,
 )
@@ -111,15 +117,22 @@ def normalize(text: str) -> str:
     text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|percent)\s*\}|\bpercent\b", r"\\%", text)
     text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", r" \1m", text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
+    text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
+    text = _QUALIFIER.sub("", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*\bto\b\s*\}?\s*(?=\d)", ":", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
     text = _TEXT_UNIT.sub(" ", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
     text = _COMPOUND.sub(" ", text)
-    text = _UNITS.sub("", text).removesuffix("\\\\")
+    text = _UNITS.sub("", text).rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
-    text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
+    text = re.sub(r"\\\{\s*\\\}|^no (?:real )?solutions?$", r"\\emptyset", text, flags=re.IGNORECASE)
+    text = _INTERVAL.sub(_with_round_brackets, text)
+    text = re.sub(r"^\((\w+)\)_", r"\1_", text)
+    text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # a column vector written as a row
+    text = re.sub(r"(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
@@ -156,6 +169,7 @@ def _commands(text: str) -> str:
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
+    text = re.sub(r"\\(?:mathrm|text)\{\s*([ei])\s*\}", r"\1", text)  # the constants, set upright
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
@@ -183,6 +197,12 @@ def _unwrap(text: str) -> str:
         if inner == text:
             return text
         text = inner
+
+
+def _with_round_brackets(interval: re.Match[str]) -> str:
+    """``]1,2]`` as ``(1,2]``."""
+    opening, inside, closing = interval.groups()
+    return f"{'[' if opening == '[' else '('}{inside}{']' if closing == ']' else ')'}"
 
 
 def _core(text: str, start: str, end: str) -> str | None:

@@ -19,7 +19,8 @@ class NumericAnswer:
     the span are no answer. A prompt whose own answer is not a number (or GSM8K's ``... #### 72``) is unscored.
 
     Args:
-        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, or any of the three.
+        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
+            the first three.
         fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its
             last number. The latter agrees with how people label free-form solutions, but teaches a policy no format.
 
@@ -50,7 +51,7 @@ class NumericAnswer:
     def _judge(self, text: str, answer: str) -> Verdict:
         gold = parse_number(answer.rpartition("####")[2])
         if gold is None:
-            return Verdict(None, f"the known answer {_short(answer)} is not a number")
+            return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(span)
         if span is None and self.fallback == "last_number":
@@ -66,12 +67,12 @@ class MathAnswer:
 
     Only the answer span is compared: a tagged answer, else the last box (with the default marker). Equal are LaTeX and
     plain forms of numbers, expressions, sets, intervals, points, matrices, equations, several values, choices and
-    words; units do not matter. Verification runs in worker processes. A row that hangs, kills its worker, or whose
-    known answer cannot be read is unscored.
+    words; units do not matter. A known answer may be a solution that ends in a box or in GSM8K's ``####``. Verification
+    runs in worker processes. A row that hangs, kills its worker, or whose known answer cannot be read is unscored.
 
     Args:
-        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, or any: the tag if there is one,
-            else the box, else the line.
+        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
+            any of the first three: the tag if there is one, else the box, else the hashes.
         fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its last
             formula or number. The latter agrees with how people label solutions, but teaches a policy no format.
         num_workers: processes; null for one a core, at most 4.
@@ -102,7 +103,22 @@ class MathAnswer:
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
         """Judge completions' texts against the known answers; ``progress`` is told how many rows just got done."""
-        return judge_spans(self.verifier, [self._span(text) for text in texts], answers, progress)
+        verdicts: dict[int, Verdict] = {}
+        rows: dict[int, tuple[str, str]] = {}
+        for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+            span, gold = self._span(text), last_boxed(answer) or answer.rpartition("####")[2].strip()
+            if not 0 < len(gold) <= MAX_ANSWER:
+                reason = f"the known answer {_short(gold)} has {len(gold)} characters"
+                verdicts[index] = Verdict(None, reason, "known_answer")
+            elif span is None:
+                verdicts[index] = Verdict(0.0, "no marked answer")
+            elif len(span) > MAX_ANSWER:
+                verdicts[index] = Verdict(0.0, f"the answer has {len(span)} characters; at most {MAX_ANSWER} are read")
+            else:
+                rows[index] = (gold, span)
+        progress(len(verdicts))
+        verdicts.update(zip(rows, self.verifier.judge(list(rows.values()), progress), strict=True))
+        return [verdicts[index] for index in range(len(texts))]
 
     def close(self) -> None:
         """End the worker processes. The next row starts new ones."""
@@ -114,33 +130,6 @@ class MathAnswer:
             number = last_number(text)
             span = stated_answer(text) or last_math(text) or (None if number is None else str(number))
         return span
-
-
-def judge_spans(
-    verifier: Verifier,
-    spans: Sequence[str | None],
-    answers: Sequence[str],
-    progress: Callable[[int], object] = no_progress,
-) -> list[Verdict]:
-    """Judge the parts of completions that answer (None: there is none) against the known answers.
-
-    A known answer may be a solution that ends in a box or in GSM8K's ``####``.
-    """
-    verdicts: dict[int, Verdict] = {}
-    rows: dict[int, tuple[str, str]] = {}
-    for index, (span, answer) in enumerate(zip(spans, answers, strict=True)):
-        gold = last_boxed(answer) or answer.rpartition("####")[2].strip()
-        if not 0 < len(gold) <= MAX_ANSWER:
-            verdicts[index] = Verdict(None, f"the known answer {_short(gold)} has {len(gold)} characters")
-        elif span is None:
-            verdicts[index] = Verdict(0.0, "no marked answer")
-        elif len(span) > MAX_ANSWER:
-            verdicts[index] = Verdict(0.0, f"the answer has {len(span)} characters; at most {MAX_ANSWER} are read")
-        else:
-            rows[index] = (gold, span)
-    progress(len(verdicts))
-    verdicts.update(zip(rows, verifier.judge(list(rows.values()), progress), strict=True))
-    return [verdicts[index] for index in range(len(spans))]
 
 
 def _unmarked_number(text: str) -> Number | None:

@@ -7,6 +7,8 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
+from qerl_pl.rewards.number_words import in_digits
+
 MAX_ANSWER = 1000  # characters; longer spans are not one number, and the limit keeps every regex below cheap
 MAX_EXPONENT = 300  # 1e999999999 is not worth its memory
 
@@ -77,12 +79,12 @@ def parse_number(text: str) -> Number | None:
     """The one number in ``text``, or None where there is none, two that differ, or an expression that is no number.
 
     Read are: thousands separators, decimals, fractions and mixed fractions, powers of ten, percent, currency signs,
-    words and units around the number, their LaTeX forms, minus signs and digits of any script. Of ``6 * 3 = 18`` the
-    last side counts.
+    words and units around the number, their LaTeX forms, minus signs and digits of any script, whole numbers in English
+    words. Of ``6 * 3 = 18`` the last side counts.
     """
     if len(text) > MAX_ANSWER:
         return None
-    plain = plain_text(text).rsplit("=", 1)[-1]
+    plain = in_digits(plain_text(text).rsplit("=", 1)[-1])
     if "\\" in plain or "\u00b1" in plain:  # a root, a logarithm, two values: math-verify's business
         return None
     found = {_value(match) for match in _NUMBER.finditer(plain)}
@@ -93,14 +95,15 @@ def exact_number(text: str) -> Number | None:
     """The number that ``text`` is, with nothing but white space around it, or None."""
     if len(text) > MAX_ANSWER:
         return None
-    match = _NUMBER.fullmatch(plain_text(text).strip())
+    match = _NUMBER.fullmatch(in_digits(plain_text(text).strip()))
     return _value(match) if match else None
 
 
 def leading_number(text: str) -> Number | None:
-    """The number that ``text`` begins with."""
-    match = _NUMBER.match(plain_text(text[:MAX_ANSWER]).lstrip())
-    return _value(match) if match else None
+    """The number that ``text`` begins with, unless it is a time of day."""
+    plain = plain_text(text[:MAX_ANSWER]).lstrip()
+    match = _NUMBER.match(plain)
+    return _value(match) if match and not re.match(r":\d", plain[match.end() :]) else None
 
 
 def last_number(text: str) -> Number | None:

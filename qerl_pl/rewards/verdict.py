@@ -1,6 +1,11 @@
 """What judging one answer gives: a score and why."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
+"""Why a row is unscored: the known answer cannot be read; the comparison took too long, ended its process twice, took
+too much memory; a reward returned None and does not say."""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class Verdict(NamedTuple):
@@ -10,6 +15,8 @@ class Verdict(NamedTuple):
     """1 right, 0 wrong or absent, None unscored: the row says nothing about the policy."""
     reason: str
     """One line for people: what was compared, or what is missing."""
+    cause: Cause | None = None
+    """Of an unscored row."""
 
 
 def no_progress(count: int) -> None:

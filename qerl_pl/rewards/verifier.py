@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from qerl_pl.rewards.verdict import Verdict
+from qerl_pl.rewards.verdict import Cause, Verdict
 
 START_LIMIT = 120.0  # seconds a worker may take to import math-verify on a busy machine
 MAX_FAILED_STARTS = 3
@@ -58,7 +58,8 @@ class Verifier:
     ) -> list[Verdict]:
         """The verdicts of (known answer, answer) pairs, in order. Both are short: ``numbers.MAX_ANSWER`` at most.
 
-        A row that exceeds its time limit is unscored. A row whose worker dies is tried once more, then unscored.
+        A row that exceeds its time limit is unscored. A row whose worker dies is tried once more, then unscored. Equal
+        rows are judged once: the completions of a group often answer the same.
 
         Args:
             rows: the known answer, and the part of the completion that answers.
@@ -71,7 +72,10 @@ class Verifier:
             if os.getpid() != self._owner:
                 self._begin()  # a fork: the workers are the parent's
             try:
-                return self._run(rows, progress)
+                distinct = list(dict.fromkeys(rows))
+                verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
+                progress(len(rows) - len(distinct))
+                return [verdicts[row] for row in rows]
             finally:
                 if any(worker.row for worker in self._workers):  # interrupted: what they answer is nobody's
                     _stop_all(self._workers, self._owner)
@@ -111,8 +115,8 @@ class Verifier:
                 self._workers.remove(worker)
                 if row is None:
                     failed_starts += not worker.ready
-                elif row.retried or worker.failure.final:
-                    verdicts[row.index] = Verdict(None, worker.failure.reason)
+                elif row.retried or worker.failure.cause == "hang":
+                    verdicts[row.index] = Verdict(None, *worker.failure)
                 else:
                     waiting.appendleft(_Row(row.index, retried=True))
             if failed_starts > MAX_FAILED_STARTS:
@@ -131,8 +135,8 @@ class _Row(NamedTuple):
 
 class _Failure(NamedTuple):
     reason: str
-    final: bool
-    """True: trying the row again would end the same way."""
+    cause: Cause
+    """A hang would end the same way again; a crash may have been the machine's."""
 
 
 class _Worker:
@@ -168,7 +172,7 @@ class _Worker:
 
     def receive(self) -> Verdict | None:
         """The verdict on its row, if it is there. Sets ``failure``, and reaps the process, where none will come."""
-        late = _Failure(f"took more than {self.limit:g} s", final=True)
+        late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
             self.stop()
             self.failure = late
@@ -176,7 +180,7 @@ class _Worker:
         chunk = os.read(self.stdout.fileno(), 65536)
         if not chunk:
             status = self.stop()
-            died = _Failure(f"its process died twice (exit status {status})", final=False)
+            died = _Failure(f"its process died twice (exit status {status})", "crash")
             self.failure = late if status == -signal.SIGPROF else died
             return None
         line, newline, self._received = (self._received + chunk).partition(b"\n")

@@ -33,14 +33,15 @@ def main() -> None:
         gold, answer, limit = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
-            score, reason = judge(gold, answer)
+            verdict = judge(gold, answer)
         except (RecursionError, MemoryError) as error:
-            score, reason = None, f"the verifier gave up: {type(error).__name__}"
+            cause = "memory" if isinstance(error, MemoryError) else "crash"
+            verdict = (None, f"the verifier gave up: {type(error).__name__}", cause)
         signal.setitimer(signal.ITIMER_PROF, 0)
         heavy = peak_memory() > HEAVY
         if heavy:
-            score, reason = None, f"the comparison took more than {HEAVY // 2**20} MiB"
-        print(json.dumps([score, reason]), file=answers, flush=True)
+            verdict = (None, f"the comparison took more than {HEAVY // 2**20} MiB", "memory")
+        print(json.dumps(verdict), file=answers, flush=True)
         if heavy:
             return
 

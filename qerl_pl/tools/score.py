@@ -6,16 +6,14 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
-from qerl_pl.rewards.base import Reward
-from qerl_pl.rewards.verdict import Verdict
+from qerl_pl.rewards.base import Reward, judge_rows
 from qerl_pl.types import Completion, Prompt
 
 CHUNK = 1024  # rows in memory at once; a completion may have 100 kB
@@ -28,7 +26,7 @@ NAMED = {
         "class_path": "qerl_pl.rewards.math.MathAnswer",
         "init_args": {"marker": "any", "fallback": "last_math"},
     },
-    "dapo": {"class_path": "qerl_pl.rewards.dapo.DapoAnswer"},
+    "dapo": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "line"}},
 }
 _EPILOG = """\
 gsm8k and math read what people would: a tagged answer, else the last box, else the #### line, else what the text
@@ -37,15 +35,6 @@ for; for that here: --reward math --reward.fallback none, and --reward.marker an
 """
 
 Row = dict[str, object]
-
-
-@runtime_checkable
-class Judge(Protocol):
-    """A reward that also says why."""
-
-    def judge(
-        self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object]
-    ) -> list[Verdict]: ...
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +74,9 @@ def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[floa
         with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring") as bar:
             rows = read_rows(source)
             while chunk := list(islice(rows, CHUNK)):
-                for row, verdict in zip(chunk, _judge(reward, chunk, bar.update), strict=True):
+                prompts = [Prompt((), str(row["answer"])) for row in chunk]
+                completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
+                for row, verdict in zip(chunk, judge_rows(reward, prompts, completions, bar.update), strict=True):
                     file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
                     counts[verdict.score] += 1
                     if verdict.score is None:
@@ -123,16 +114,6 @@ def _row(line: bytes, where: str) -> Row:
         if not isinstance(row[field], kinds) or isinstance(row[field], bool):
             raise ValueError(f"{where}: {field!r} is {row[field]!r}; expected a text")
     return row
-
-
-def _judge(reward: Reward, rows: Sequence[Row], progress: Callable[[int], object]) -> list[Verdict]:
-    texts, answers = [str(row["completion"]) for row in rows], [str(row["answer"]) for row in rows]
-    if isinstance(reward, Judge):
-        return reward.judge(texts, answers, progress)
-    prompts = [Prompt((), answer) for answer in answers]
-    scores = reward(prompts, [Completion((), (), True, text) for text in texts])
-    progress(len(rows))
-    return [Verdict(score, "") for score in scores]
 
 
 def _named(argv: Iterable[str]) -> list[str]:

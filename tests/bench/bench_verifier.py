@@ -1,5 +1,6 @@
 """Verification of many rows, some of which hang, with workers killed meanwhile: python -m tests.bench.bench_verifier
 
+For the numbers of docs/scorers.md: --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
 Prints one JSON line, and none (with exit status 1) if a row is lost or misjudged, a process is left behind, or a row
 that does not hang is unscored.
 """
@@ -19,22 +20,20 @@ from pathlib import Path
 
 from qerl_pl.rewards.verifier import Verifier
 
-HANGING = ("5", "9^{9^{9^{9}}}")
-
 
 def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, str]], list[float | None]]:
     """Pairs to judge, half numbers and half algebra, a third of them wrong; and their scores."""
     rng = random.Random(seed)
     rows, scores = [], []
     for index in range(num_rows - num_hanging):
-        n, wrong = rng.randrange(2, 10**4), rng.random() < 1 / 3
+        n, wrong = rng.randrange(2, 10**6), rng.random() < 1 / 3
         if index % 2:
             rows.append((f"{n:,}", f"\\frac{{{2 * n + wrong}}}{{2}}"))
         else:
             rows.append((f"\\frac{{\\sqrt{{{n}}}}}{{3}}+x", f"x+{n + wrong}/(3\\sqrt{{{n}}})"))
         scores.append(float(not wrong))
     for index in sorted(rng.sample(range(num_rows), num_hanging)):
-        rows.insert(index, HANGING)
+        rows.insert(index, ("5", f"9^{{9^{{9^{{{index + 2}}}}}}}"))
         scores.insert(index, None)
     return rows, scores
 
@@ -48,11 +47,11 @@ def resident_bytes(pid: int) -> int:
 def main() -> int:
     """Measure once and print one line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--hanging", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--hanging", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--time_limit", type=float, default=3.0, help="seconds of processor time a row")
-    parser.add_argument("--kills", type=int, default=10, help="workers killed with SIGKILL on the way")
+    parser.add_argument("--kills", type=int, default=3, help="workers killed with SIGKILL on the way")
     args = parser.parse_args()
 
     rows, scores = draw(args.rows, args.hanging, seed=0)
@@ -81,8 +80,7 @@ def main() -> int:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     result = {
         "name": "verifier",
-        "rows": args.rows,
-        "hanging": args.hanging,
+        "shape": {"rows": args.rows, "hanging": args.hanging},
         "killed": len(killed),
         "workers": args.workers,
         "time_limit_s": args.time_limit,
@@ -90,7 +88,8 @@ def main() -> int:
         "unscored": sum(verdict.score is None for verdict in verdicts),
         "processes_started": len(seen),
         "peak_bytes_a_worker": peak,
-        "device": f"cpu, {len(os.sched_getaffinity(0))} cores",
+        "device": "cpu",
+        "cores": len(os.sched_getaffinity(0)),
         "math_verify": importlib.metadata.version("math-verify"),
         "commit": commit.strip(),
     }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -125,7 +125,6 @@ def shares_a_run(left: str, right: str, num_words: int) -> bool:
 texts = st.lists(st.lists(st.sampled_from(WORDS[:3]), max_size=7).map(" ".join), max_size=6)
 
 
-@settings(deadline=None)
 @given(train=texts, evaluation=texts, num_words=st.integers(1, 5))
 def test_an_overlap_is_a_run_of_words_that_both_have(train, evaluation, num_words):
     found = find_overlaps(

@@ -46,6 +46,18 @@ def test_one_unscored_component_makes_the_row_unscored_and_its_total_finite():
     assert table.components["a"][0] == 1.0
 
 
+def test_missing_scores_are_counted_by_cause_and_the_commonest_reason_is_named():
+    unreadable = [Prompt((1,), "five"), Prompt((1,), "some"), Prompt((1,), "some")]
+    table = score_rewards(
+        [WeightedReward("a", NumericAnswer()), WeightedReward("b", constant(1.0, None, 0.0))],
+        unreadable,
+        [completion("<answer>5</answer>")] * 3,
+    )
+    assert table.causes() == {"known_answer": 2, "hang": 0, "crash": 0, "memory": 0, "unsaid": 1}
+    assert table.common_reason() == "the known answer 'some' is not a number"
+    assert table.verdicts["a"][0].reason == "5 equals 5"
+
+
 @pytest.mark.parametrize(
     ("terms", "rows", "message"),
     [

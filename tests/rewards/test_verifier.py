@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.rewards.math import MathAnswer, judge_spans
+from qerl_pl.rewards.math import MathAnswer
 from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
 
@@ -56,9 +56,19 @@ def test_a_hanging_row_is_unscored_and_the_others_keep_their_order(verifier):
     verdicts = verifier.judge(rows)
     assert verdicts[7].score is verdicts[23].score is None
     assert "more than 0.5 s" in verdicts[7].reason
+    assert verdicts[7].cause == "hang"
     assert [v.score for n, v in enumerate(verdicts) if n not in (7, 23)] == [
         s for n, s in enumerate(scores) if n not in (7, 23)
     ]
+
+
+def test_equal_rows_are_judged_once_and_counted_each(verifier):
+    done = []
+    start = time.monotonic()
+    verdicts = verifier.judge([HANGING, ("5", "5.0")] * 20, done.append)
+    assert time.monotonic() - start < 20 * verifier.time_limit
+    assert [verdict.score for verdict in verdicts] == [None, 1.0] * 20
+    assert sum(done) == 40
 
 
 def test_a_killed_worker_is_replaced_and_its_row_judged_again(verifier):
@@ -103,6 +113,7 @@ def test_a_row_whose_worker_dies_twice_is_unscored():
     killer.join()
     assert verdict.score is None
     assert f"status {-signal.SIGKILL}" in verdict.reason
+    assert verdict.cause == "crash"
     assert after.score == 1.0
     verifier.close()
 
@@ -190,7 +201,7 @@ def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker():
     script = "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"
     row = '["5", "5", 1.0]\n'
     done = subprocess.run([sys.executable, "-c", script], input=2 * row, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.splitlines() == ['"ready"', '[null, "the comparison took more than 1 MiB"]']
+    assert done.stdout.splitlines() == ['"ready"', '[null, "the comparison took more than 1 MiB", "memory"]']
 
 
 def test_workers_import_no_torch():
@@ -225,7 +236,7 @@ def test_a_reward_survives_a_pickle_with_its_settings():
 
 
 def test_spans_too_long_to_be_answers_never_reach_a_worker():
-    verifier = Verifier()
-    verdicts = judge_spans(verifier, ["1" * 100_000, None, "5"], ["5", "5", "\\sqrt{" * 300])
+    reward = MathAnswer("boxed")
+    verdicts = reward.judge([f"\\boxed{{{'1' * 100_000}}}", "5", "\\boxed{5}"], ["5", "5", "\\sqrt{" * 300])
     assert [verdict.score for verdict in verdicts] == [0.0, 0.0, None]
-    assert verifier.pids() == []
+    assert reward.verifier.pids() == []
