@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from callbacks.rng_state import RNGState
+from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.module import QeRLModule
 
@@ -65,7 +66,7 @@ def main(args: list[str]) -> QeRLCLI:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [RNGState()]},
+        trainer_defaults={"callbacks": [RNGState(), StopTogether()]},
     )
 
 

@@ -25,6 +25,8 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_end: standard deviation in the last stage.
         num_stages: equal stages of the run, the noise-free first one included; at least 3.
         decay: path from sigma_start to sigma_end over the stages.
+        per_rank: every rank its own noise, so that more of it is seen in a step; false: the same on all, so that a
+            step does not depend on how many ranks share it.
 
     Raises:
         ValueError: settings that mean nothing.
@@ -36,12 +38,14 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_end: float = 5e-4,
         num_stages: int = 10,
         decay: Decay = "exponential",
+        per_rank: bool = False,
     ) -> None:
         check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
         self.sigma_start = sigma_start
         self.sigma_end = sigma_end
         self.num_stages = num_stages
         self.decay: Decay = decay
+        self.per_rank = per_rank
         self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -61,7 +65,8 @@ class AdaptiveQuantizationNoise(Callback):
             sigma_end=self.sigma_end,
             decay=self.decay,
         )
-        pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, "aqn", index))
+        purpose = f"aqn/rank {trainer.global_rank}" if self.per_rank else "aqn"
+        pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, purpose, index))
         pl_module.log("aqn/sigma", sigma)
         realized = realized_sigma(
             pl_module.policy.norm_weights(), sigma, pl_module.norm_noise.seed, dtype=pl_module.compute_dtype

@@ -28,6 +28,7 @@ SEED = 0
 WITH_ADAPTER = "scores with the adapter"
 WITHOUT_ADAPTER = "scores without the adapter"
 STRANGE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
+CHANGE = "what that adapter changes in the trainer's own scores of the samples"
 
 
 class SyncCanary(Callback):
@@ -40,7 +41,8 @@ class SyncCanary(Callback):
     2. Samples under a strange adapter. An engine may hold the right tensors and compute with others: cached prefixes of
        an older policy, or no adapter at all. Early in a run B is near 0, and no score tells such policies apart. So a
        few tokens are sampled, a random adapter is loaded, and what is sampled after the same prompts must be what the
-       trainer's model says under that adapter. Then the engine is synced as before every rollout.
+       trainer's model says under that adapter, within half of what it changes there at the most
+       (``canary/strange_share`` is the share). Then the engine is synced as before every rollout.
     3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with the adapter and
        without. (Alone they are no test of the cache: vLLM computes the tokens that it scores anew.)
 
@@ -90,7 +92,9 @@ class SyncCanary(Callback):
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
         # What the first rollout has beyond its turn is left out: a straight run and a resumed one log the same.
+        change = gaps.pop(CHANGE)
         pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[STRANGE])
+        pl_module.log("canary/strange_share", gaps[STRANGE] / max(change, 1e-9))
 
     def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
         """What was compared -> mean difference in nats. The strange adapter is a function of the seed.
@@ -108,11 +112,12 @@ class SyncCanary(Callback):
         num_tokens = min(self.num_tokens, pl_module.max_model_len - 1)
         gaps = score_gaps(loop, policy, noise, fixed_tokens(policy, num_tokens), seed=seed, with_scores=with_scores)
         tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
-        if wrong := {what: gap for what, gap in gaps.items() if not gap <= tolerance}:
-            found = "; ".join(f"{what}, by {gap:.2g} nats a token" for what, gap in wrong.items())
+        if wrong := too_far(gaps, tolerance):
+            found = "; ".join(f"{what}, by {gaps[what]:.2g} nats a token" for what in wrong)
             raise RuntimeError(
                 "the rollout engine does not compute with the current policy, although the adapter and norms that it "
-                f"holds are the trainer's. Of its log-probabilities these differ by more than {tolerance:g}: {found}"
+                f"holds are the trainer's. Of its log-probabilities these differ by more than {max(wrong.values()):.2g}"
+                f": {found}"
             )
         return gaps
 
@@ -165,10 +170,21 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
     return expected_fingerprint(adapter, noisy, scaling=policy.lora_scaling, dtype=dtype)
 
 
+def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
+    """Which of ``score_gaps`` tell of a fault -> the most that each may be.
+
+    An engine that does not use the strange adapter is wrong by what that adapter changes, a healthy one by a small
+    share of it, whatever the dtype and the model. Half of it tells them apart where a fixed tolerance is too wide.
+    """
+    limits = {what: tolerance for what in gaps if what != CHANGE}
+    limits[STRANGE] = min(tolerance, gaps[CHANGE] / 2)
+    return {what: limit for what, limit in limits.items() if not gaps[what] <= limit}
+
+
 def score_gaps(
     loop: RolloutLoop, policy: Policy, noise: NormNoise, tokens: list[int], *, seed: int, with_scores: bool
 ) -> dict[str, float]:
-    """What is compared -> mean |engine - trainer| in nats. Engine and policy are as before afterwards.
+    """What is compared -> mean |engine - trainer| in nats, and ``CHANGE``. Engine and policy are as before afterwards.
 
     Args:
         loop: its engine holds the policy with the noise.
@@ -191,7 +207,7 @@ def score_gaps(
             )
         scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
         strange = strange_adapter(adapter, scale=scale, seed=seed)
-        gaps[STRANGE] = strange_adapter_gap(engine, oracle, strange, tokens)
+        gaps[STRANGE], gaps[CHANGE] = strange_adapter_gap(engine, oracle, strange, tokens)
     finally:
         oracle.close()
     loop.sync(adapter, noise)
@@ -200,20 +216,21 @@ def score_gaps(
 
 def strange_adapter_gap(
     engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
-) -> float:
+) -> tuple[float, float]:
     """Mean |engine - oracle| in nats, of one token sampled after each of some beginnings of the tokens.
 
-    Both are left with the adapter loaded.
+    Both are left with the adapter loaded. The second number is what the adapter changed in the oracle's scores of these
+    tokens, mean of the absolute values, in nats.
     """
     prompts = [tokens[: len(tokens) - shorter] for shorter in range(NUM_PROMPTS)]
     engine.generate(prompts[:1], ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
     engine.load_adapter(adapter)
-    oracle.load_adapter(adapter)
     completions = [completion for [completion] in engine.generate(prompts, ONE_TOKEN, SEED)]
-    scores = oracle.score(
-        [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
-    )
-    return _mean_gap([completion.logprobs for completion in completions], [row[-1:] for row in scores])
+    rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
+    usual = [row[-1:] for row in oracle.score(rows)]
+    oracle.load_adapter(adapter)
+    scores = [row[-1:] for row in oracle.score(rows)]
+    return _mean_gap([completion.logprobs for completion in completions], scores), _mean_gap(usual, scores)
 
 
 def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
 
 
@@ -18,7 +19,8 @@ class CompletionLogger(Callback):
     """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to TensorBoard's text tab.
 
     One file a rollout (``train-000012.jsonl``), a validation (``validate-000040.jsonl``) or a prediction run, each
-    written whole or not at all, so a resumed run writes the same files again instead of repeating lines.
+    written whole or not at all, so a resumed run writes the same files again instead of repeating lines. A file has the
+    completions of all ranks, in the order that one rank would have written them.
 
     Args:
         every: rollouts between two that are written; validation and prediction are always written.
@@ -33,45 +35,36 @@ class CompletionLogger(Callback):
             raise ValueError(f"every is {every}; expected at least 1 (leave the callback out to write nothing)")
         self.every = every
         self.num_text = num_text
-        self._rows: list[dict[str, Any]] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         index = outputs["rollout_index"]
         if index % self.every == 0:
-            rows = outputs["rollout"].evaluation.rows()
+            rows = ranks.gather_groups(outputs["rollout"].evaluation.rows(), pl_module.sampling.num_completions)
             self._write(trainer, f"train-{index:06d}", rows)
             self._show(trainer, "completions/train", rows, index)
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        self._rows += outputs
 
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "validate")
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        self._rows += outputs
-
     def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "test")
-
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "predict")
 
     def _finish(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
-        rows, self._rows = self._rows, []
+        rows = pl_module.evaluated
         path = self._write(trainer, f"{stage}-{pl_module.rollout_index:06d}", rows)
         self._show(trainer, f"completions/{stage}", rows, max(0, pl_module.rollout_index - 1))  # as its scalars
-        if stage != "validate" or trainer.state.fn != "fit":
+        if trainer.is_global_zero and (stage != "validate" or trainer.state.fn != "fit"):
             print(f"{len(rows)} completions written to {path}")
 
     def _write(self, trainer: Trainer, name: str, rows: Iterable[dict[str, Any]]) -> Path:
-        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
-        path = Path(trainer.default_root_dir) / "completions" / f"{name}{rank}.jsonl"
+        path = Path(trainer.default_root_dir) / "completions" / f"{name}.jsonl"
+        if not trainer.is_global_zero:
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:

@@ -28,19 +28,6 @@ class EvaluationReport(Callback):
 
     def __init__(self, level: float = 0.95) -> None:
         self.level = level
-        self._rows: list[dict[str, Any]] = []
-
-    def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._rows = []
-
-    def on_test_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._rows = []
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        self._rows += outputs
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        self._rows += outputs
 
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if trainer.state.fn == "validate":
@@ -50,22 +37,22 @@ class EvaluationReport(Callback):
         self._report(trainer, pl_module, "test")
 
     def _report(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        if not trainer.is_global_zero:
+            return
         n, name = pl_module.val_sampling.num_completions, pl_module.rewards[0].name
-        summary = summarize(self._rows, n=n, name=name, level=self.level)
-        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
-        path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}{rank}.json"
+        summary = summarize(pl_module.evaluated, n=n, name=name, level=self.level)
+        path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(summary, indent=1) + "\n")
         os.replace(temporary, path)
-        if trainer.is_global_zero:
-            table = Table("", "value", f"{self.level:.0%} interval", title=f"{summary['num_problems']} problems x {n}")
-            for key, value in summary["accuracy"].items():
-                table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
-            for key in ("truncated_share", "unscored_share", "mean_tokens"):
-                table.add_row(key, f"{summary[key]:.4g}", "")
-            Console().print(table)
-            print(f"written to {path}")
+        table = Table("", "value", f"{self.level:.0%} interval", title=f"{summary['num_problems']} problems x {n}")
+        for key, value in summary["accuracy"].items():
+            table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
+        for key in ("truncated_share", "unscored_share", "mean_tokens"):
+            table.add_row(key, f"{summary[key]:.4g}", "")
+        Console().print(table)
+        print(f"written to {path}")
 
 
 def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from qerl_pl import ranks
 from qerl_pl.correction import mismatch
 from qerl_pl.loop import Rollout
 from qerl_pl.module import QeRLModule
@@ -31,21 +32,24 @@ class MismatchLedger(Callback):
     All are log-probabilities of the same tokens, in nats at temperature 1, whatever rollouts are sampled at (engines
     score at 1). What an engine reports is at the sampling temperature, so "decode" is left out where that is not 1;
     where it is, the first three add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,
-    max,outside_share}``, see ``qerl_pl.correction.Mismatch``. With several ranks it is the first one's rows.
+    max,outside_share}``, see ``qerl_pl.correction.Mismatch``, over the rows of all ranks.
 
     The engine scores the rows before the update and gets its noise back.
 
     Args:
-        num_rows: rows a rollout, spread evenly over it.
+        num_rows: rows a rollout on each rank, spread evenly over it.
+        max_tokens: fewer rows, one at least, where those have more tokens than this: each is scored up to four times.
 
     Raises:
-        ValueError: ``num_rows`` is less than 1.
+        ValueError: a value is less than 1.
     """
 
-    def __init__(self, num_rows: int = 8) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}; expected at least 1 (leave the callback out to measure nothing)")
+    def __init__(self, num_rows: int = 8, max_tokens: int = 4096) -> None:
+        for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1 (leave the callback out to measure nothing)")
         self.num_rows = num_rows
+        self.max_tokens = max_tokens
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -53,7 +57,7 @@ class MismatchLedger(Callback):
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
-        rows = spread(len(experience.tokens), self.num_rows)
+        rows = few_rows(experience.lengths, num_rows=self.num_rows, max_tokens=self.max_tokens)
         self._tokens, self._sampled = (
             tensor[rows].to(pl_module.device) for tensor in (experience.tokens, experience.sampled)
         )
@@ -75,11 +79,12 @@ class MismatchLedger(Callback):
         self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
     def _trainer(self, pl_module: QeRLModule) -> Tensor:
-        limit = pl_module.micro_batch_tokens
+        limit = pl_module.longest_row  # beside the awake engine, so no more than a pass needs
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
-        statistics = mismatch(log_ratio, self._sampled)._asdict()
+        values = ranks.gather(log_ratio[self._sampled])
+        statistics = mismatch(values, torch.ones_like(values, dtype=torch.bool))._asdict()
         del statistics["count"]
         pl_module.log_dict({f"ledger/{cause}/{name}": value for name, value in statistics.items()})
 
@@ -88,6 +93,18 @@ def spread(num_rows: int, num_chosen: int) -> Tensor:
     """Indices of at most so many rows, at even distances from the first on."""
     num_chosen = min(num_chosen, num_rows)
     return torch.arange(num_chosen) * num_rows // num_chosen
+
+
+def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int) -> Tensor:
+    """Indices of as many evenly spread rows as their tokens allow; one at least.
+
+    Args:
+        lengths: [B] tokens of each row.
+        num_rows: at most.
+        max_tokens: in all.
+    """
+    fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
+    return next((rows for rows in fitting if lengths[rows].sum() <= max_tokens), spread(len(lengths), 1))
 
 
 @torch.no_grad()

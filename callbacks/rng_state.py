@@ -9,40 +9,47 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from qerl_pl import ranks
+
 
 class RNGState(Callback):
     """Saves the global streams of Python, NumPy and torch with each checkpoint and restores them.
 
     Lightning's checkpoints hold no random state, and resuming seeds the streams anew, so a resumed run would repeat the
     draws of its first steps. What matters here is drawn from derived seeds; this covers whatever else draws. Restored
-    when training starts, not when the checkpoint is loaded: set-up in between draws too.
+    when training starts, not when the checkpoint is loaded: set-up in between draws too. Each rank has streams of its
+    own; one that the checkpoint does not know, because the run had fewer ranks then, keeps those that it started with.
     """
 
     def __init__(self) -> None:
-        self._restored: dict[str, Any] | None = None
+        self._restored: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The streams as tensors and builtins, so that ``torch.load(weights_only=True)`` reads them."""
+        """The streams of every rank as tensors and builtins, so that ``torch.load(weights_only=True)`` reads them."""
+        return {"ranks": ranks.gather_values(self._streams())}
+
+    def _streams(self) -> dict[str, Any]:
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 (the global stream)
         return {
             "python": random.getstate(),
             "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the streams until training starts."""
-        self._restored = state_dict
+        self._restored = state_dict["ranks"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._restored is None:
+        known, self._restored = self._restored, []
+        if trainer.global_rank >= len(known):
             return
-        state, self._restored = self._restored, None
+        state = known[trainer.global_rank]
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         name, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
         torch.set_rng_state(state["torch"].cpu())
-        if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
-            torch.cuda.set_rng_state_all([stream.cpu() for stream in state["cuda"]])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())

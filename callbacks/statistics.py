@@ -7,31 +7,44 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
 
 
 class RolloutStatistics(Callback):
-    """Logs rewards (each component too), lengths, truncation, unscored rows and groups without signal."""
+    """Logs rewards (each component too), lengths, truncation, unscored rows by cause and groups without signal.
+
+    Over the rows of all ranks; refills are those of the rank that needed most.
+    """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         rollout = outputs["rollout"]
         table, completions = rollout.evaluation.table, rollout.evaluation.completions
-        lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
-        finished = torch.tensor([float(completion.finished) for completion in completions])
-        pl_module.log("train/reward", table.total[table.scored].mean(), prog_bar=True)
-        pl_module.log("train/reward_std", table.total[table.scored].std())
-        for name, scores in table.components.items():
+        lengths = torch.tensor([len(completion.tokens) for completion in completions])
+        finished = torch.tensor([completion.finished for completion in completions])
+        columns = (table.total, table.scored, lengths, finished, *table.components.values())
+        rows = ranks.gather(torch.stack([column.float() for column in columns], dim=1))
+        total, scored, lengths, finished, *components = rows.unbind(dim=1)
+        rewards = total[scored.bool()]
+        pl_module.log("train/reward", rewards.mean(), prog_bar=True)
+        pl_module.log("train/reward_std", rewards.std())
+        for name, scores in zip(table.components, components, strict=True):
             pl_module.log(f"train/{name}", scores.nanmean())
+        unscored = ranks.gather_values(table.causes())
+        for cause in table.causes():
+            pl_module.log(f"reward/unscored/{cause}", float(sum(counts[cause] for counts in unscored)))
+        signal = ranks.gather(rollout.evaluation.signal.float())
+        discarded = len(rollout.evaluation.signal) - len(rollout.chosen.signal)
         pl_module.log_dict(
             {
                 "rollout/completion_tokens": lengths.mean(),
                 "rollout/completion_tokens_max": lengths.max(),
                 "rollout/truncated_share": 1 - finished.mean(),
-                "rollout/unscored_share": 1 - table.scored.float().mean(),
-                "rollout/groups_with_signal": rollout.evaluation.signal.float().mean(),
-                "rollout/groups_discarded": float(len(rollout.evaluation.signal) - len(rollout.chosen.signal)),
-                "rollout/refills": float(rollout.num_refills),
+                "rollout/unscored_share": 1 - scored.mean(),
+                "rollout/groups_with_signal": signal.mean(),
+                "rollout/groups_discarded": float(sum(ranks.gather_values(discarded))),
+                "rollout/refills": float(max(ranks.gather_values(rollout.num_refills))),
             }
         )

@@ -8,11 +8,15 @@ import psutil
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
 
 
 class Throughput(Callback):
-    """Logs seconds a phase, tokens a second, and the peak memory of the GPU (or of the process without one)."""
+    """Logs seconds a phase, tokens a second, and the peak memory of the GPU (or of the process without one).
+
+    Seconds and memory are those of the rank that has most of them, tokens those of all ranks together.
+    """
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
         if pl_module.device.type == "cuda":
@@ -22,15 +26,18 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         seconds: dict[str, float] = outputs["seconds"]
-        for phase, value in seconds.items():
-            pl_module.log(f"time/{phase}_s", value)
-        pl_module.log("time/step_s", sum(seconds.values()), prog_bar=True)
-        experience = outputs["rollout"].experience
-        sampled = sum(len(completion.tokens) for completion in outputs["rollout"].evaluation.completions)
-        pl_module.log("throughput/rollout_tokens_per_s", sampled / max(seconds["rollout"], 1e-9), prog_bar=True)
-        trained = int(experience.lengths.sum())
-        pl_module.log("throughput/train_tokens_per_s", trained / max(seconds["train"], 1e-9))
+        costs = {f"time/{phase}_s": value for phase, value in seconds.items()} | {"time/step_s": sum(seconds.values())}
         if pl_module.device.type == "cuda":
-            pl_module.log("memory/gpu_peak_bytes", float(torch.cuda.max_memory_allocated(pl_module.device)))
+            costs["memory/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(pl_module.device))
         else:
-            pl_module.log("memory/process_bytes", float(psutil.Process().memory_info().rss))
+            costs["memory/process_bytes"] = float(psutil.Process().memory_info().rss)
+        rollout = outputs["rollout"]
+        sampled = sum(len(completion.tokens) for completion in rollout.evaluation.completions)
+        tokens = {"rollout": sampled, "train": int(rollout.experience.lengths.sum())}
+        everyone = ranks.gather_values((costs, tokens))
+        most = {name: max(costs[name] for costs, _ in everyone) for name in costs}
+        for name, value in most.items():
+            pl_module.log(name, value, prog_bar=name == "time/step_s")
+        for phase in tokens:
+            rate = sum(tokens[phase] for _, tokens in everyone) / max(most[f"time/{phase}_s"], 1e-9)
+            pl_module.log(f"throughput/{phase}_tokens_per_s", rate, prog_bar=phase == "rollout")

@@ -16,8 +16,6 @@ class Model(NamedTuple):
     """A size of Qwen2.5-Instruct."""
 
     name: str
-    gpu_share: float
-    """Of the GPU's memory, for the engine: the paper's, on 80 GB (tables 5 to 8)."""
     dense_gb: float
     """The base in bf16 (table 3 and tables 5 to 8)."""
     nvfp4_gb: float
@@ -51,10 +49,10 @@ class Task(NamedTuple):
 
 
 MODELS = (
-    Model("3B", 0.20, 6.2, 2.8, "3-5"),
-    Model("7B", 0.30, 15.2, 5.9, "3-5"),
-    Model("14B", 0.45, 29.6, 10.6, "3-5"),
-    Model("32B", 0.40, 62.3, 20.7, "4-5"),
+    Model("3B", 6.2, 2.8, "3-5"),
+    Model("7B", 15.2, 5.9, "3-5"),
+    Model("14B", 29.6, 10.6, "3-5"),
+    Model("32B", 62.3, 20.7, "4-5"),
 )
 ARMS = (
     Arm("nvfp4", "nvfp4", False),
@@ -118,7 +116,7 @@ def recipe(task: Task, model: Model, arm: Arm) -> str:
         *noise(arm),
         "model:",
         f"  base: {folder(model, arm.format)}",
-        *engine(model, arm),
+        "  engine: qerl_pl.rollout.vllm.VLLMEngine",
         f"  rewards: ../shared/{task.rewards}.yaml",
         f"  sampling: {{num_completions: {task.num_completions}, max_tokens: {task.max_tokens}, temperature: 1.0}}",
         "  lora: {rank: 32, alpha: 32}",
@@ -179,14 +177,16 @@ def differences(task: Task, arm: Arm) -> list[str]:
 
 def memory(model: Model, arm: Arm) -> list[str]:
     """What is known of the memory that a run takes."""
-    if arm.format == "nf4":
-        return ["vLLM 0.32 runs no NF4 base, so transformers samples, with the trainer's own model: much slower."]
     size = {"nvfp4": model.nvfp4_gb, "bf16": model.dense_gb}.get(arm.format)
     weighs = "The base" if size is None else f"The base has {size} GB (by the paper) and"
-    lines = [f"{weighs} is on the GPU twice during rollouts, once while the trainer works."]
-    if arm.format == "bf16" and model.name == "32B":
-        lines.append("So one 80 GB GPU does not hold it; the share below is for 141 GB.")
-    return lines
+    lines = [f"{weighs} is on the GPU twice, for the trainer and for vLLM."]
+    if arm.format == "nf4":
+        lines = [f"vLLM 0.32 runs no NF4 base: it holds the weights dequantised, {model.dense_gb} GB (by the paper)."]
+    if arm.format == "mxfp4":
+        lines.append("On Blackwell vLLM 0.32 would quantise activations too: there it holds the weights dequantised.")
+    if arm.format in ("bf16", "nf4") and model.name == "32B":
+        lines.append("So one 80 GB GPU does not hold it.")
+    return [*lines, "What else is, and whether it fits: python -m qerl_pl plan -c THIS_FILE --gpu-memory 80"]
 
 
 def noise(arm: Arm) -> list[str]:
@@ -196,22 +196,6 @@ def noise(arm: Arm) -> list[str]:
         "  callbacks+:",
         "    - class_path: callbacks.aqn.AdaptiveQuantizationNoise",
         "      init_args: {sigma_start: 1.0e-2, sigma_end: 5.0e-4, num_stages: 10}",
-    ]
-
-
-def engine(model: Model, arm: Arm) -> list[str]:
-    if arm.format == "nf4":
-        tokens = 131072 if model.name in ("3B", "7B") else 65536
-        return [
-            "  engine:",
-            "    class_path: qerl_pl.rollout.hf.TransformersEngine",
-            f"    init_args: {{batch_tokens: {tokens}}}",
-        ]
-    share = 0.5 if arm.format == "bf16" and model.name == "32B" else model.gpu_share
-    return [
-        "  engine:",
-        "    class_path: qerl_pl.rollout.vllm.VLLMEngine",
-        f"    init_args: {{gpu_memory_utilization: {share:.2f}}}   # of the GPU's memory",
     ]
 
 

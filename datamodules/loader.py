@@ -1,4 +1,8 @@
-"""Loaders of prompt batches. Plain objects with a length: Lightning fetches nothing ahead and injects no sampler."""
+"""Loaders of prompt batches. Plain objects with a length: Lightning fetches nothing ahead and injects no sampler.
+
+torchdata's StatefulDataLoader would need this class as its batch sampler, and adds worker processes, which lists of
+tokens have no use for, and a draw from the global random stream at every start.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +99,16 @@ class EvaluationLoader:
         batch_size: prompts a batch, on each rank.
         rank: which share of the prompts is served here.
         num_ranks: among how many they are shared.
+
+    Raises:
+        ValueError: a rank would have no prompt.
     """
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if batch_size < 1:
             raise ValueError(f"val_batch_size is {batch_size}; expected at least 1")
+        if len(prompts) < num_ranks:
+            raise ValueError(f"{len(prompts)} validation prompts are too few for {num_ranks} ranks; use fewer ranks")
         self.prompts = list(prompts[rank::num_ranks])
         self.batch_size = batch_size
 

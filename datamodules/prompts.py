@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from datamodules.loader import EvaluationLoader, TrainLoader
 from datamodules.sources import PromptSource
+from qerl_pl import ranks
 from qerl_pl.seeding import derive_seed
 from qerl_pl.types import Problem, Prompt
 
@@ -97,7 +99,7 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Further training prompts of this rank for one rollout, none of them in its batch.
+        """Further training prompts of this rank for one rollout, none of them in the batch of any rank.
 
         Their order is a function of the seed and the rollout index. They do not count as served: an epoch still gives
         every prompt its turn.
@@ -105,7 +107,7 @@ class PromptDataModule(LightningDataModule):
         rank, num_ranks = self._rank()
         seed = derive_seed(self.seed, "refill", rollout_index)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
-        taken = set(batch)
+        taken = set(chain.from_iterable(ranks.gather_values(tuple(batch))))
         return (self._train[row] for row in order[rank::num_ranks] if self._train[row] not in taken)
 
     def val_dataloader(self) -> EvaluationLoader:

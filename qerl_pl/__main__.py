@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "tiny": "make a small warm-started policy for the quickstart and for tests",
     "quantize": "write a 4-bit copy of a checkpoint",
+    "plan": "say how much GPU memory a run will take, and what to change if it does not fit",
     "score": "score a file of completions with a reward",
     "export": "write a run's adapter as a PEFT folder",
     "report": "table and curves of a run from its event files",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl_pl import ranks
 from qerl_pl.advantages import Baseline, group_advantages
 from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation import Evaluation
@@ -101,7 +102,8 @@ class RolloutLoop:
             noise: of this rollout.
             sampling: how.
             seed: of this rollout's sampling.
-            watch: gets the seconds of the phases sync, rollout, reward and, where there are observers, check.
+            watch: gets the seconds of the phases sync, rollout, reward, wait (for slower ranks) and, where there are
+                observers, check.
 
         Raises:
             RuntimeError: too many rows could not be scored, or dynamic sampling did not fill the batch.
@@ -120,7 +122,8 @@ class RolloutLoop:
                 evaluation, more_prompts, sample, batch_size=batch_size
             )
             chosen = self.dynamic_sampling.choose(evaluation, batch_size=batch_size)
-        self._check_scored(evaluation.table)
+        with watch.phase("wait"):
+            self._check_scored(evaluation.table)
         rollout = Rollout(evaluation, chosen, self._experience(chosen), num_refills, num_noisy_norms)
         for observe in self.observers:
             with watch.phase("check"):
@@ -129,11 +132,13 @@ class RolloutLoop:
         return rollout
 
     def _check_scored(self, table: RewardTable) -> None:
-        unscored = 1 - table.scored.float().mean().item()
+        unscored = 1 - ranks.gather(table.scored.float()).mean().item()
         if unscored > self.max_unscored_share:
+            reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
             raise RuntimeError(
                 f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
-                f"({self.max_unscored_share:.1%}): look at the answers of these prompts, or raise the limit"
+                f"({self.max_unscored_share:.1%}), most often because {next(filter(None, reasons))}: look at the "
+                "answers of these prompts, or raise the limit"
             )
 
     def _experience(self, chosen: Evaluation) -> Experience:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,23 +13,33 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, get_scheduler
 
+from qerl_pl import ranks
 from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.correction import mismatch
 from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation_cache import EvaluationCache
 from qerl_pl.loop import RolloutLoop
+from qerl_pl.memory.advice import plan_for
+from qerl_pl.memory.device import available_bytes
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
+from qerl_pl.memory.plan import Plan
+from qerl_pl.memory.settings import RunMemory, state_bytes
+from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import Policy, check_same_tensors, load_policy
+from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.rewards.base import WeightedReward, describe
 from qerl_pl.rollout.base import RolloutEngine, Sampling, checksum
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Prompt
@@ -57,10 +69,12 @@ class QeRLModule(LightningModule):
         warmup_steps: optimizer steps of linear warm-up before it.
         max_grad_norm: gradients are clipped to this norm; 0: not.
         updates_per_rollout: optimizer steps on each rollout.
-        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
+            memory runs out the run goes on with half of them.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
         gradient_checkpointing: recompute blocks in backward instead of keeping activations.
         offload_checkpoints: keep what blocks are recomputed from in host memory; needs gradient_checkpointing.
+        gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
         dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
         max_prompt_tokens: longest prompt (linked from the data module).
@@ -84,10 +98,11 @@ class QeRLModule(LightningModule):
         warmup_steps: int = 0,
         max_grad_norm: float = 1.0,
         updates_per_rollout: int = 1,
-        micro_batch_tokens: int = 16384,
+        micro_batch_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         gradient_checkpointing: bool = False,
         offload_checkpoints: bool = False,
+        gpu_memory: float | None = None,
         dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
         max_prompt_tokens: int = 256,
@@ -99,9 +114,10 @@ class QeRLModule(LightningModule):
         read_layout(Checkpoint(base).path)  # refuses a folder that holds no model we know, before anything is built
         if not rewards:
             raise ValueError("model.rewards is empty; give at least one reward")
-        for name, value in (("updates_per_rollout", updates_per_rollout), ("micro_batch_tokens", micro_batch_tokens)):
-            if value < 1:
-                raise ValueError(f"model.{name} is {value}; expected at least 1")
+        if updates_per_rollout < 1:
+            raise ValueError(f"model.updates_per_rollout is {updates_per_rollout}; expected at least 1")
+        if gpu_memory is not None and gpu_memory <= 0:
+            raise ValueError(f"model.gpu_memory is {gpu_memory}; expected more than 0 GiB, or null")
         if sampling.temperature == 0:
             raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
         if sampling.num_completions < 2:
@@ -127,23 +143,35 @@ class QeRLModule(LightningModule):
         self.warmup_steps = warmup_steps
         self.max_grad_norm = max_grad_norm
         self.updates_per_rollout = updates_per_rollout
-        self.micro_batch_tokens = micro_batch_tokens
         self.compute_dtype = DTYPES[dtype]
         self.gradient_checkpointing = gradient_checkpointing
         self.offload_checkpoints = offload_checkpoints
+        self.gpu_memory = gpu_memory
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
         self.seed = seed
+        self.max_prompt_tokens = max_prompt_tokens
         self.max_model_len = max_prompt_tokens + max(sampling.max_tokens, self.val_sampling.max_tokens)
-        longest = max_prompt_tokens + sampling.max_tokens
-        if longest > micro_batch_tokens:
+        self.longest_row = max_prompt_tokens + sampling.max_tokens
+        """Tokens of the longest row that may be trained on."""
+        if micro_batch_tokens is not None and self.longest_row > micro_batch_tokens:
             raise ValueError(
-                f"a prompt of {max_prompt_tokens} and a completion of {sampling.max_tokens} tokens are {longest}, more "
-                f"than model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten prompts or completions"
+                f"a prompt of {max_prompt_tokens} and a completion of {sampling.max_tokens} tokens are "
+                f"{self.longest_row}, more than model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten "
+                "prompts or completions"
             )
+        self.micro_batch_tokens = micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
+        self._choose_micro_batch = micro_batch_tokens is None
+        self.memory_plan: Plan | None = None
+        """Of this run on its GPU; None without one."""
         self.norm_noise = NormNoise()
         """Noise of the next rollout; a callback may set it before each."""
         self.policy: Policy
+        self.grad_norm: Tensor
+        """[] of the last optimizer step, before clipping."""
+        self.evaluated: list[dict[str, Any]] = []
+        """A record a completion of the last evaluation, over all ranks, in the order of the problems."""
+        self._own_evaluated: list[dict[str, Any]] = []
         self._evaluation_cache: EvaluationCache | None = None
 
     # ---- what a step is a function of -------------------------------------------------------------------------------
@@ -173,6 +201,8 @@ class QeRLModule(LightningModule):
             )
         if stage == "fit":
             self._check_steps()
+        if self.memory_plan is None and self.trainer.strategy.root_device.type == "cuda":
+            self._plan_memory(stage, self.trainer.strategy.root_device)
         tokenizer = AutoTokenizer.from_pretrained(self.base)
         self.loop = RolloutLoop(
             self.engine,
@@ -203,6 +233,11 @@ class QeRLModule(LightningModule):
                 f"prompts and completions may reach {self.max_model_len} tokens and the model has {limit} positions; "
                 "lower data.max_prompt_tokens or model.sampling.max_tokens"
             )
+        # DDP has nothing to do: every rank reads the base itself, and ``ranks`` averages the gradients. It is left one
+        # parameter, because it takes no module without.
+        kept = next(name for name, parameter in self.named_parameters() if parameter.requires_grad)
+        names = {name for name, _ in chain(self.named_parameters(), self.named_buffers())}
+        self._ddp_params_and_buffers_to_ignore = names - {kept}
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule over trainer.max_steps."""
@@ -240,19 +275,20 @@ class QeRLModule(LightningModule):
             max_tokens=self.sampling.max_tokens,
             num_updates=self.updates_per_rollout,
             micro_batch_tokens=self.micro_batch_tokens,
-            backward=self.manual_backward,
+            backward=Tensor.backward,  # manual_backward would have DDP reduce, and ranks differ in micro-batches
             step=self._optimizer_step,
-            rank_mean=lambda count: self.trainer.strategy.reduce(count, reduce_op="mean"),
             watch=watch,
         )
         self.log_dict(report.metrics)
+        self.micro_batch_tokens = report.micro_batch_tokens
         sampled = report.experience.sampled
-        gap = mismatch(report.old_logprobs - report.experience.sampler_logprobs, sampled)
+        log_ratio = ranks.gather((report.old_logprobs - report.experience.sampler_logprobs)[sampled])
+        gap = mismatch(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
         self.log_dict({f"gap/{name}": value for name, value in gap._asdict().items()})
         return {
             "rollout": rollout,
             "rollout_index": index,
-            "entropy": report.entropy[sampled],
+            "entropy": ranks.gather(report.entropy[sampled]),
             "seconds": dict(watch.seconds),
         }
 
@@ -260,13 +296,16 @@ class QeRLModule(LightningModule):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
-        parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        ranks.average_gradients(trained)
+        parameters = [parameter for parameter in trained if parameter.grad is not None]
         limit = self.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit) if parameters else torch.zeros((), device=self.device)
+        none = torch.zeros((), device=self.device)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit) if parameters else none
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        return norm
+        return self.grad_norm
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -274,6 +313,7 @@ class QeRLModule(LightningModule):
         """Sample from the clean policy: the current adapter, no noise."""
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
+        self._own_evaluated = []
         if self.trainer.state.fn != TrainerFn.FITTING:
             folder = Path(self.trainer.default_root_dir) / "evaluation"
             self._evaluation_cache = EvaluationCache(folder, self._evaluation_identity())
@@ -282,29 +322,43 @@ class QeRLModule(LightningModule):
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         """Score one batch of held-out prompts; returns a record a completion."""
-        return self._evaluate(batch, batch_idx, "val")
+        rows = self._evaluate(batch)
+        self._own_evaluated += rows
+        return rows
 
     def test_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         """As in validation."""
-        return self._evaluate(batch, batch_idx, "test")
+        return self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
-        """A record a completion, nothing logged."""
-        return self._sample(batch, batch_idx)
+        """As in validation."""
+        return self.validation_step(batch, batch_idx)
 
-    def _sample(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+    def on_validation_epoch_end(self) -> None:
+        """Log means over the completions of all ranks."""
+        self._finish_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """As in validation."""
+        self._finish_evaluation("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """The records alone, nothing logged."""
+        self.evaluated = ranks.gather_groups(self._own_evaluated, self.val_sampling.num_completions)
+
+    def _evaluate(self, batch: list[Prompt]) -> list[dict[str, Any]]:
         """Records of a batch. Outside of training they are kept, so that an interrupted evaluation goes on."""
         cache = self._evaluation_cache
         if cache is not None and (rows := cache.read(batch)) is not None:
             return rows
-        seed = derive_seed(self.seed, "evaluation", batch_idx)
+        seed = derive_seed(self.seed, "evaluation")
         rows = self.loop.evaluate(batch, sampling=self.val_sampling, seed=seed, watch=Stopwatch()).rows()
         if cache is not None:
             cache.write(batch, rows)
         return rows
 
-    def _evaluate(self, batch: list[Prompt], batch_idx: int, stage: str) -> list[dict[str, Any]]:
-        rows = self._sample(batch, batch_idx)
+    def _finish_evaluation(self, stage: str) -> None:
+        rows = self.evaluated = ranks.gather_groups(self._own_evaluated, self.val_sampling.num_completions)
         scored = [row for row in rows if row["reward"] is not None]
         values = {name: [row["rewards"][name] for row in scored] for name in (reward.name for reward in self.rewards)}
         values["reward"] = [row["reward"] for row in scored]
@@ -313,14 +367,17 @@ class QeRLModule(LightningModule):
         values["completion_tokens"] = [float(row["num_tokens"]) for row in rows]
         for name, numbers in values.items():
             if numbers:
-                mean = torch.tensor(numbers).mean()
-                self.log(f"{stage}/{name}", mean, batch_size=len(numbers), sync_dist=True)
-        return rows
+                self.log(f"{stage}/{name}", torch.tensor(numbers).mean())
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What must stay the same over a run; reads the base's files."""
+        return run_identity(base=self.base, lora=self.lora, seed=self.seed)
 
     def _evaluation_identity(self) -> dict[str, Any]:
         """What the records of an evaluation are a function of, beside the prompts."""
         return {
-            **run_identity(base=self.base, lora=self.lora, seed=self.seed),
+            **self._identity,
             "adapter": {name: checksum(tensor) for name, tensor in self.policy.adapter_state().items()},
             "sampling": asdict(self.val_sampling),
             "dtype": str(self.compute_dtype),
@@ -333,7 +390,7 @@ class QeRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the adapter alone, and what the run must not change."""
         checkpoint["state_dict"] = self.policy.adapter_state()
-        checkpoint["identity"] = run_identity(base=self.base, lora=self.lora, seed=self.seed)
+        checkpoint["identity"] = self._identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the adapter in.
@@ -341,8 +398,7 @@ class QeRLModule(LightningModule):
         Raises:
             ValueError: the checkpoint is of another base, adapter or seed.
         """
-        check_identity(checkpoint["identity"], run_identity(base=self.base, lora=self.lora, seed=self.seed))
-        check_same_tensors(checkpoint["state_dict"], self.policy.adapter_state())
+        check_identity(checkpoint["identity"], self._identity)
         self.policy.load_adapter_state(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
 
@@ -350,6 +406,37 @@ class QeRLModule(LightningModule):
 
     def _start_engine(self) -> None:
         self.engine.start(self.policy, max_model_len=self.max_model_len, seed=self.seed)
+
+    def _plan_memory(self, stage: str, device: torch.device) -> None:
+        """Choose the size of micro-batches and of the engine's cache, where the YAML leaves it open."""
+        available = available_bytes(device)
+        limit = available if self.gpu_memory is None else min(available, int(self.gpu_memory * 2**30))
+        plan = plan_for(checkpoint_shape(self.base, self.compute_dtype), self.run_memory(stage), limit)
+        self.memory_plan, self.micro_batch_tokens = plan, plan.micro_batch_tokens
+        if isinstance(self.engine, VLLMEngine):
+            self.engine.kv_cache_bytes = plan.kv_cache_bytes
+        rank_zero_info(plan.summary())
+
+    def run_memory(self, stage: str) -> RunMemory:
+        """What decides how much memory a rank takes."""
+        engine, data = self.engine, self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        training = -(-data.batch_size // self.trainer.world_size) * self.sampling.num_completions
+        return RunMemory(
+            rows=training if stage == "fit" else data.val_batch_size * self.val_sampling.num_completions,
+            prompt_tokens=self.max_prompt_tokens,
+            completion_tokens=self.sampling.max_tokens,
+            evaluation_tokens=self.val_sampling.max_tokens,
+            itemsize=self.compute_dtype.itemsize,
+            rank=self.lora.rank,
+            targets=self.lora.targets,
+            train_norms=self.lora.train_norms,
+            state_bytes=state_bytes(type(self.optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__),
+            micro_batch_tokens=None if self._choose_micro_batch else self.micro_batch_tokens,
+            gradient_checkpointing=self.gradient_checkpointing,
+            offload_checkpoints=self.offload_checkpoints,
+            engine=engine.memory if isinstance(engine, VLLMEngine) else None,
+            batch_tokens=engine.batch_tokens if isinstance(engine, TransformersEngine) else 0,
+        )
 
     def _check_steps(self) -> None:
         updates, max_steps = self.updates_per_rollout, self.trainer.max_steps

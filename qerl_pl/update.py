@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from qerl_pl import ranks
 from qerl_pl.advantages import group_advantages
 from qerl_pl.correction import Correction, effective_share, importance_weights
 from qerl_pl.losses import count_divisor, entropy_threshold, kl_estimate
+from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.objective import Objective
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.collate import micro_batches
@@ -23,13 +26,15 @@ class UpdateReport:
     """What the updates on one batch saw."""
 
     metrics: dict[str, Tensor]
-    """Name to [] value, over this rank's rows."""
+    """Name to [] value, over the rows of all ranks."""
     old_logprobs: Tensor
     """[B, S] fp32 nats of the trainer before its first update, 0 where nothing was sampled."""
     entropy: Tensor
     """[B, S] fp32 nats, likewise."""
     experience: Experience
     """As used: on the policy's device, the KL taken off the rewards where it belongs there."""
+    micro_batch_tokens: int
+    """As given, or what was left of it when memory ran out."""
 
 
 def improve(
@@ -44,7 +49,6 @@ def improve(
     micro_batch_tokens: int,
     backward: Callable[[Tensor], None],
     step: Callable[[], Tensor],
-    rank_mean: Callable[[Tensor], Tensor],
     watch: Stopwatch,
 ) -> UpdateReport:
     """Update the policy ``num_updates`` times on one batch.
@@ -52,6 +56,12 @@ def improve(
     The old log-probabilities are the trainer's own before the first update. Where nothing else needs them earlier they
     are read off the first update's forward pass, so one update a rollout costs one forward pass. Rows without a
     gradient (advantage exactly 0, or left out of the loss) get a forward pass without one, for the statistics.
+
+    When memory runs out the passes of an update, or of an evaluation, begin again with half the tokens. Only whole
+    gradients reach ``step``, and the divisor is that of the batch, so the update is the same to rounding.
+
+    Where several ranks share a batch each gives its rows here at the same time. Ranks need not have equally many rows
+    or micro-batches: they meet once before the updates, in ``step``, and for the metrics.
 
     Args:
         policy: in training mode.
@@ -61,25 +71,29 @@ def improve(
         temperature: of sampling; logits are divided by it here too.
         max_tokens: longest completion that could have been sampled.
         num_updates: optimizer steps on this batch.
-        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
         backward: adds a loss's gradient.
-        step: clips, takes an optimizer step, clears the gradients; returns the norm before clipping, [].
-        rank_mean: mean of a count over ranks (gradients are averaged over ranks, so the divisor is too).
-        watch: gets the seconds of the phases logprob and train.
+        step: averages the gradients over ranks, clips, takes an optimizer step, clears the gradients; returns the norm
+            before clipping, [].
+        watch: gets the seconds of the phases logprob, wait (for slower ranks) and train.
     """
     device = next(policy.parameters()).device
     experience = experience.to(device)
     old = torch.zeros_like(experience.sampler_logprobs)  # [B, S]
     entropy, reference = torch.zeros_like(old), None
+    budget, longest = MicroBatchBudget(micro_batch_tokens), int(experience.lengths.max())
 
     def evaluate(rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
-        for chunk in micro_batches(experience.lengths[rows], micro_batch_tokens):
-            part = _Part(experience, rows[chunk.to(device)])
-            with torch.no_grad():
-                stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
-            part.write(logprobs, stats.logprobs)
-            if entropies is not None:
-                part.write(entropies, stats.entropy)
+        def forward(max_tokens: int) -> None:
+            for chunk in micro_batches(experience.lengths[rows], max_tokens):
+                part = _Part(experience, rows[chunk.to(device)])
+                with torch.no_grad():
+                    stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
+                part.write(logprobs, stats.logprobs)
+                if entropies is not None:
+                    part.write(entropies, stats.entropy)
+
+        budget.run(forward, longest=longest)
 
     def correct(log_ratio: Tensor, mask: Tensor) -> Correction:
         return importance_weights(
@@ -109,41 +123,57 @@ def improve(
             evaluate(silent, old, entropy)
 
     kept = experience.mask
-    if objective.top_entropy_share < 1:
-        kept = kept & (entropy >= entropy_threshold(entropy, kept, objective.top_entropy_share))
-    divisor = rank_mean(count_divisor(experience.mask, objective.aggregation, max_tokens=max_tokens).float())
+    with watch.phase("wait"):
+        if objective.top_entropy_share < 1:
+            everywhere = ranks.gather(entropy[kept])
+            all_of_it = torch.ones_like(everywhere, dtype=torch.bool)
+            kept = kept & (entropy >= entropy_threshold(everywhere, all_of_it, objective.top_entropy_share))
+        # A mean over ranks, because the gradients are averaged too.
+        divisor = ranks.mean(count_divisor(experience.mask, objective.aggregation, max_tokens=max_tokens).float())
+
+    def passes(update: int, max_tokens: int) -> dict[str, Tensor]:
+        """Add up the gradient of one update; returns the sums of its metrics."""
+        sums: dict[str, Tensor] = {}
+        for chunk in micro_batches(experience.lengths[live], max_tokens):
+            part = _Part(experience, live[chunk.to(device)])
+            stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
+            if update == 0 and not objective.needs_first_pass:
+                part.write(old, stats.logprobs.detach())
+                part.write(entropy, stats.entropy.detach())
+            mask = part.read(experience.mask)
+            against = experience.sampler_logprobs if objective.ratio_against == "sampler" else old
+            loss, surrogate, kl = objective.loss(
+                stats.logprobs,
+                stats.entropy,
+                old_logprobs=part.read(against),
+                ref_logprobs=None if reference is None else part.read(reference),
+                advantages=experience.advantages[part.rows],
+                mask=mask,
+                kept=part.read(kept),
+                importance=correct(part.read(old) - part.read(experience.sampler_logprobs), mask).weights,
+                divisor=divisor,
+            )
+            with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
+                backward(loss)
+            for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
+                sums[name] = sums.get(name, 0) + value
+        return sums
+
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
-            for chunk in micro_batches(experience.lengths[live], micro_batch_tokens):
-                part = _Part(experience, live[chunk.to(device)])
-                stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
-                if update == 0 and not objective.needs_first_pass:
-                    part.write(old, stats.logprobs.detach())
-                    part.write(entropy, stats.entropy.detach())
-                mask = part.read(experience.mask)
-                against = experience.sampler_logprobs if objective.ratio_against == "sampler" else old
-                loss, surrogate, kl = objective.loss(
-                    stats.logprobs,
-                    stats.entropy,
-                    old_logprobs=part.read(against),
-                    ref_logprobs=None if reference is None else part.read(reference),
-                    advantages=experience.advantages[part.rows],
-                    mask=mask,
-                    kept=part.read(kept),
-                    importance=correct(part.read(old) - part.read(experience.sampler_logprobs), mask).weights,
-                    divisor=divisor,
-                )
-                backward(loss)
-                for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
-                    totals[name] = totals.get(name, 0) + value
-            totals["grad_norm"] = totals.get("grad_norm", 0) + step()
+            sums = budget.run(partial(passes, update), longest=longest, undo=policy.zero_grad)
+            for name, value in {**sums, "grad_norm": step()}.items():
+                totals[name] = totals.get(name, 0) + value
     metrics = _metrics(totals, num_tokens=experience.mask[live].sum(), num_updates=num_updates)
     if objective.correction != "none":
         whole = correct(old - experience.sampler_logprobs, experience.mask)
-        metrics["correction/outside_share"] = whole.num_outside / whole.num_units.clamp(min=1)
-        metrics["correction/effective_share"] = effective_share(whole.num_units, whole.weight_sum, whole.square_sum)
-    return UpdateReport(metrics, old, entropy, experience)
+        sums = (whole.num_outside, whole.num_units, whole.weight_sum, whole.square_sum)
+        outside, units, weights, squares = ranks.mean(torch.stack([value.double() for value in sums]))
+        metrics["correction/outside_share"] = outside / units.clamp(min=torch.finfo(units.dtype).tiny)
+        metrics["correction/effective_share"] = effective_share(units, weights, squares)
+    metrics["train/micro_batch_tokens"] = torch.tensor(float(budget.tokens))
+    return UpdateReport(metrics, old, entropy, experience, budget.tokens)
 
 
 class _Part:
@@ -173,8 +203,6 @@ def _kl_in_reward(
 
 
 def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_updates: int) -> dict[str, Tensor]:
-    visits = (num_tokens * num_updates).clamp(min=1)
-    zero = torch.zeros((), device=num_tokens.device)
     names = {
         "policy/clipped_low_share": "clipped_low",
         "policy/clipped_high_share": "clipped_high",
@@ -182,7 +210,11 @@ def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_updates: int)
         "policy/kl_old": "k3",
         "policy/kl_ref": "kl_ref",
     }
-    found = {name: totals.get(total, zero) / visits for name, total in names.items()}
-    found["train/loss"] = totals.get("loss", zero) / num_updates
+    zero = torch.zeros_like(num_tokens)
+    sums = [num_tokens, *(totals.get(total, zero) for total in (*names.values(), "loss"))]
+    num_tokens, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
+    visits = (num_tokens * num_updates).clamp(min=torch.finfo(num_tokens.dtype).tiny)
+    found = {name: value / visits for name, value in zip(names, sums, strict=True)}
+    found["train/loss"] = loss / num_updates
     found["train/grad_norm"] = totals["grad_norm"] / num_updates
     return found

@@ -32,7 +32,7 @@ def valid_rows(values: Tensor, mask: Tensor) -> list[list[float]]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=log_ratios(), garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf, 1e30]))
 def test_weights_equal_the_loops_whatever_padding_holds(mode, level, case, garbage):
     values, mask = case
@@ -60,7 +60,7 @@ def test_equal_policies_need_no_correction(mode, level, case):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=log_ratios(), split=st.integers(1, 4))
 def test_rows_are_corrected_independently_and_sums_add_up(level, case, split):
     values, mask = case
@@ -120,7 +120,7 @@ def test_shapes_are_checked(shape):
         importance_weights(torch.zeros(shape), torch.ones(2, 3) > 0, mode="mask")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(case=log_ratios(), garbage=st.sampled_from([0.0, math.nan, math.inf]))
 def test_mismatch_equals_the_loops(case, garbage):
     values, mask = case

@@ -26,7 +26,7 @@ def draw_tokens(seed: int, density: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=SEEDS, density=DENSITIES)
 def test_kl_estimates_and_their_gradients_equal_the_formulas(kind, seed, density):
     ref_logprobs, values, mask = draw_tokens(seed, density)
@@ -71,7 +71,7 @@ def test_padding_never_reaches_the_kl_or_its_gradient(kind, garbage):
     assert estimate[0, 1] == gradient[0, 1] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, density=DENSITIES, share=st.floats(0.01, 1.0))
 def test_the_entropy_threshold_keeps_the_top_share_of_the_valid_tokens(seed, density, share):
     _, values, mask = draw_tokens(seed, density)

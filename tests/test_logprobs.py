@@ -30,7 +30,7 @@ def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator), bias
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 9),

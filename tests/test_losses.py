@@ -101,7 +101,7 @@ def reference_with_gradient(objective, mean, batch: Batch) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batch=batches())
 def test_loss_and_gradient_equal_the_loops(name, aggregation, batch):
     loss, objective = LOSSES[name]
@@ -113,7 +113,7 @@ def test_loss_and_gradient_equal_the_loops(name, aggregation, batch):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=batches(), size=st.integers(1, 5))
 def test_micro_batches_add_up_to_the_batch(name, aggregation, batch, size):
     loss, _ = LOSSES[name]
@@ -130,7 +130,7 @@ def test_micro_batches_add_up_to_the_batch(name, aggregation, batch, size):
 
 @pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=batches(torch.float32))
 def test_padding_values_never_reach_loss_or_gradient(name, garbage, batch):
     loss, _ = LOSSES[name]
@@ -163,7 +163,7 @@ def test_without_valid_tokens_the_loss_is_a_zero_with_a_gradient(name, shape, ag
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", ["clipped", "two-sided", "cispo"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=batches())
 def test_on_policy_the_gradient_is_reinforce(name, aggregation, batch):
     batch = batch._replace(old=batch.new, importance=torch.ones_like(batch.new))

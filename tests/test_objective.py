@@ -70,7 +70,6 @@ def updated(policy: Policy, experience: Experience, objective: Objective) -> tup
         micro_batch_tokens=2 * WIDTH,
         backward=lambda loss: loss.backward(),
         step=lambda: torch.zeros(()),
-        rank_mean=lambda count: count,
         watch=Stopwatch(),
     )
     gradients = [p.grad.flatten() for n, p in policy.named_parameters() if "lora_B" in n and p.grad is not None]

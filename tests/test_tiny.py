@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -36,7 +36,6 @@ def step_results(text: str) -> list[tuple[int, str, int, int]]:
     return [(int(before), sign, int(operand), int(after)) for before, sign, operand, after in found]
 
 
-@settings(deadline=None)
 @given(seeds, st.booleans())
 def test_expressions_keep_their_rules(seed, validation):
     expression = draw_expression(random.Random(seed), validation=validation)
@@ -46,7 +45,6 @@ def test_expressions_keep_their_rules(seed, validation):
     assert all(0 <= total <= 99 for total in totals)
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_the_right_solution_adds_up_line_by_line_to_the_value(seed):
     expression = draw_expression(random.Random(seed), validation=False)
@@ -58,7 +56,6 @@ def test_the_right_solution_adds_up_line_by_line_to_the_value(seed):
     assert value(expression) == steps[-1][3]
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_a_careless_step_is_ten_too_high_exactly_where_the_tens_digit_changes(seed):
     expression = draw_expression(random.Random(seed), validation=False)

@@ -22,6 +22,8 @@ from qerl_pl.policy.lora import (
     peft_config,
 )
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 
 ADAPTER = "default"
@@ -107,6 +109,23 @@ class Policy(nn.Module):
         return {
             f"{name}.weight": module.get_parameter("weight").detach() for name, module in self.norm_modules().items()
         }
+
+    def embedding_weights(self) -> dict[str, Tensor]:
+        """Embeddings [V, H] and, where it is not tied to them, head, by the model's own names; the live tensors."""
+        names = "model.embed_tokens.weight", "lm_head.weight"
+        return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
+
+    def packed_linears(self) -> dict[str, FrozenLinear]:
+        """The packed linears of the base, by the model's own names without PEFT's wrappers; none on a dense base."""
+        modules = self.causal_lm.named_modules()
+        return {
+            name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
+        }
+
+    @property
+    def packed_format(self) -> Format | None:
+        """Of the packed linears; None on a dense base."""
+        return next((linear.fmt for linear in self.packed_linears().values()), None)
 
     def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
         """Log-probability and entropy of the masked tokens; carries the gradient to the adapter.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from qerl_pl.seeding import derive_seed
 
 PEFT_PREFIX = "base_model.model."
 
@@ -38,6 +42,26 @@ def check_prompts(
             )
 
 
+def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int) -> list[int]:
+    """A seed for each completion, prompt by prompt: a function of the prompt, not of its place among the others.
+
+    So a batch is sampled the same however it is shared among ranks. Prompts that are equal get different seeds.
+
+    Args:
+        prompts: token ids.
+        num_completions: of each prompt.
+        seed: of the call.
+    """
+    seen: Counter[str] = Counter()
+    seeds = []
+    for prompt in prompts:
+        purpose = f"prompt {list(prompt)}"
+        first = num_completions * seen[purpose]
+        seen[purpose] += 1
+        seeds += [derive_seed(seed, purpose, first + copy) for copy in range(num_completions)]
+    return seeds
+
+
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     """Ids that end a completion: the end-of-sequence tokens of the generation config, the config and the tokenizer.
 
@@ -52,9 +76,15 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     if (Path(base) / "generation_config.json").is_file():
         found.append(GenerationConfig.from_pretrained(base).eos_token_id)
     if (Path(base) / "tokenizer_config.json").is_file():
-        found.append(AutoTokenizer.from_pretrained(base).eos_token_id)
+        found.append(_tokenizer_end(base))
     ids = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
     return sorted({token for token in ids if token is not None})
+
+
+@cache
+def _tokenizer_end(base: str) -> int | None:
+    """A large tokenizer takes half a second to load, and the canary's second engine starts in every rollout."""
+    return AutoTokenizer.from_pretrained(base).eos_token_id
 
 
 def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from transformers import (
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
-from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
 from qerl_pl.seeding import derive_seed
@@ -70,9 +69,10 @@ class TransformersEngine:
         batches = self._batches([len(prompts[index]) + sampling.max_tokens for index in rows])
         with preserved_rng(), self._in_place(policy, adapter=adapter):
             for number, batch in enumerate(batches):
-                torch.manual_seed(derive_seed(seed, "batch", number))
                 indices = [rows[row] for row in batch]
-                completions = self._sample(policy, [prompts[index] for index in indices], sampling)
+                some = [list(prompts[index]) for index in indices]
+                torch.manual_seed(derive_seed(seed, f"batch {some}", number))  # ranks sample other prompts by one seed
+                completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
         return groups
@@ -142,8 +142,13 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        limit = max([self.batch_tokens, *lengths])
-        return [batch.tolist() for batch in micro_batches(torch.tensor(lengths, dtype=torch.int64), limit)]
+        """Rows by length, in batches of one row or of at most ``batch_tokens``, padding included."""
+        batches: list[list[int]] = []
+        for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+            if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
+                batches.append([])
+            batches[-1].append(row)
+        return batches
 
     def _sample(self, policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         tokens, real = _padded(prompts, left=True, device=policy.causal_lm.device)

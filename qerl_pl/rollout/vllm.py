@@ -6,19 +6,21 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling, checksum
 from qerl_pl.rollout.collate import micro_batches
-from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
-from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
-from qerl_pl.seeding import derive_seed
+from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
+from qerl_pl.rollout.isolation import preserved_process_group, preserved_rng, preserved_torch_settings
 from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
@@ -42,15 +44,18 @@ class VLLMEngine:
 
     Args:
         dtype: compute dtype; "auto" is the policy's.
-        gpu_memory_utilization: share of the GPU's memory for the engine's weights and cache. A CPU has no use for it.
-        kv_cache_bytes: size of the key/value cache, which overrides gpu_memory_utilization. None on a CPU: room for
-            max_num_seqs sequences of the longest length, at most 4 GiB.
+        kv_cache_bytes: size of the key/value cache. None: room for max_num_seqs sequences of the longest length; in
+            training on a GPU at most what the memory plan leaves, otherwise at most half of the memory that is free
+            (on a CPU: 4 GiB). Sequences for which there is no room wait: vLLM stops the youngest and makes its cache
+            again later, which costs time and no tokens.
         max_num_seqs: sequences sampled at the same time.
-        max_num_batched_tokens: tokens in one forward pass; None is vLLM's default.
+        max_num_batched_tokens: tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
         enforce_eager: no CUDA graphs, no compilation: starts faster, samples slower.
         block_size: tokens in a block of the cache; None is vLLM's default.
         enable_prefix_caching: share the prompt's cache among its completions.
         kv_cache_dtype: of the cache, e.g. "fp8"; "auto" is the compute dtype.
+        sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
+            keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
 
     Raises:
         ValueError: a value is out of its range.
@@ -59,7 +64,6 @@ class VLLMEngine:
     def __init__(
         self,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        gpu_memory_utilization: float = 0.3,
         kv_cache_bytes: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -67,15 +71,15 @@ class VLLMEngine:
         block_size: int | None = None,
         enable_prefix_caching: bool = True,
         kv_cache_dtype: str = "auto",
+        sleep_level: Literal[0, 1] = 0,
     ) -> None:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected more than 0 and at most 1")
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         self.dtype = dtype
+        self.sleep_level = sleep_level
+        self.kv_cache_bytes = kv_cache_bytes
+        """May be set until the engine starts."""
         arguments = {
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "kv_cache_memory_bytes": kv_cache_bytes,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "enforce_eager": enforce_eager,
@@ -86,6 +90,13 @@ class VLLMEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self._llm: LLM | None = None
         self._asleep = False
+
+    @property
+    def memory(self) -> EngineMemory:
+        """What of the settings decides how much memory the engine takes."""
+        names = {field.name for field in fields(EngineMemory)}
+        given = {name: value for name, value in self._arguments.items() if name in names}
+        return EngineMemory(kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
         """Load vLLM with the policy's base and adapter. Every request carries its own seed, so ``seed`` is not used."""
@@ -100,18 +111,34 @@ class VLLMEngine:
             from vllm.lora.request import LoRARequest
             from vllm.platforms import current_platform
 
+            from qerl_pl.rollout.vllm_loader import register_loader
+
             vllm_plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len)
+            unpacked = policy.packed_linears() if vllm_setup.lacks(policy.packed_format) else {}
+            arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked)
+            if unpacked:
+                arguments["hf_overrides"] = {"quantization_config": None}
+                vllm_setup.log_unpacked(unpacked, dtype)
             self._on_cpu = current_platform.is_cpu()
-            if self._on_cpu:
-                num_seqs = self._arguments["max_num_seqs"]
-                arguments |= vllm_setup.cpu_arguments(
-                    policy.config, dtype=dtype, max_model_len=max_model_len, max_num_seqs=num_seqs
-                )
-            else:
+            platform_arguments = vllm_setup.cpu_arguments if self._on_cpu else vllm_setup.gpu_arguments
+            arguments |= platform_arguments(
+                policy.config, dtype=dtype, max_model_len=max_model_len, max_num_seqs=self._arguments["max_num_seqs"]
+            )
+            if self.kv_cache_bytes is not None:
+                arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
+            if not self._on_cpu:
                 vllm_setup.check_fused_scales(policy.base)
-            self._llm = LLM(**(arguments | self._arguments))
+            self._group_is_ours = not dist.is_initialized()
+            try:
+                with vllm_setup.among_ranks() as more:
+                    self._llm = LLM(**(arguments | more | self._arguments))
+            except BaseException:  # the next start should find what this one found
+                with self._trainers_group():
+                    vllm_setup.destroy_groups()
+                raise
+        vllm_setup.log_kernels(self._call(vllm_worker.linear_kernels))
         self._policy, self._max_model_len = policy, max_model_len
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
@@ -132,28 +159,24 @@ class VLLMEngine:
             raise ValueError(f"temperature is {sampling.temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
         from vllm import SamplingParams
 
-        rows = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.num_completions)]
+        copies = sampling.num_completions
         params = [
             SamplingParams(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=derive_seed(seed, f"prompt {index}", copy),
+                seed=request_seed,
                 stop_token_ids=self._end_tokens,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for index, copy in rows
+            for request_seed in request_seeds(prompts, copies, seed)
         ]
-        outputs = self._run([prompts[index] for index, _ in rows], params, adapter=adapter)
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        for (index, _), output in zip(rows, outputs, strict=True):
-            [sampled] = output.outputs
-            logprobs = tuple(_values(sampled.logprobs))
-            groups[index].append(Completion(tuple(sampled.token_ids), logprobs, sampled.finish_reason == "stop"))
-        return groups
+        outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
+        completions = [_completion(output) for output in outputs]
+        return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
         """See ``RolloutEngine``. The last token is scored as one that might be sampled, the others as a prompt."""
@@ -210,33 +233,51 @@ class VLLMEngine:
         return {name: checksum(tensor) for name, tensor in (held | self._call(vllm_worker.live_norms)).items()}
 
     def sleep(self) -> None:
-        """Drop the cache and move the weights to host memory. On a CPU there is nothing to give back."""
-        if not self._asleep:
-            llm = self._running()
-            self._asleep = True
-            if llm.model_config.enable_sleep_mode:
-                llm.sleep(level=1)
+        """Give back what ``sleep_level`` says. On a CPU there is nothing to give back."""
+        if self._asleep:
+            return
+        llm = self._running()
+        if llm.model_config.enable_sleep_mode:
+            from vllm.v1.engine.core_client import InprocClient
+
+            core = llm.llm_engine.engine_core
+            assert isinstance(core, InprocClient)
+            while core.engine_core.batch_queue:  # vLLM schedules a step ahead, here of requests that have ended
+                core.get_output()
+            llm.sleep(level=self.sleep_level)
+            if self.sleep_level == 0:
+                llm.release_kv_cache_memory()
+        self._asleep = True
 
     def wake(self) -> None:
         """See ``RolloutEngine``."""
-        if self._asleep:
-            self._asleep = False
-            llm = self._running()
-            if llm.model_config.enable_sleep_mode:
-                llm.wake_up()
+        if not self._asleep:
+            return
+        self._asleep = False
+        llm = self._running()
+        if llm.model_config.enable_sleep_mode:
+            llm.wake_up()
 
     def close(self) -> None:
         """See ``RolloutEngine``."""
         if self._llm is None:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
-        with preserved_rng():
+        with preserved_rng(), self._trainers_group():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False
         del self._policy, self._base_norms, self._clean_norms
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def _trainers_group(self) -> Iterator[None]:
+        """Keeps the process group that was there before the engine, and no other, when vLLM destroys those it knows."""
+        with nullcontext() if self._group_is_ours else preserved_process_group():
+            yield
+        if self._group_is_ours and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _running(self) -> LLM:
         if self._llm is None:
@@ -291,6 +332,11 @@ class VLLMEngine:
         for name, weight in noisy.items():
             live[name].copy_(weight)
         return noisy
+
+
+def _completion(output: RequestOutput) -> Completion:
+    [sampled] = output.outputs
+    return Completion(tuple(sampled.token_ids), tuple(_values(sampled.logprobs)), sampled.finish_reason == "stop")
 
 
 def _values(logprobs: object) -> list[float]:

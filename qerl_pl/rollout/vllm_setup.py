@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import distributed as dist
 from transformers import PretrainedConfig
 
+from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import fused_groups
 
 DEFAULT_ENVIRONMENT = {
@@ -20,6 +29,7 @@ DEFAULT_ENVIRONMENT = {
 }
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
 CPU_CACHE_LIMIT = 4 * 2**30
+UNUSED_SHARE = 0.001
 
 
 def prepare_environment() -> None:
@@ -35,6 +45,28 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def among_ranks() -> Iterator[dict[str, Any]]:
+    """Arguments of ``vllm.LLM`` that give this rank an engine of its own where the trainer has a process group.
+
+    vLLM takes the group as it is and makes groups of single ranks out of it, which all ranks do at the same time. It
+    asks the environment which rank and which GPU it is; both variables are put back afterwards.
+    """
+    if not dist.is_initialized():
+        yield {}
+        return
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    wanted = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(gpu)}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    os.environ.update(wanted)
+    try:
+        yield {"distributed_executor_backend": "external_launcher"}
+    finally:
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) -> dict[str, Any]:
@@ -59,6 +91,7 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(targets),
+        "additional_config": {"adapter_kernels": "qerl_pl"},  # a cached graph of plain vLLM would call its own kernels
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }
@@ -76,6 +109,43 @@ def accepted_rank(rank: int) -> int:
     if rank > accepted[-1]:
         raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
     return next(larger for larger in accepted if larger >= rank)
+
+
+def lacks(fmt: Format | None) -> bool:
+    """Whether vLLM 0.32 has no kernels here that leave activations in 16 bits for a format (None: dense).
+
+    It has none for NF4. For MXFP4 it has them on CUDA before Blackwell, where its kernels quantise activations too. For
+    NVFP4 ``vllm_plugin`` adds those of a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    if fmt is None or fmt is NVFP4:
+        return False
+    return fmt is NF4 or not current_platform.is_cuda() or current_platform.has_device_capability(100)
+
+
+def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
+    """Say that the engine holds these linears dense."""
+    fmt = next(iter(linears.values())).fmt
+    size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
+    rank_zero_info(
+        f"vLLM has no kernels for {fmt.name} here: rollouts use the weights dequantised to "
+        f"{str(dtype).removeprefix('torch.')}, {size / 1e9:.3g} GB"
+    )
+
+
+def destroy_groups() -> None:
+    """What is left of vLLM's process groups after a start that failed."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def log_kernels(linears: Mapping[str, int]) -> None:
+    """Say what vLLM computes its linears with: names of classes, and how many linears each of them has."""
+    kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
+    rank_zero_info(f"vLLM computes its linears with {kernels}")
 
 
 def check_fused_scales(base: str) -> None:
@@ -106,7 +176,27 @@ def cpu_arguments(
     vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
     number drawn at the split by an offset, which the generator of a CPU does not have.
     """
+    cache_bytes = max_num_seqs * max_model_len * _token_bytes(config, dtype)
+    return {"kv_cache_memory_bytes": min(cache_bytes, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
+
+
+def gpu_arguments(
+    config: PretrainedConfig, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` on a GPU: a cache for so many of the longest sequences, at most half of what is free.
+
+    With a cache of given size vLLM uses its share of the GPU's memory for nothing, but refuses to start if less than
+    that share is free.
+    """
+    free, _total = torch.cuda.mem_get_info()
+    cache_bytes = max_num_seqs * max_model_len * _token_bytes(config, dtype)
+    return {
+        "kv_cache_memory_bytes": min(cache_bytes, free // 2),
+        "gpu_memory_utilization": UNUSED_SHARE,
+        "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
+    }
+
+
+def _token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
-    cache_bytes = min(max_num_seqs * max_model_len * token_bytes, CPU_CACHE_LIMIT)
-    return {"kv_cache_memory_bytes": cache_bytes, "enable_chunked_prefill": False}
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize

@@ -7,6 +7,7 @@ registered when the engine starts, and an update is a copy into its slots: no fi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,6 +68,18 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
     """The norm weights of every block that the model samples with, not copies."""
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_block_norm(name)}
+
+
+def linear_kernels(worker: WorkerBase) -> dict[str, int]:
+    """Names of the classes that compute the model's linears, and how many linears each of them computes."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found: Counter[str] = Counter()
+    for module in worker.get_model().modules():
+        if isinstance(module, LinearBase):
+            scheme = getattr(module, "scheme", module.quant_method)  # compressed-tensors has one; other formats do not
+            found[type(getattr(scheme, "kernel", scheme)).__name__] += 1
+    return dict(found)
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:

@@ -20,7 +20,6 @@ PACKAGES = (
     "torchmetrics",
     "tensorboard",
     "jsonargparse",
-    "torchdata",
     "datasets",
     "math-verify",
     "safetensors",

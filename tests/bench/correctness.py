@@ -76,7 +76,7 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     for callback in callbacks:
         if callback["class_path"] == "callbacks.ledger.MismatchLedger":
-            callback["init_args"] = {"num_rows": NUM_ROWS}
+            callback["init_args"] = {"num_rows": NUM_ROWS, "max_tokens": 1_000_000}
     if setting.has_noise:
         callbacks += yaml.safe_load(QUICKSTART.read_text())["trainer"]["callbacks+"]
     changes = {
@@ -149,7 +149,8 @@ def bounds(setting: Setting, found: dict[str, Any]) -> list[tuple[str, float, fl
     for name, summary in ((name, found[name]) for name in STAGES if name in found):
         limits.append((f"{setting.name}: mean kernel part", summary["kernel"]["worst_mean_abs"], 1e-5 if fp32 else 0.1))
         if "balance_error" in summary:
-            limits.append((f"{setting.name}: sum of the parts", summary["balance_error"], 1e-6))
+            # The ledger's passes are smaller than the update's, which changes how bf16 products are rounded.
+            limits.append((f"{setting.name}: sum of the parts", summary["balance_error"], 1e-6 if fp32 else 1e-4))
         if name == "quiet":
             limits.append((f"{setting.name}: noise part without noise", summary["noise"]["max"], 0.0))
             if setting.temperature == 1 and fp32:

@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size(128, 256, 2, 4, 2, 256, tied=True),  # for a CPU
+    "tiny": Size(128, 256, 2, 4, 2, 320, tied=True),  # for a CPU
     "3B": Size(2048, 11008, 36, 16, 2, 151936, tied=True),
     "7B": Size(3584, 18944, 28, 28, 4, 152064),
     "14B": Size(5120, 13824, 48, 40, 8, 152064),
@@ -197,5 +197,5 @@ def _origin() -> dict[str, str]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
-        "commit": run.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown"),  # a copy without .git
+        "commit": os.environ.get("BENCH_COMMIT") or run.stdout.strip() or "unknown",  # a copy may have another .git
     }

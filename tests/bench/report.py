@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
-from typing import Any
+
+from tests.bench.report_rollouts import (
+    Line,
+    adapters_table,
+    draw_steps,
+    methods_table,
+    of_kind,
+    rollouts_table,
+    steps_table,
+    table,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "performance.md"
-Line = dict[str, Any]
 
 TEXT = Template("""\
 # Performance
 
 Made by `python -m tests.bench.report` from the lines in `docs/results`, which `make bench` prints. No benchmark prints
-a line while its check against a reference is red. Measured on: $origins. Weights and tokens are random; adapters have
-rank 32 on all linears.
+a line while its check against a reference is red. Weights and tokens are random; adapters have rank 32 on all linears.
+Measured on:
+
+$origins
 
 ## Dequantising
 
@@ -40,7 +51,7 @@ $one
 
 `nvfp4` and `bf16` are this repository's layer; `+lora` is PEFT's formula with a bf16 adapter, around the named base.
 Where the median is far above the time of the kernels, the host's launches are the limit. In `caller`, backward runs in
-the thread that asked for it, not in one of autograd's.
+the thread that asked for it, not in one of autograd's; training does so.
 
 $linears
 
@@ -66,7 +77,8 @@ $padding
 
 ## Resident base
 
-Bits a weight of a linear, scales included; the rest is bf16 embeddings, head, norms and biases.
+Bits a weight of a linear, scales included; the rest is bf16 embeddings, head, norms and biases. Other is what torch's
+allocator adds when it rounds sizes up.
 
 $resident
 
@@ -82,6 +94,34 @@ Round to nearest; the whole command, its imports included.
 
 $quantize
 
+The error of its methods on calibration data, of the linears' outputs and relative to them: the tiny policy, and a
+random block with outlier channels.
+
+$methods
+
+## Rollouts
+
+Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
+repeats. The engine is the same with the adapter and without; `added` compares the medians.
+
+$rollouts
+
+What an adapter adds to each fused linear of a decoding step, in microseconds; all linears of the model in one CUDA
+graph, on a bf16 base. `ours` is what the engine uses; in `overlap` a second stream computes x A^T beside the base
+(`VLLM_LORA_ENABLE_DUAL_STREAM=1`), `late` starts no kernel early, `matmul` is two cuBLAS products for each matrix.
+
+$adapters
+
+## Whole steps
+
+One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
+medians of the steps after the first. `check` is what the canary and the ledger take. Memory is all that the run takes
+of the GPU, and what the plan said before it was started.
+
+$steps
+
+![Seconds of a step by phase, and memory predicted and measured](step.png)
+
 ## Rules that these numbers made
 
 - Linears dequantise into scratch memory and multiply with cuBLAS at every token count. At $large tokens the kernels of
@@ -94,19 +134,18 @@ $quantize
 
 def main() -> int:
     """Write the page; 1 where there are no results."""
-    lines = [
-        json.loads(text) for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text
-    ]
+    texts = [text for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text]
+    lines = [line for line in map(json.loads, texts) if "name" in line]  # other pages have results there too
     if not lines:
         print(f"no results in {RESULTS}", file=sys.stderr)
         return 1
-    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in _of(lines, "linears")}
+    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in of_kind(lines, "linears")}
     small, large = (choose(tokens for _, tokens in linears) for choose in (min, max))
     PAGE.write_text(
         TEXT.substitute(
-            origins="; ".join(sorted({_origin(line) for line in lines if "torch" in line and line["device"] != "cpu"})),
+            origins="\n".join(sorted({f"- {_origin(line)}" for line in lines if line["device"] != "cpu"})),
             dequantize=_table(
-                [line for line in _of(lines, "dequantize") if line["name"] != "dequantize/one"],
+                [line for line in of_kind(lines, "dequantize") if line["name"] != "dequantize/one"],
                 {
                     "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
                     "kernels, us": lambda line: f"{1e6 * line['device_s']:.0f}",
@@ -124,7 +163,7 @@ def main() -> int:
                 },
             ),
             linears=_table(
-                _of(lines, "linears"),
+                of_kind(lines, "linears"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "backward in": lambda line: "autograd's" if line["shape"]["own_thread"] else "caller",
@@ -133,9 +172,9 @@ def main() -> int:
                     "times bf16": lambda line: f"{line['ratio']:.2f}",
                 },
             ),
-            block=_table(_of(lines, "block"), {**_median(1e3, "ms"), "speed": _ratio}),
+            block=_table(of_kind(lines, "block"), {**_median(1e3, "ms"), "speed": _ratio}),
             step=_table(
-                _of(lines, "step"),
+                of_kind(lines, "step"),
                 {
                     "model": _model,
                     "tokens": lambda line: line["shape"]["tokens"],
@@ -147,7 +186,7 @@ def main() -> int:
                 },
             ),
             padding=_table(
-                _of(lines, "padding"),
+                of_kind(lines, "padding"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "padded": lambda line: line["shape"]["padded"],
@@ -156,7 +195,7 @@ def main() -> int:
                 },
             ),
             resident=_table(
-                _of(lines, "resident"),
+                of_kind(lines, "resident"),
                 {
                     "model": _model,
                     "bytes": lambda line: f"{line['resident_bytes']:,}",
@@ -168,7 +207,7 @@ def main() -> int:
                 },
             ),
             logprobs=_table(
-                _of(lines, "logprobs"),
+                of_kind(lines, "logprobs"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "vocabulary": lambda line: line["shape"]["vocabulary"],
@@ -178,7 +217,7 @@ def main() -> int:
                 },
             ),
             quantize=_table(
-                _of(lines, "quantize"),
+                of_kind(lines, "quantize"),
                 {
                     "model": _model,
                     "seconds": lambda line: f"{line['median_s']:.1f}",
@@ -189,6 +228,10 @@ def main() -> int:
                     "written, GB": lambda line: f"{line['written_bytes'] / 1e9:.1f}",
                 },
             ),
+            methods=methods_table(lines),
+            rollouts=rollouts_table(lines),
+            adapters=adapters_table(lines),
+            steps=steps_table(lines),
             small=small,
             large=large,
             small_share=f"{linears['linears/nvfp4', small] / linears['linears/bf16', small]:.2f}",
@@ -196,19 +239,13 @@ def main() -> int:
             node_share=f"{linears['linears/bf16', large] / linears['linears/bf16+lora', large]:.2f}",
         )
     )
+    draw_steps(lines, PAGE.with_name("step.png"))
     return 0
 
 
-def _of(lines: Iterable[Line], kind: str) -> list[Line]:
-    return [line for line in lines if line["name"].startswith(f"{kind}/")]
-
-
 def _table(lines: list[Line], columns: dict[str, Callable[[Line], object]]) -> str:
-    if not lines:
-        return "Not measured yet."
-    rows = [("", *columns), ("---",) * (1 + len(columns))]
-    rows += [(line["name"].split("/", 1)[1], *(column(line) for column in columns.values())) for line in lines]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+    rows = [(line["name"].split("/", 1)[1], *(column(line) for column in columns.values())) for line in lines]
+    return table(["", *columns], rows)
 
 
 def _median(scale: float, unit: str) -> dict[str, Callable[[Line], object]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
@@ -61,7 +62,9 @@ class TestChecks:
         }
         stream = torch.get_rng_state()
         assert dtype_held(held, policy, noise) is torch.float32
-        assert max(gaps(loop, policy, noise).values()) < canary.TOLERANCE[torch.float32]
+        found = gaps(loop, policy, noise)
+        assert found.pop(canary.CHANGE) > 0.05
+        assert max(found.values()) < canary.TOLERANCE[torch.float32]
         assert loop.engine.fingerprint() == held
         assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in before.items())
         assert torch.equal(torch.get_rng_state(), stream)
@@ -109,15 +112,16 @@ class TestChecks:
         message = describe_fault(loop.engine.fingerprint(), policy, NOISES[0], before=before)
         assert message.startswith("it has the adapter of before the last update. 32 of 32")
 
-    @pytest.mark.parametrize("fault", ["unused_adapter", "stale_prefixes"])
-    def test_an_engine_that_computes_with_another_policy_is_seen_although_b_is_0(self, bases, fault):
-        policy = load_policy(str(bases["nvfp4"]), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("fault", ["unused_adapter", "stale_prefixes", None])
+    def test_an_engine_that_computes_with_another_policy_is_seen_although_b_is_0(self, bases, fault, dtype):
+        policy = load_policy(str(bases["nvfp4"]), dtype=dtype, lora=LoraSettings(rank=4), seed=0)
         loop = synced(policy, NormNoise())
-        loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
-        assert dtype_held(loop.engine.fingerprint(), policy, NormNoise()) is torch.float32
-        found = gaps(loop, policy, NormNoise())
-        assert found.pop(canary.STRANGE) > 0.05
-        assert max(found.values()) < canary.TOLERANCE[torch.float32]
+        if fault:
+            loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
+        assert dtype_held(loop.engine.fingerprint(), policy, NormNoise()) is dtype
+        wrong = canary.too_far(gaps(loop, policy, NormNoise()), canary.TOLERANCE[dtype])
+        assert set(wrong) == ({canary.STRANGE} if fault else set())
 
     @pytest.mark.parametrize(
         ("settings", "said"),
@@ -172,7 +176,9 @@ def test_a_fault_stops_the_run_before_anything_is_learned_from_it(run, tmp_path,
 @pytest.mark.vllm
 @pytest.mark.parametrize(("fault", "at", "stopped", "said"), IN_A_RUN, ids=[row[0] for row in IN_A_RUN])
 def test_a_fault_of_vllm_stops_the_run_too(run, tmp_path, fault, at, stopped, said):
+    group = dist.is_initialized()
     assert_stops(run, tmp_path, (*VLLM, *BLOCK), fault, at, stopped, said)
+    assert dist.is_initialized() == group, "the engine of a run that stopped is closed, and its group with it"
 
 
 @pytest.mark.slow

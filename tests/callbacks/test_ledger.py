@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.ledger import MismatchLedger, engine_logprobs, spread, trainer_logprobs
+from callbacks.ledger import MismatchLedger, engine_logprobs, few_rows, spread, trainer_logprobs
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
@@ -58,9 +58,21 @@ def test_rows_are_spread_evenly(num_rows, num_chosen, expected):
     assert spread(num_rows, num_chosen).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"), [(1000, [0, 2, 4, 6]), (70, [0, 2, 4, 6]), (69, [0, 2, 5]), (30, [0]), (1, [0])]
+)
+def test_long_rows_are_fewer_rows(max_tokens, expected):
+    lengths = torch.tensor([10, 11, 20, 9, 30, 7, 10, 50])
+    rows = few_rows(lengths, num_rows=4, max_tokens=max_tokens)
+    assert rows.tolist() == expected
+    assert len(rows) == 1 or lengths[rows].sum() <= max_tokens
+
+
 def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="num_rows is 0"):
         MismatchLedger(num_rows=0)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        MismatchLedger(max_tokens=0)
 
 
 EVERY_ROW = ("--data.batch_size", "2")  # 8 rows: those that the ledger looks at are all there are

@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.loader import EvaluationLoader, TrainLoader
@@ -27,7 +27,6 @@ def answers(batches) -> list[list[str]]:
     return [[prompt.answer for prompt in batch] for batch in batches]
 
 
-@settings(deadline=None)
 @given(num=st.integers(1, 40), batch_size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_an_epoch_serves_no_prompt_twice_and_leaves_out_less_than_a_batch(num, batch_size, seed):
     if batch_size > num:
@@ -130,8 +129,12 @@ def test_a_batch_that_cannot_be_served_is_refused(num, batch_size, num_ranks, me
         TrainLoader(prompts(num), batch_size, seed=0, num_ranks=num_ranks)
 
 
-@settings(deadline=None)
-@given(num=st.integers(0, 30), batch_size=st.integers(1, 12), num_ranks=st.integers(1, 4))
+def test_an_evaluation_on_more_ranks_than_prompts_is_refused():
+    with pytest.raises(ValueError, match="3 validation prompts are too few for 4 ranks"):
+        EvaluationLoader(prompts(3), 2, num_ranks=4)
+
+
+@given(num=st.integers(4, 30), batch_size=st.integers(1, 12), num_ranks=st.integers(1, 4))
 def test_evaluation_serves_every_prompt_once_in_order(num, batch_size, num_ranks):
     loaders = [EvaluationLoader(prompts(num), batch_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
     served = [list(chain.from_iterable(answers(loader))) for loader in loaders]

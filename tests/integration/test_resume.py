@@ -13,6 +13,7 @@ from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import VLLM, differences, launch, load_last
 
 NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
+KILLS = 4  # each costs the start of a process
 
 
 def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -48,7 +49,7 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     while True:
         before = rollouts_seen(run_dir)
         process = launch("fit", bases["nvfp4"], run_dir, *steps, "--ckpt_path", "last")
-        if kills < 6:
+        if kills < KILLS:
             while rollouts_seen(run_dir) <= before and process.poll() is None:
                 time.sleep(0.005)
             time.sleep(draw.uniform(0, 0.6))  # a step with its checkpoint, log and validation takes about as long
@@ -60,7 +61,7 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
         output, _ = process.communicate()
         assert process.returncode == 0, output
         break
-    assert kills == 6
+    assert kills == KILLS
     assert_same_run(tmp_path / "straight", run_dir)
 
     state = load_last(run_dir)["state_dict"]

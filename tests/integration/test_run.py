@@ -56,6 +56,39 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
 
 
 @pytest.mark.slow
+def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
+    more = ("--model.rewards+", "{name: odd, reward: tests.integration.toy.undecided}", "--trainer.max_steps", "4")
+    with pytest.raises(RuntimeError, match=r"50\.0%.*most often because the reward does not say why"):
+        run("fit", tmp_path / "a", *more)
+    run("fit", tmp_path / "b", *more, "--model.max_unscored_share", "0.5")
+    curves = read_curves(tmp_path / "b")
+    assert curves["reward/unscored/unsaid"].values == [8.0] * 4
+    assert curves["reward/unscored/hang"].values == [0.0] * 4
+    [row, *_] = records(tmp_path / "b" / "completions" / "train-000000.jsonl")
+    assert row["reward"] is None
+    assert row["reasons"] == {"low_tokens": "", "format": "", "odd": "the reward does not say why"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "at", "found"), [(".nan", 2, "is nan"), ("1e6", 11, "times the usual")])
+def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_from_before_it(
+    run, tmp_path, factor, at, found
+):
+    more = ("--trainer.max_steps", str(at + 2))
+    spoil = ("--trainer.callbacks+", "tests.integration.toy.SpoilGradient", "--trainer.callbacks.at", str(at))
+    with pytest.raises(FloatingPointError, match=found) as error:
+        run("fit", tmp_path / "a", *more, *spoil, "--trainer.callbacks.factor", factor)
+    file = tmp_path / "a" / "faults" / f"rollout_{at:06}_rank_0.jsonl"
+    assert str(file) in str(error.value)
+    assert all(row["prompt"] and row["completion"] for row in records(file))
+    assert load_last(tmp_path / "a")["global_step"] == at
+    run("fit", tmp_path / "a", *more, "--ckpt_path", "last")
+    run("fit", tmp_path / "b", *more)
+    left, right = (load_last(tmp_path / name)["state_dict"] for name in "ab")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.slow
 def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
     batch = ("--data.batch_size", "8", "--model.sampling.num_completions", "16", "--model.micro_batch_tokens", "4000")
     run("fit", tmp_path, *batch, "--trainer.max_steps", "20", "--model.optimizer.init_args.lr", "2e-2")
@@ -103,6 +136,24 @@ def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(r
     rows = records(next((tmp_path / "validate" / "gsm8k" / "completions").glob("validate-*.jsonl")))
     assert len(rows) == 1319
     assert all(row["reward"] is not None for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "base"])
+def test_both_engines_give_the_same_greedy_validation(run, finished, tmp_path, adapter):
+    more = ("--data.source.num_validation", "24", "--model.sampling.max_tokens", "24")
+    more += ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt")) if adapter else ()
+    for name, engine in {"transformers": (), "vllm": VLLM}.items():
+        run("validate", tmp_path / name, *more, *engine)
+    rows, summaries = [], []
+    for name in ("transformers", "vllm"):
+        folder = tmp_path / name / "validate" / "arithmetic"
+        rows.append(records(next((folder / "completions").glob("validate-*.jsonl"))))
+        summaries.append(json.loads((folder / "evaluation" / "validate.json").read_text()))
+    assert len({row["completion"] for row in rows[0]}) > 12, "the policy says the same to everything"
+    assert rows[0] == rows[1]
+    assert summaries[0] == summaries[1]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,11 @@ def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
     return [sum(token < 128 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
+def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """Scores every second row."""
+    return [1.0 if row % 2 else None for row in range(len(prompts))]
+
+
 class CtrlC(Callback):
     """Presses Ctrl-C when a rollout begins."""
 
@@ -27,3 +32,28 @@ class CtrlC(Callback):
         if pl_module.rollout_index == self.at:
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
+
+
+class SpoilGradient(Callback):
+    """Multiplies the gradient of one matrix in one rollout."""
+
+    def __init__(self, at: int, factor: float) -> None:
+        self.at = at
+        self.factor = factor
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.rollout_index == self.at:
+            matrix = next(p for name, p in pl_module.policy.named_parameters() if "lora_B" in name)
+            matrix.register_hook(lambda gradient: gradient * self.factor)
+
+
+class Fails(Callback):
+    """Raises on one rank when a rollout begins."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        self.rank = rank
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, pl_module.rollout_index) == (self.rank, self.at):
+            raise RuntimeError(f"rank {self.rank} fails at {self.at}")

@@ -83,7 +83,7 @@ def test_quantised_bits_equal_compressed_tensors(shape: tuple[int, int], kind: s
     assert_same_bits(quantize_nvfp4(weight), compressed_tensors_state(weight))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-30, 30), spread=st.floats(0, 4))
 def test_quantised_bits_equal_compressed_tensors_for_random_magnitudes(seed: int, exponent: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ def test_dequantised_weights_equal_compressed_tensors(shape: tuple[int, int], ki
     assert torch.equal(dequantize(weight, decompressed.dtype), decompressed)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_fp64_multiplier_reproduces_every_fp32_quotient_by_a_divisor(seed: int) -> None:
     divisors = torch.randint(0x20000000, 0x5F000000, (200,), generator=torch.Generator().manual_seed(seed))

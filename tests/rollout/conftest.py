@@ -26,7 +26,7 @@ from qerl_pl.rollout.base import RolloutEngine, expected_fingerprint
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 
-VOCAB_SIZE = 48
+VOCAB_SIZE = 64  # one that vLLM does not pad, so that embeddings are shared
 NUM_LAYERS = 2
 MAX_MODEL_LEN = 160
 BLOCK_SIZE = 32  # of vLLM's cache; prompts longer than this can meet a stale prefix

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import (  # pyright: ignore[reportMissingImports]
+
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     make_engine,
     make_policy,
     random_adapter,
     some_prompts,
 )
-
-from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.base import RolloutEngine, Sampling
 
 PROMPTS = some_prompts(1, 40)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import (  # pyright: ignore[reportMissingImports]
+
+from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.rollout.base import Sampling
+from tests.rollout.conftest import (
     END_TOKENS,
     MAX_MODEL_LEN,
     NUM_LAYERS,
@@ -14,9 +17,6 @@ from conftest import (  # pyright: ignore[reportMissingImports]
     some_prompts,
     total_variation,
 )
-
-from qerl_pl.noise.norm_noise import noisy_norms
-from qerl_pl.rollout.base import Sampling
 
 PROMPTS = some_prompts(1, 40, 70)  # shorter and longer than a block of the cache
 LONG = some_prompts(100)
@@ -47,7 +47,7 @@ class TestSampling:
 
     def test_seeds_prompts_and_completions_all_sample_differently(self, setup):
         same_prompt = [LONG[0]] * 3
-        groups = [setup.engine.generate(same_prompt, SAMPLING, seed=seed) for seed in (1, 2)]
+        groups = [setup.engine.generate(same_prompt, SAMPLING, seed=seed) for seed in (1, 3)]
         sampled = [completion.tokens for call in groups for group in call for completion in group]
         assert len(set(sampled)) == len(sampled)
 

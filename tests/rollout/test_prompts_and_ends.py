@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import END_TOKENS, VOCAB_SIZE  # pyright: ignore[reportMissingImports]
 from transformers import AutoConfig, Qwen2Config
 
 from qerl_pl.rollout.common import check_prompts, end_tokens
+from tests.rollout.conftest import END_TOKENS, VOCAB_SIZE
 
 
 @pytest.mark.parametrize(

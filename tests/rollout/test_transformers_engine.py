@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts  # pyright: ignore[reportMissingImports]
 
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
 
 PROMPTS = some_prompts(3, 20, 9, 40)
 SAMPLING = Sampling(num_completions=2, max_tokens=4)

@@ -7,14 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from conftest import (  # pyright: ignore[reportMissingImports]
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    make_engine,
-    make_policy,
-    random_adapter,
-    some_prompts,
-)
+import torch.distributed as dist
 
 from qerl_pl.noise.norm_noise import noisy_norms
 from qerl_pl.policy.lora import LoraSettings
@@ -22,6 +15,14 @@ from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.vllm import VLLMEngine
+from tests.rollout.conftest import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    make_engine,
+    make_policy,
+    random_adapter,
+    some_prompts,
+)
 
 PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)
@@ -73,6 +74,21 @@ def test_a_call_that_is_interrupted_does_not_hang_the_next_one(started):
         started.generate(PROMPTS, SAMPLING, seed=1)
     hook.remove()
     assert started.generate(PROMPTS, SAMPLING, seed=1) == expected
+
+
+@pytest.mark.vllm
+def test_embeddings_and_head_exist_once(started):
+    parameters = started._call(lambda worker: dict(worker.get_model().named_parameters()))
+    shared = started._policy.embedding_weights()
+    assert set(shared) == {"model.embed_tokens.weight", "lm_head.weight"}
+    for name, weight in shared.items():
+        assert parameters[name].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.vllm
+def test_what_computes_each_fused_linear_is_known(started):
+    fused = 4 * started._policy.config.num_hidden_layers  # q/k/v, o, gate/up, down
+    assert started._call(vllm_worker.linear_kernels) == {"UnquantizedLinearMethod": fused}
 
 
 @pytest.mark.vllm
@@ -138,12 +154,13 @@ def test_a_base_whose_fused_linears_have_scales_of_their_own_is_refused_on_a_gpu
 
 @pytest.mark.vllm
 def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
-    policy = make_policy(checkpoints["dense"])
+    policy, group = make_policy(checkpoints["dense"]), dist.is_initialized()
     too_small = VLLMEngine(block_size=BLOCK_SIZE, kv_cache_bytes=1024)
     with pytest.raises(ValueError, match=r"(?i)cache"):
         too_small.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     with pytest.raises(RuntimeError, match="not running"):
         too_small.generate(PROMPTS, SAMPLING, seed=1)
+    assert dist.is_initialized() == group
     engine = make_engine("vllm")
     engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
@@ -185,7 +202,7 @@ def test_a_worker_process_is_refused_and_other_settings_of_the_user_stay(monkeyp
         vllm_setup.prepare_environment()
 
 
-@pytest.mark.parametrize("bad", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.5}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize("bad", [{"max_num_seqs": 0}])
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         VLLMEngine(**bad)

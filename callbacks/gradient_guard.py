@@ -1,0 +1,87 @@
+"""A step that would spoil the policy is not taken."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch.optim import Optimizer
+
+from qerl_pl.loop import Rollout
+from qerl_pl.module import QeRLModule
+
+
+class GradientGuard(Callback):
+    """Stops the run before an optimizer step whose gradient is not finite, or far larger than those before it.
+
+    A loss that is not finite has such a gradient. Adapter, optimizer and schedule stay as they were, ``last.ckpt`` is
+    the state after the iteration before, and the rollout that led there is written to ``RUN/faults``. Steps without a
+    gradient (no group had a signal) are not counted.
+
+    Args:
+        max_ratio: norm before clipping, over the median of the last steps', above which the run stops.
+        window: steps of that median.
+        min_steps: steps before the first comparison.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(self, max_ratio: float = 100.0, window: int = 50, min_steps: int = 10) -> None:
+        if not max_ratio > 1:
+            raise ValueError(f"max_ratio is {max_ratio}; expected more than 1")
+        if not 1 <= min_steps <= window:
+            raise ValueError(f"min_steps is {min_steps} and window is {window}; expected 1 <= min_steps <= window")
+        self.max_ratio = max_ratio
+        self.window = window
+        self.min_steps = min_steps
+        self._norms: list[float] = []
+        self._rollout: Rollout | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms that the next one is compared with."""
+        return {"norms": self._norms}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with them."""
+        self._norms = list(state_dict["norms"])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        pl_module.loop.observers.append(partial(setattr, self, "_rollout"))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
+        """Lightning calls this inside of ``optimizer.step``, before anything is changed.
+
+        Raises:
+            FloatingPointError: the step must not be taken.
+        """
+        norm = pl_module.grad_norm.item()
+        if norm == 0:
+            return
+        usual = statistics.median(self._norms) if len(self._norms) >= self.min_steps else math.inf
+        if math.isfinite(norm) and norm <= self.max_ratio * usual:
+            self._norms = [*self._norms, norm][-self.window :]
+            return
+        found = f"{norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
+        raise FloatingPointError(
+            f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
+            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last goes on from the iteration before "
+            "it: with a lower learning rate, or with a higher GradientGuard.max_ratio where this is no fault"
+        )
+
+    def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:
+        assert self._rollout is not None, "observed before each update"
+        name = f"rollout_{pl_module.rollout_index:06}_rank_{trainer.global_rank}.jsonl"
+        path = Path(trainer.default_root_dir, "faults", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = self._rollout.chosen.rows()
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        os.replace(temporary, path)
+        return path

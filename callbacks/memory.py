@@ -1,0 +1,54 @@
+"""Memory of the GPU, as planned and as it turned out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from qerl_pl import ranks
+from qerl_pl.loop import Rollout
+from qerl_pl.memory.device import others_bytes, used_bytes
+from qerl_pl.module import QeRLModule
+
+GIB = 2**30
+
+
+class MemoryReport(Callback):
+    """Logs ``memory/{rollout,train,peak}_gib`` and, from the plan, ``memory/predicted_{rollout,train,peak}_gib``.
+
+    What is measured is what the driver says is taken on the device, less what other processes had there when the run
+    began (``qerl_pl.memory.device``). It is read when a rollout is whole, with the engine awake, and at the end of the
+    updates. torch keeps what a pass has taken, so both readings hold the passes before them. Of several ranks it is the
+    one with the most. Without a GPU there is no plan, and nothing is logged.
+    """
+
+    def __init__(self) -> None:
+        self._others = self._rollout = 0
+
+    def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        device = trainer.strategy.root_device
+        if stage == "fit" and device.type == "cuda":
+            self._others = others_bytes(device)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        if pl_module.memory_plan is not None:
+            pl_module.loop.observers.append(partial(self._after_rollout, pl_module.device))
+
+    def _after_rollout(self, device: torch.device, rollout: Rollout) -> None:
+        self._rollout = used_bytes(device) - self._others
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        plan = pl_module.memory_plan
+        if plan is None:
+            return
+        readings = ranks.gather_values((self._rollout, used_bytes(pl_module.device) - self._others))
+        rollout, train = (max(sizes) for sizes in zip(*readings, strict=True))
+        measured = {"rollout": rollout, "train": train, "peak": max(rollout, train)}
+        predicted = {"rollout": plan.total("rollout"), "train": plan.train, "peak": plan.peak}
+        pl_module.log_dict({f"memory/{phase}_gib": size / GIB for phase, size in measured.items()})
+        pl_module.log_dict({f"memory/predicted_{phase}_gib": size / GIB for phase, size in predicted.items()})

@@ -1,0 +1,193 @@
+"""What to change in a run that does not fit a card."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from qerl_pl.memory.fitting import fitted, usable
+from qerl_pl.memory.plan import MOMENTS, Plan
+from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory, RunMemory
+from qerl_pl.memory.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting to change."""
+
+    key: str
+    """In the YAML."""
+    value: Any
+    """As the YAML would say it; of numbers, the largest of some halvings that is enough."""
+    peak: int
+    """Bytes of the run with this change and those before it."""
+
+
+class Lever(NamedTuple):
+    """A setting of which less memory can be asked."""
+
+    key: str
+    values: Callable[[RunMemory], Iterator[Any]]
+    """What it may be changed to, the least harmful first; nothing where it is that already."""
+    apply: Callable[[RunMemory, Any], RunMemory]
+
+
+def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
+    """The plan of a run that is about to start; warns if it may not fit.
+
+    Training passes that do not fit get smaller while the run goes on (``retry.MicroBatchBudget``), an engine's do not.
+
+    Raises:
+        ValueError: not even one sequence of the longest length could be sampled.
+    """
+    found = fitted(shape, run, gpu_bytes)
+    if found.peak > usable(gpu_bytes):
+        said = (
+            f"{found.summary()}, more than {usable(gpu_bytes) / 2**30:.1f} of the GPU's {gpu_bytes / 2**30:.1f} GiB; "
+            + advice_text(advice(shape, run, gpu_bytes), gpu_bytes)
+        )
+        if max(found.total("start"), found.total("rollout")) > gpu_bytes:
+            raise ValueError(said)
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    return found
+
+
+def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
+    """What to change so that a run fits, the least harmful first; each change adds to those before it.
+
+    Changes that do not help at any moment that does not fit are left out, and those that the others make needless. The
+    last one's peak is above ``fitting.usable`` if all together are not enough.
+    """
+
+    def planned(chosen: Sequence[tuple[Lever, Any]]) -> Plan:
+        changed = run
+        for lever, value in chosen:
+            changed = lever.apply(changed, value)
+        return fitted(shape, changed, gpu_bytes)
+
+    def excess(chosen: Sequence[tuple[Lever, Any]]) -> int:
+        found = planned(chosen)
+        return sum(max(0, found.total(moment) - usable(gpu_bytes)) for moment in MOMENTS)
+
+    chosen: list[tuple[Lever, Any]] = []
+    lowest = excess(chosen)
+    for lever in LEVERS:
+        best = None
+        for value in lever.values(run) if lowest else ():
+            found = excess([*chosen, (lever, value)])
+            if found < lowest:
+                best, lowest = (lever, value), found
+            if not found:
+                break
+        if best:
+            chosen.append(best)
+    for change in list(chosen):
+        others = [other for other in chosen if other is not change]
+        if not excess(others):
+            chosen = others
+    return [Change(lever.key, value, planned(chosen[: i + 1]).peak) for i, (lever, value) in enumerate(chosen)]
+
+
+def advice_text(changes: Sequence[Change], gpu_bytes: int) -> str:
+    """The changes as a sentence for the user."""
+    if not changes:
+        return "no setting would help: take a smaller base, a 4-bit one, or a card with more memory"
+    said = ", ".join(f"{change.key}: {_in_yaml(change.value)}" for change in changes)
+    peak = changes[-1].peak
+    fits = f"fits ({peak / 2**30:.1f} GiB)" if peak <= usable(gpu_bytes) else f"still takes {peak / 2**30:.1f} GiB"
+    return f"with {said} it {fits}"
+
+
+def _in_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _halved(value: int | None, smallest: int) -> Iterator[int]:
+    while value is not None and value > smallest:
+        value = max(smallest, value // 2)
+        yield value
+
+
+def _once(value: Any, *, wanted: bool) -> Iterator[Any]:
+    return iter([value] if wanted else [])
+
+
+def _with_completions(run: RunMemory, tokens: int) -> RunMemory:
+    """Evaluations follow where they are as long, as they do when model.val_sampling is null."""
+    follows = run.evaluation_tokens == run.completion_tokens
+    return replace(run, completion_tokens=tokens, evaluation_tokens=tokens if follows else run.evaluation_tokens)
+
+
+def _of_engine(
+    name: str,
+    values: Callable[[EngineMemory], Iterator[Any]],
+    change: Callable[[Any], dict[str, Any]],
+) -> Lever:
+    def apply(run: RunMemory, value: Any) -> RunMemory:
+        assert run.engine is not None
+        return replace(run, engine=replace(run.engine, **change(value)))
+
+    return Lever(f"model.engine.init_args.{name}", lambda run: values(run.engine) if run.engine else iter([]), apply)
+
+
+LEVERS = (
+    Lever(
+        "model.micro_batch_tokens",
+        lambda run: _halved(run.micro_batch_tokens, run.longest_row),
+        lambda run, tokens: replace(run, micro_batch_tokens=tokens),
+    ),
+    _of_engine(
+        "kv_cache_bytes",
+        lambda engine: _once(None, wanted=engine.kv_cache_bytes is not None),
+        lambda size: {"kv_cache_bytes": size},
+    ),
+    _of_engine(
+        "sleep_level",
+        lambda engine: _once(1, wanted=engine.sleep_level == 0),
+        lambda level: {"sleep_level": level},
+    ),
+    Lever(
+        "model.gradient_checkpointing",
+        lambda run: _once(True, wanted=not run.gradient_checkpointing),
+        lambda run, on: replace(run, gradient_checkpointing=on),
+    ),
+    _of_engine(
+        "max_num_batched_tokens",
+        lambda engine: _halved(engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS, 1024),
+        lambda tokens: {"max_num_batched_tokens": tokens},
+    ),
+    Lever(
+        "model.offload_checkpoints",
+        lambda run: _once(True, wanted=not run.offload_checkpoints),
+        lambda run, on: replace(run, gradient_checkpointing=True, offload_checkpoints=on),
+    ),
+    Lever(
+        "model.optimizer",
+        lambda run: _once("bitsandbytes.optim.AdamW8bit", wanted=run.state_bytes > 2),
+        lambda run, _: replace(run, state_bytes=2),
+    ),
+    _of_engine(
+        "max_num_seqs",
+        lambda engine: _halved(engine.max_num_seqs, 8),
+        lambda number: {"max_num_seqs": number},
+    ),
+    _of_engine(
+        "kv_cache_dtype",
+        lambda engine: _once("fp8", wanted=not engine.kv_cache_dtype.startswith("fp8")),
+        lambda dtype: {"kv_cache_dtype": dtype},
+    ),
+    _of_engine(
+        "enforce_eager",
+        lambda engine: _once(True, wanted=not engine.enforce_eager),
+        lambda on: {"enforce_eager": on},
+    ),
+    Lever(
+        "model.sampling.max_tokens",
+        lambda run: _halved(run.completion_tokens, 256),
+        _with_completions,
+    ),
+)
+"""The least harmful first."""

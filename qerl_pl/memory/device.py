@@ -1,0 +1,26 @@
+"""What is taken on a GPU, and by whom.
+
+torch's own counts do not see the memory that vLLM maps for its weights and cache, so these ask the driver.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qerl_pl.memory.parts import CONTEXT
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes taken on a GPU by all processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def others_bytes(device: torch.device) -> int:
+    """Bytes that other processes take, asked before this one has more there than a context."""
+    return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process may come to take, context included, asked as early."""
+    return torch.cuda.get_device_properties(device).total_memory - others_bytes(device)

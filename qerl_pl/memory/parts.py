@@ -1,0 +1,111 @@
+"""The formulas of the memory plan: bytes of each part of a run.
+
+T tokens of a micro-batch, otherwise the letters of ``ModelShape``; c bytes of the compute dtype, r LoRA's rank. Where a
+part is a matter of what autograd keeps, the list follows the code: ``policy/lora_product.py``, transformers' blocks,
+``policy/packing.py``, ``logprobs.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from qerl_pl.logprobs import CHUNK_BYTES
+from qerl_pl.memory.shape import ModelShape
+
+# Estimates, for which there is no formula. ``callbacks/memory.py`` logs what they are worth on a card.
+CONTEXT = 1 * 2**30
+"""CUDA context, loaded kernels, workspaces of libraries."""
+GRAPHS_PER_LAYER = 20 * 2**20
+"""CUDA graphs of the engine, a block."""
+FRAGMENTATION = 0.05
+"""Share of what a pass takes that torch's allocator reserves on top, and does not give out."""
+
+# Of vLLM 0.32.
+KV_BLOCK = 16
+"""Tokens in a block of the cache, unless said otherwise."""
+SCORED_TOGETHER = 1024
+"""Prompt tokens whose logits vLLM makes at once."""
+
+
+def adapted(shape: ModelShape, targets: Collection[str]) -> int:
+    """Sum of N + K over a block's linears that have an adapter: its values a rank."""
+    return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
+
+
+def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
+    """Trained values: L r (N + K) over the adapted linears, and 2 L H where norms are trained."""
+    norms = 2 * shape.hidden if train_norms else 0
+    return shape.num_layers * (rank * adapted(shape, targets) + norms)
+
+
+def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, offload: bool) -> int:
+    """Inputs of the blocks, c L T H. Where they are offloaded, about four are on the device, on their way or in use."""
+    return (4 if offload else shape.num_layers) * tokens * shape.hidden * itemsize
+
+
+def block_kept(shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str]) -> int:
+    """What autograd keeps of one block.
+
+    fp32 inputs of both norms (and of Qwen3's head norms); in the compute dtype what linears read (two normed inputs,
+    the attention's output, the MLP's product), queries, keys and values, and of the MLP the gate, its activation and
+    the other factor; x A^T of each adapted linear; A and B in the compute dtype; the attention's log-sums in fp32.
+    """
+    width = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + 4 * shape.inner
+    width += rank * sum(name in targets for name, _, _ in shape.linears)
+    fp32 = 2 * shape.hidden + shape.num_heads + shape.head_norms * (shape.query_width + shape.key_width)
+    return tokens * (itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
+
+
+def block_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """On top of that, the gradient of the block's output and the most of two moments in the MLP.
+
+    While the last linear goes backward: the gradient of its input and its dequantised weight. While the product goes
+    backward: gradients of its two factors (the product itself is gone then, and its gradient in its place).
+    """
+    linear = itemsize * (tokens * shape.inner + shape.largest_packed)
+    return itemsize * tokens * shape.hidden + max(linear, itemsize * tokens * 2 * shape.inner)
+
+
+def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """The final norm and the vocabulary going backward.
+
+    The norm's fp32 input stays. Then it is either the hidden states, their gradient and one chunk of logits in fp32
+    with its gradient in the compute dtype, or the norm's own backward: its incoming gradient and three in fp32.
+    """
+    chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
+    vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)
+    norm = tokens * shape.hidden * (itemsize + 3 * 4)
+    return 4 * tokens * shape.hidden + max(vocabulary, norm)
+
+
+def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
+    """A forward pass of the trainer without gradients: the MLP with a dequantised weight, or a chunk of logits."""
+    mlp = itemsize * (tokens * (3 * shape.inner + 2 * shape.hidden) + shape.largest_packed)
+    vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
+    return max(mlp, vocabulary)
+
+
+def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
+    """Keys and values of one token, 2 L key_width; one byte each for "fp8" and its kin."""
+    return 2 * shape.num_layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
+
+
+def engine_pass(shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int) -> int:
+    """vLLM's largest forward pass: the MLP at its widest with LoRA's fp32 buffers, or logits.
+
+    Logits are sampled from in the compute dtype and in fp32, and scored in the compute dtype.
+    """
+    mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
+    logits = shape.vocabulary * max((itemsize + 4) * num_seqs, itemsize * SCORED_TOGETHER)
+    return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
+
+
+def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
+    """What vLLM keeps even asleep: counts of every token a sequence (int32 and a bit), and CUDA graphs."""
+    counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
+    return counts + (0 if eager else GRAPHS_PER_LAYER * shape.num_layers)
+
+
+def slot_rank(rank: int) -> int:
+    """LoRA's rank in vLLM's slots: rounded up to what it accepts."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

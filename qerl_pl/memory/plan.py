@@ -1,0 +1,153 @@
+"""Bytes on the GPU at the moments of a run when there are most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qerl_pl.memory import parts
+from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory, RunMemory
+from qerl_pl.memory.shape import ModelShape
+
+MOMENTS = {
+    "start": "a fresh run's engine has started",
+    "rollout": "the engine samples, or the trainer scores beside it",
+    "head": "training: the vocabulary goes backward",
+    "block": "training: the last block goes backward",
+    "step": "training: the optimizer steps",
+}
+TRAINING = ("head", "block", "step")
+PASSES = ("engine's passes", "block inputs", "blocks for backward", "backward", "optimizer's temporaries")
+"""Parts that torch's allocator hands out and takes back all the time."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted bytes of every part at every moment."""
+
+    parts: Mapping[str, Mapping[str, int]]
+    """Part to moment to bytes; a moment at which a part is not there is left out."""
+    run: RunMemory
+    """What was planned; nothing in it is left to be chosen."""
+
+    def total(self, moment: str) -> int:
+        """Bytes at one of ``MOMENTS``."""
+        return sum(part.get(moment, 0) for part in self.parts.values())
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one forward and backward pass."""
+        assert self.run.micro_batch_tokens is not None
+        return self.run.micro_batch_tokens
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of vLLM's cache; 0 without vLLM."""
+        return (self.run.engine and self.run.engine.kv_cache_bytes) or 0
+
+    def summary(self) -> str:
+        """One line for the log."""
+        cache, rollout, train = (size / 2**30 for size in (self.kv_cache_bytes, self.total("rollout"), self.train))
+        return (
+            f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB; "
+            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB"
+        )
+
+    @property
+    def train(self) -> int:
+        """Most bytes while the trainer works."""
+        return max(self.total(moment) for moment in TRAINING)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of the run."""
+        return max(self.total(moment) for moment in MOMENTS)
+
+
+def plan(shape: ModelShape, run: RunMemory) -> Plan:
+    """Predict a run whose micro-batches and cache are given.
+
+    Args:
+        shape: of the model.
+        run: with ``micro_batch_tokens`` and, if there is an engine, its ``kv_cache_bytes``; ``fitting.fitted`` chooses
+            them.
+    """
+    assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
+    found = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
+    found |= _adapter(shape, run)
+    found |= _vllm(shape, run, run.engine) if run.engine else _transformers(shape, run)
+    found |= _passes(shape, run, run.micro_batch_tokens)
+    passes = [part for name, part in found.items() if name in PASSES]
+    slack = {moment: int(parts.FRAGMENTATION * sum(part.get(moment, 0) for part in passes)) for moment in MOMENTS}
+    return Plan({name: part for name, part in {**found, "fragmentation": slack}.items() if any(part.values())}, run)
+
+
+def _at(size: int, *moments: str) -> dict[str, int]:
+    return dict.fromkeys(moments, size)
+
+
+def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
+    values = parts.adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
+    return {
+        "adapter, fp32": _at(4 * values, *MOMENTS),
+        "optimizer state": _at(run.state_bytes * values, "rollout", *TRAINING),
+        "gradients": _at(4 * values, *TRAINING),
+        "optimizer's temporaries": _at(4 * values, "step"),  # the root of the second moment, over all tensors at once
+    }
+
+
+def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
+    assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
+    rank = parts.slot_rank(run.rank)
+    awake = ("start", "rollout")
+    weights = awake if engine.sleep_level else tuple(MOMENTS)
+    num_seqs = engine.max_num_seqs
+    largest = parts.engine_pass(
+        shape,
+        run.itemsize,
+        batched_tokens=engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        num_seqs=num_seqs,
+        slot_rank=rank,
+    )
+    state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager)
+    checked = parts.forward_only(shape, run.longest_row, run.itemsize)
+    slots = run.itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
+    base = shape.engine_linear_bytes + shape.other_bytes + (0 if run.shared_embeddings else shape.embedding_bytes)
+    return {
+        "engine's base": _at(base, *weights),
+        "engine's adapter": _at(slots, *weights),
+        "KV cache": _at(engine.kv_cache_bytes, *awake),
+        "engine's state, CUDA graphs": _at(state, *MOMENTS),
+        "engine's passes": {"start": largest, "rollout": max(largest, checked)},
+    }
+
+
+def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
+    """No second model: a cache that grows, with a copy of one block's while it does, and logits of the rows in fp32."""
+    cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
+    rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
+    logits = 3 * 4 * rows * shape.vocabulary
+    prompts = parts.forward_only(shape, rows * run.prompt_tokens, run.itemsize)
+    checked = parts.forward_only(shape, run.longest_row, run.itemsize)
+    return {
+        "KV cache": _at(cache + cache // shape.num_layers, "rollout"),
+        "engine's passes": _at(max(logits, prompts, checked), "rollout"),
+    }
+
+
+def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
+    tokens = min(tokens, run.rows * run.longest_row)
+    kept = parts.block_kept(shape, tokens, run.itemsize, rank=run.rank, targets=run.targets)
+    if run.gradient_checkpointing:
+        inputs = parts.checkpoints(shape, tokens, run.itemsize, offload=run.offload_checkpoints)
+        blocks = {"block": kept}
+    else:
+        inputs, blocks = 0, _at(shape.num_layers * kept, "head", "block")
+    return {
+        "block inputs": _at(inputs, "head", "block"),
+        "blocks for backward": blocks,
+        "backward": {
+            "head": parts.head_backward(shape, tokens, run.itemsize),
+            "block": parts.block_backward(shape, tokens, run.itemsize),
+        },
+    }

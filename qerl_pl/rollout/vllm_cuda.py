@@ -1,0 +1,104 @@
+"""What vLLM's CUDA platform lacks: adapters at a small price, where there is one adapter and not many.
+
+Only vLLM and ``vllm_plugin`` import this module.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from vllm import envs
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from qerl_pl.kernels import lora
+
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
+
+
+class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
+    """y += x A^T B^T by our kernels for one adapter slot; what else vLLM's class can do is as it was.
+
+    Rows are told apart by vLLM's index of each token, which it writes before every forward pass, so one CUDA graph
+    serves requests with the adapter and without it. vLLM has graphs of its own for passes without any adapter, and
+    ``no_lora`` keeps our kernels out of these.
+    """
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: object,
+    ) -> None:
+        """y: [T, N] in place; x: [T, K]; A and B: one [1, 1, R, K] and [1, 1, n, R] for each slice of N."""
+        assert scale == 1, scale  # LoRA's scaling is in B
+        torch.ops.qerl_pl.add_lora(y, x, lora_a_stacked, lora_b_stacked, *self.tokens)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """[max T] int64, -1 for a token without the adapter; [1] bool on the host, True if that is every token."""
+        return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
+
+
+def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
+    """``qerl_pl.kernels.lora.add_lora`` as an operator, which torch.compile does not look into.
+
+    ``no_lora`` is a tensor because a flag would become a constant of the compiled graph.
+    """
+    if not no_lora.item():
+        lora.add_lora(y, x, _slots(a), _slots(b), indices)
+
+
+direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
+
+
+def overlapped_linear(layer: BaseLinearLayerWithLoRA, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The base's product with x A^T beside it on vLLM's second stream, [..., K] -> [..., N].
+
+    vLLM calls it inside of an operator that stands for the whole linear, so x lives until both are done, and joins the
+    streams before the operator returns, so a CUDA graph takes it in.
+    """
+    kernels, rows = layer.punica_wrapper, x.flatten(0, -2)
+    assert isinstance(kernels, OneAdapterKernels)
+    a, b = _slots(layer.lora_a_stacked), _slots(layer.lora_b_stacked)
+    indices, no_lora = kernels.tokens
+
+    def base() -> Tensor:
+        return layer._get_quant_method().apply(layer.base_layer, x, bias)
+
+    if no_lora.item():
+        return base()
+    if lora.is_matmul_faster(rows, a):
+        y = base()
+        lora.add_lora(y.flatten(0, -2), rows, a, b, indices)
+        return y
+    fork, join = layer._events
+    y, partials = maybe_execute_in_parallel(
+        base, lambda: lora.shrink(rows, a, early=False), fork, join, layer._lora_stream
+    )
+    # The kernel launched last is the base's or shrink: too early a start would not wait for both.
+    lora.expand(y.flatten(0, -2), partials, b, indices, early=False)
+    return y
+
+
+def adapter_kernels(
+    max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
+) -> PunicaWrapperGPU:
+    """vLLM's adapter kernels: ours for one adapter slot, its own for more."""
+    if lora_config.max_loras > 1:
+        return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+    if envs.VLLM_LORA_ENABLE_DUAL_STREAM:
+        BaseLinearLayerWithLoRA._apply_async_impl = overlapped_linear  # pyright: ignore[reportAttributeAccessIssue]
+    return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+
+
+def _slots(stacked: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    return [matrix[0, 0] for matrix in stacked]

@@ -1,0 +1,60 @@
+"""How vLLM gets the weights of a base: blocks from the checkpoint, embeddings from the trainer.
+
+Where vLLM has no kernels for the base's format, it gets the blocks dequantised, from the trainer's packed linears.
+
+Only ``vllm`` imports this module, when the engine starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from qerl_pl.quant.linear import FrozenLinear
+
+LOAD_FORMAT = "with_trainer"
+
+
+def register_loader(shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenLinear]) -> str:
+    """The name of a loader, made known to vLLM, that reads safetensors and takes the rest from the trainer.
+
+    Args:
+        shared: the model's own names (``model.embed_tokens.weight``) to the trainer's tensors, which must stay where
+            they are while the engine lives. A tensor of another shape, dtype or device than vLLM's (it pads
+            vocabularies to a multiple of 64) is not shared.
+        unpacked: names of packed linears (``model.layers.0.mlp.up_proj``) to the trainer's, for vLLM to hold dense.
+    """
+
+    class WithTrainerLoader(DefaultModelLoader):
+        def __init__(self, load_config: LoadConfig) -> None:
+            super().__init__(replace(load_config, load_format="safetensors"))
+
+        def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+            waiting = dict(unpacked)
+            for name, tensor in super().get_all_weights(model_config, model):
+                linear = name.partition(".weight")[0]
+                if linear not in unpacked:
+                    yield name, tensor
+                elif linear in waiting:
+                    yield f"{linear}.weight", waiting.pop(linear).dense(model_config.dtype)
+
+        def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+            super().load_weights(model, model_config)
+            parameters = dict(model.named_parameters())
+            for name, tensor in shared.items():
+                own = parameters.get(name)  # none for a head that is tied to the embeddings
+                if own is not None and _are_alike(own, tensor):
+                    own.data = tensor.detach()
+
+    register_model_loader(LOAD_FORMAT)(WithTrainerLoader)
+    return LOAD_FORMAT
+
+
+def _are_alike(left: Tensor, right: Tensor) -> bool:
+    return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)

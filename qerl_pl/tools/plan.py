@@ -1,0 +1,195 @@
+"""python -m qerl_pl plan: the GPU memory that a run will take, part by part, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from qerl_pl.memory.advice import Change, advice, advice_text
+from qerl_pl.memory.fitting import cache_bytes, fitted, usable
+from qerl_pl.memory.plan import MOMENTS, Plan
+from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
+from qerl_pl.memory.shape import ModelShape, checkpoint_shape
+from qerl_pl.module import DTYPES
+
+GIB = 2**30
+BAR = 60
+
+
+def main(argv: list[str]) -> int:
+    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 if there is nothing to plan."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl plan",
+        description=f"{__doc__} Reads the settings as train.py does, and of the base its config.json and the heads of "
+        "its weight files. Further arguments are those of `python train.py fit`, e.g. --model.lora.rank 64.",
+    )
+    parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for train.py; repeatable")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of the card (default: model.gpu_memory, or this card's)")
+    parser.add_argument("--json", type=Path, help="write the plan there")
+    parser.add_argument("--picture", type=Path, help="draw the plan there, as PNG")
+    options, more = parser.parse_known_args(argv)
+    try:
+        config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
+        gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
+        run = run_memory(config)
+        shape = checkpoint_shape(config["model"]["base"], DTYPES[config["model"]["dtype"]])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = fitted(shape, run, gpu_bytes)
+    changes = advice(shape, run, gpu_bytes)
+    print_plan(found, gpu_bytes)
+    print_choices(found, shape)
+    fits = found.peak <= usable(gpu_bytes)
+    limit = f"{usable(gpu_bytes) / GIB:.1f} GiB, what may be used of {gpu_bytes / GIB:.1f}"
+    if fits:
+        print(f"fits: the peak is {found.peak / GIB:.1f} GiB of {limit}")
+    else:
+        print(f"does not fit: the peak is {found.peak / GIB:.1f} GiB, more than {limit}")
+        print(advice_text(changes, gpu_bytes))
+    if options.json:
+        options.json.write_text(json.dumps(as_json(found, changes, gpu_bytes), indent=2) + "\n")
+    if options.picture:
+        draw(found, gpu_bytes, options.picture)
+        print(f"picture: {options.picture}")
+    return 0 if fits else 1
+
+
+def read_settings(arguments: list[str]) -> dict[str, Any]:
+    """The whole configuration of ``train.py fit`` with these arguments; nothing of it is built."""
+    import train
+
+    printed = StringIO()
+    command_line = list(sys.argv)
+    try:
+        with redirect_stdout(printed):
+            train.main(["fit", *arguments, "--print_config"])
+    except SystemExit as stop:
+        if stop.code:
+            raise  # the parser has said what is wrong
+    finally:
+        sys.argv = command_line
+    return yaml.safe_load(printed.getvalue())
+
+
+def card_bytes(gib: float | None) -> int:
+    """Bytes of the card, as given or as found.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if gib is not None:
+        if gib <= 0:
+            raise ValueError(f"the GPU's memory is {gib} GiB; expected more than 0")
+        return int(gib * GIB)
+    if not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU to plan for: say how many GiB one has, e.g. --gpu-memory 80")
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def run_memory(config: Mapping[str, Any]) -> RunMemory:
+    """The part of a parsed configuration that decides its memory, on one of its GPUs.
+
+    Raises:
+        ValueError: the rollout engine is none of ours.
+    """
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    engine = model["engine"].get("init_args") or {}
+    kind = model["engine"]["class_path"].rpartition(".")[2]
+    if kind not in ("VLLMEngine", "TransformersEngine"):
+        raise ValueError(f"model.engine is {kind}, whose memory is not known; VLLMEngine and TransformersEngine are")
+    vllm = {field.name: engine[field.name] for field in fields(EngineMemory) if field.name in engine}
+    num_devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
+    return RunMemory(
+        rows=-(-data["batch_size"] // (num_devices * trainer["num_nodes"])) * model["sampling"]["num_completions"],
+        prompt_tokens=data["max_prompt_tokens"],
+        completion_tokens=model["sampling"]["max_tokens"],
+        evaluation_tokens=(model["val_sampling"] or model["sampling"])["max_tokens"],
+        itemsize=DTYPES[model["dtype"]].itemsize,
+        rank=model["lora"]["rank"],
+        targets=tuple(model["lora"]["targets"]),
+        train_norms=model["lora"]["train_norms"],
+        state_bytes=state_bytes(model["optimizer"]["class_path"]),
+        micro_batch_tokens=model["micro_batch_tokens"],
+        gradient_checkpointing=model["gradient_checkpointing"],
+        offload_checkpoints=model["offload_checkpoints"],
+        engine=EngineMemory(**vllm) if kind == "VLLMEngine" else None,
+        batch_tokens=engine.get("batch_tokens", 0),
+    )
+
+
+def print_plan(found: Plan, gpu_bytes: int) -> None:
+    """GiB of each part at each moment, and a bar a moment."""
+    table = Table("GiB", *MOMENTS)
+    for name, sizes in found.parts.items():
+        table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in MOMENTS))
+    table.add_section()
+    table.add_row("total", *(f"{found.total(moment) / GIB:.2f}" for moment in MOMENTS))
+    Console().print(table)
+    scale = max(gpu_bytes, found.peak) / BAR
+    card = round(gpu_bytes / scale)
+    for moment, meaning in MOMENTS.items():
+        filled = round(found.total(moment) / scale)
+        bar = ("#" * filled).ljust(card, ".")
+        print(f"{moment:8} {bar[:card]}|{bar[card:]} {meaning}")
+
+
+def print_choices(found: Plan, shape: ModelShape) -> None:
+    """What the plan has chosen, or was given."""
+    run, engine = found.run, found.run.engine
+    print(f"model.micro_batch_tokens: {found.micro_batch_tokens}")
+    if engine is not None:
+        room = found.kv_cache_bytes / cache_bytes(shape, run, engine, num_sequences=1)
+        at_once = min(engine.max_num_seqs, run.rows)
+        print(f"model.engine.init_args.kv_cache_bytes: {found.kv_cache_bytes}")
+        print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
+
+
+def as_json(found: Plan, changes: list[Change], gpu_bytes: int) -> dict[str, Any]:
+    """The plan as plain values, in bytes."""
+    return {
+        "gpu_bytes": gpu_bytes,
+        "usable_bytes": usable(gpu_bytes),
+        "fits": found.peak <= usable(gpu_bytes),
+        "peak_bytes": found.peak,
+        "phases": {"start": found.total("start"), "rollout": found.total("rollout"), "train": found.train},
+        "moments": {moment: found.total(moment) for moment in MOMENTS},
+        "parts": found.parts,
+        "changes": [asdict(change) for change in changes],
+        "run": asdict(found.run),
+    }
+
+
+def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
+    """A stacked bar a moment, and the card's memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(10, 4.5), constrained_layout=True)
+    left = dict.fromkeys(MOMENTS, 0.0)
+    colours = plt.get_cmap("tab20").colors  # pyright: ignore[reportAttributeAccessIssue]
+    for colour, (name, sizes) in zip(colours, found.parts.items(), strict=False):
+        widths = [sizes.get(moment, 0) / GIB for moment in MOMENTS]
+        axis.barh(list(MOMENTS), widths, left=list(left.values()), label=name, color=colour)
+        left = {moment: start + width for (moment, start), width in zip(left.items(), widths, strict=True)}
+    axis.axvline(gpu_bytes / GIB, color="black", linestyle="--", label="the card")
+    axis.invert_yaxis()
+    axis.set_xlabel("GiB")
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

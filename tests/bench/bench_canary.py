@@ -1,0 +1,87 @@
+"""What the canary's three comparisons give for healthy and for broken engines: python -m tests.bench.bench_canary
+
+A random base and an adapter of the size that training gives it, several of them. One JSON line a state of the engine,
+with the mean differences in nats (least, median, greatest over the adapters); checksums, which see most of these
+faults, are left out. The tolerance of ``callbacks/canary.py`` belongs between the healthy lines and the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks.canary import fixed_tokens, score_gaps, strange_adapter
+from qerl_pl.loop import RolloutLoop
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.tools.tiny import make_tokenizer
+from tests.bench.checkpoints import DEVICE, FORMATS, write_random_checkpoint
+from tests.bench.harness import SIZES, emit
+from tests.callbacks.faults import FAULTS, Instead
+
+TRAINED_STD = 1e-3  # of B: a few hundred steps of AdamW at 1e-5, not all in one direction
+NUM_TOKENS = 160  # the canary's
+BROKEN = ("old_adapter", "no_adapter", "swapped_matrix", "unused_adapter", "stale_prefixes")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("models/random"), help="of random checkpoints")
+    parser.add_argument("--size", choices=SIZES, default="7B" if DEVICE == "cuda" else "tiny")
+    parser.add_argument("--layers", type=int, help="instead of the size's own")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--adapters", type=int, default=5)
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    base = write_random_checkpoint(args.folder, args.size, args.format, num_layers=args.layers)
+    policy = load_policy(
+        str(base), dtype=getattr(torch, args.dtype), lora=LoraSettings(rank=32, alpha=32), seed=0, device=DEVICE
+    )
+    engine = VLLMEngine(kv_cache_bytes=2**28)
+    engine.start(policy, max_model_len=2 * NUM_TOKENS, seed=0)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for seed in range(args.adapters):
+        for state, gaps in states(engine, policy, seed=seed).items():
+            for comparison, gap in gaps.items():
+                found[state][comparison].append(gap)
+    engine.close()
+    shape = {"size": args.size, "layers": policy.num_layers, "tokens": NUM_TOKENS, "adapters": args.adapters}
+    for state, comparisons in found.items():
+        nats = {name: [min(gaps), statistics.median(gaps), max(gaps)] for name, gaps in comparisons.items()}
+        emit(f"canary/{state}", shape, args.dtype, format=args.format, nats=nats)
+
+
+def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
+    """State of the engine -> comparison -> mean difference in nats, for one adapter."""
+    adapter = strange_adapter(policy.adapter_state(), scale=TRAINED_STD, seed=seed)
+    policy.load_adapter_state(adapter)
+    old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}
+
+    def measure(faulty: Any, noise: NormNoise) -> dict[str, float]:
+        loop = RolloutLoop(faulty, (), make_tokenizer())
+        loop.sync(adapter, noise)
+        tokens = fixed_tokens(policy, NUM_TOKENS)
+        return score_gaps(loop, policy, noise, tokens, seed=1000 + seed, with_scores=True)
+
+    gaps = {
+        "healthy": measure(engine, NormNoise()),
+        "healthy, with noise": measure(engine, NormNoise(1e-2, seed)),
+    }
+    for fault in BROKEN:
+        gaps[fault] = measure(FAULTS[fault](engine, old), NormNoise())
+    assert isinstance(engine._llm, Instead)
+    engine._llm = engine._llm._real  # the last fault is in the engine itself
+    return gaps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
+
+Random weights, through train.py, once for each number of GPUs. The batch is to fill the engines of all GPUs: choose
+prompts x 8 of at least max-num-seqs x GPUs, else a lone GPU samples more rows at a time, which costs it little. Prints
+a line for each run, with its curves, and one that compares each with the first: how much faster it is, how many
+completions of the first rollout are the same, and how far the curves are from one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_pl.tools.report import Curve, read_curves
+from qerl_pl.types import Completion, Prompt
+from tests.bench.bench_grpo import model_settings
+from tests.bench.checkpoints import written_apart
+from tests.bench.harness import emit
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT_TOKENS = 320
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "wait", "train")
+CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "gap/mean_abs")
+
+
+def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """Share of even tokens: something of every token, so that a few other ones change a reward by little."""
+    del prompts
+    return [sum(token % 2 == 0 for token in row.tokens) / len(row.tokens) for row in completions]
+
+
+def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> dict[str, Any]:
+    """What differs from configs/base.yaml."""
+    source = {"num_train": 4 * args.prompts, "num_validation": gpus}
+    engine = {"max_num_seqs": args.max_num_seqs, "enforce_eager": args.eager}
+    return {
+        "run_dir": str(folder),
+        "trainer": {
+            "accelerator": DEVICE,
+            "devices": gpus,
+            "max_steps": args.steps,
+            "limit_val_batches": 0,
+            "enable_progress_bar": False,
+        },
+        "model": model_settings(args, base, engine, "tests.bench.bench_ddp.even_tokens"),
+        "data": {
+            "source": {"class_path": "datamodules.arithmetic.Arithmetic", "init_args": source},
+            "question_template": "what is it " * 20 + "{question}",
+            "batch_size": args.prompts,
+            "max_prompt_tokens": PROMPT_TOKENS,
+        },
+    }
+
+
+def run(args: argparse.Namespace, base: str, gpus: int) -> tuple[float, dict[str, Curve], list[str]]:
+    """Train, print the line; returns seconds a step, the curves and the completions of the first rollout."""
+    folder = args.folder / f"ddp-{gpus}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = folder / "bench.yaml"
+    config.write_text(json.dumps(settings(args, base, folder, gpus)))  # JSON is YAML
+    start = time.perf_counter()
+    command = [sys.executable, "train.py", "fit", "-c", str(config)]
+    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": "."})
+    total_s = time.perf_counter() - start
+    curves = read_curves(folder)
+    steps = curves["time/step_s"].values[1:]  # the first is a warm-up
+    phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in PHASES}
+    names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps"
+    shape = {name: getattr(args, name) for name in names} | {"gpus": gpus}
+    found = {name: curves[name].values for name in CURVES}
+    memory = {name: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
+    emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found, **memory, total_s=total_s)
+    rows = (folder / "completions" / "train-000000.jsonl").read_text().splitlines()
+    return statistics.median(steps), curves, [json.loads(row)["completion"] for row in rows]
+
+
+def compare(first: tuple[float, dict[str, Curve], list[str]], other: tuple[float, dict[str, Curve], list[str]]) -> None:
+    """Print how a run differs from the first one."""
+    equal = statistics.mean(one == two for one, two in zip(first[2], other[2], strict=True))
+    apart = {
+        name: max(abs(a - b) for a, b in zip(first[1][name].values, other[1][name].values, strict=True))
+        for name in CURVES
+    }
+    emit("ddp/speedup", {}, DEVICE, speedup=first[0] / other[0], equal_completions=equal, largest_difference=apart)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """A run for each number of GPUs, and the comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    most = torch.cuda.device_count() if DEVICE == "cuda" else 2
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, most])
+    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser.add_argument("--prompts", type=int, default=64 if DEVICE == "cuda" else 4)
+    parser.add_argument("--completion", type=int, default=256 if DEVICE == "cuda" else 16)
+    parser.add_argument("--max-num-seqs", type=int, default=256 if DEVICE == "cuda" else 16)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
+    args = parser.parse_args(argv)
+    base = written_apart(args.folder, args.size, "nvfp4")
+    runs = [run(args, str(base), gpus) for gpus in sorted(set(args.gpus))]
+    for other in runs[1:]:
+        compare(runs[0], other)
+
+
+if __name__ == "__main__":
+    main()

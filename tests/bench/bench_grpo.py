@@ -1,0 +1,191 @@
+"""Whole GRPO steps through train.py, each run in a process of its own: python -m tests.bench.bench_grpo
+
+The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long as they may be (random weights hardly
+ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
+process holds all but so much of the GPU's memory: what the run gets is a smaller card. Results are appended to
+``--output``, and what is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_pl.tools.report import read_curves
+from qerl_pl.types import Completion, Prompt
+from tests.bench.checkpoints import written_apart
+from tests.bench.harness import RANK, emit
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT_TOKENS, GROUP = 256, 8
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "train")
+
+
+def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """A reward of 0 or 1 for each completion, by its tokens."""
+    del prompts
+    return [float(zlib.crc32(str(completion.tokens).encode()) & 1) for completion in completions]
+
+
+def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
+    """Of the policy in a benchmark of whole steps; the engine's arguments and the reward, by its path, are its own."""
+    return {
+        "base": base,
+        "dtype": "bfloat16" if DEVICE == "cuda" else "float32",
+        "engine": {"class_path": "qerl_pl.rollout.vllm.VLLMEngine", "init_args": engine},
+        "rewards": [{"name": reward.rpartition(".")[2], "weight": 1.0, "reward": reward}],
+        "sampling": {"num_completions": GROUP, "max_tokens": args.completion, "temperature": 1.0},
+        "lora": {"rank": RANK, "alpha": RANK},
+        "gradient_checkpointing": True,
+        "micro_batch_tokens": args.micro_batch_tokens,
+    }
+
+
+def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any]:
+    """What differs from configs/base.yaml."""
+    rows = folder / "problems.jsonl"
+    problems = [{"question": f"{index:03} " + "what is it " * 20, "answer": "1"} for index in range(32)]
+    rows.write_text("\n".join(json.dumps(problem) for problem in problems))
+    source = {"train_path": str(rows), "validation_share": 0.1}
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 3}
+    aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
+    engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
+    trainer = {"max_steps": args.steps, "limit_val_batches": 0, "enable_progress_bar": False}
+    if args.aqn:
+        trainer["callbacks+"] = aqn
+    return {
+        "run_dir": str(folder / "run"),
+        "trainer": trainer,
+        "model": model_settings(args, base, engine, "tests.bench.bench_grpo.coin") | {"gpu_memory": args.cap},
+        "data": {
+            "source": {"class_path": "datamodules.table.Table", "init_args": source},
+            "batch_size": args.prompts,
+            "max_prompt_tokens": PROMPT_TOKENS,
+        },
+    }
+
+
+def run(args: argparse.Namespace, base: str) -> None:
+    """Train, and print the line."""
+    warnings.filterwarnings("ignore")
+    from train import main as train
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = folder / "config.yaml"
+        config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
+        start = time.perf_counter()
+        with peak_memory() as peak:
+            train(["fit", "-c", str(config)])
+        total_s = time.perf_counter() - start
+        curves = read_curves(folder / "run")
+    phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
+    steps = [sum(parts) for parts in zip(*phases.values(), strict=True)]  # the first is a warm-up
+    memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
+    emit(
+        "grpo/step",
+        shape_of(args),
+        "bfloat16",
+        sorted(steps),
+        phases_s={phase: statistics.median(values) for phase, values in phases.items()},
+        tokens=curves["rollout/completion_tokens"].values[-1] * GROUP * args.prompts,
+        gap=curves["gap/mean_abs"].values[-1],
+        peak_bytes=peak["bytes"],
+        logged=memory,
+        total_s=total_s,
+    )
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What tells a line from the others."""
+    names = "size", "base", "aqn", "prompts", "completion", "cap", "sleep_level", "steps", "micro_batch_tokens", "eager"
+    return {"model" if name == "size" else name: getattr(args, name) for name in names}
+
+
+@contextmanager
+def peak_memory() -> Iterator[dict[str, int]]:
+    """The most that the GPU's used memory grew by, whoever allocates it, sampled every 5 ms."""
+    found = {"bytes": 0}
+    if DEVICE != "cuda":
+        yield found
+        return
+    before, stop = torch.cuda.mem_get_info()[0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            found["bytes"] = max(found["bytes"], before - torch.cuda.mem_get_info()[0])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def capped(gib: float | None) -> Iterator[None]:
+    """Leave so much of the GPU's memory free for other processes."""
+    ballast = None
+    if gib and DEVICE == "cuda":
+        ballast = torch.empty(torch.cuda.mem_get_info()[0] - int(gib * 2**30), dtype=torch.uint8, device=DEVICE)
+    yield
+    del ballast
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """One run of train.py, unless ``--output`` has it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser.add_argument("--base", default="nvfp4", choices=["nvfp4", "bf16"])
+    parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")
+    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--completion", type=int, default=2048 if DEVICE == "cuda" else 32)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
+    parser.add_argument("--sleep-level", type=int, default=0)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
+    parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        run(args, args.child)
+        return
+    if args.output and args.output.exists():
+        lines = map(json.loads, args.output.read_text().splitlines())
+        if any(line["shape"] == shape_of(args) for line in lines):
+            return
+    base = written_apart(args.folder, args.size, args.base)
+    command = [sys.executable, "-m", "tests.bench.bench_grpo", *(argv or sys.argv[1:]), "--child", str(base)]
+    with capped(args.cap):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    if done.returncode or not lines:
+        raise SystemExit(f"the run failed with {done.returncode}:\n{done.stdout[-2000:]}")
+    if args.output:
+        with args.output.open("a") as file:
+            file.write(lines[-1] + "\n")
+    print(lines[-1])
+
+
+if __name__ == "__main__":
+    main()

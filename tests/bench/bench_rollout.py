@@ -1,0 +1,196 @@
+"""Rollout tokens a second, each engine in a process of its own: python -m tests.bench.bench_rollout
+
+Every process measures one base, rank and kind of adapter kernels at every number of sequences, with the adapter and
+without it (the same engine; vLLM has CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at
+temperature 1 with log-probabilities, which is what a rollout is. Results are appended to ``--output``, and what is
+there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.policy.lora import LoraLinear, LoraSettings
+from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.rollout import vllm_plugin
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.bench.checkpoints import written_apart
+from tests.bench.harness import SIZES, check, emit, model_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+PROMPT_TOKENS, NEW_TOKENS = (128, 256) if DEVICE == "cuda" else (16, 16)
+DISK_LIMIT = 40e9  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
+
+
+def shell_policy(base: str, size: str, rank: int) -> Policy:
+    """What an engine needs of a policy: its adapter. The base is on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(size), dtype=DTYPE)
+    lora = LoraSettings(rank=rank, alpha=rank)
+    policy = make_policy(model.requires_grad_(False), base=base, dtype=DTYPE, lora=lora, seed=0)
+    for module in policy.modules():
+        if isinstance(module, LoraLinear):
+            for matrix in (module.lora_A["default"], module.lora_B["default"]):
+                value = torch.randn(matrix.get_parameter("weight").shape, device=DEVICE) * 0.01
+                matrix.weight = nn.Parameter(value)
+    return policy
+
+
+def measure(args: argparse.Namespace, base: str) -> None:
+    """Start one engine and print its lines."""
+    warnings.filterwarnings("ignore", message="Unsupported layer type")
+    folder = Path(base)
+    dummy = not any(folder.glob("*.safetensors"))
+    policy = shell_policy(base, args.size, args.rank)
+    kv_bytes = kv_cache_bytes(args.size, max(args.sequences))
+    engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_bytes=kv_bytes, kv_cache_dtype=args.kv_cache_dtype)
+    if dummy:
+        engine._arguments["load_format"] = "dummy"
+    if args.stock_adapter:
+        vllm_plugin.register = lambda: None
+        engine._arguments["additional_config"] = {"adapter_kernels": "stock"}  # a cached graph calls other kernels
+    start = time.perf_counter()
+    engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
+    start_s = time.perf_counter() - start
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(count: int) -> list[list[int]]:
+        return torch.randint(256, (count, PROMPT_TOKENS), generator=generator).tolist()
+
+    if not dummy:
+        [row] = engine.score(prompts(1))
+        [without] = engine.score(prompts(1), adapter=False)
+        finite = torch.tensor([*row, *without]).isfinite().all()
+        check([("the number of scores that are not finite", float(not finite), 0)])
+    for count in args.sequences:
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        speeds: dict[bool, list[float]] = {True: [], False: []}
+        for repeat in range(args.repeats + 1):
+            for adapter in seconds:
+                begin = time.perf_counter()
+                sampling = Sampling(1, NEW_TOKENS if repeat else 8)
+                groups = engine.generate(prompts(count), sampling, seed=repeat, adapter=adapter)
+                took = time.perf_counter() - begin
+                if repeat:  # the first is a warm-up
+                    seconds[adapter].append(took)
+                    speeds[adapter].append(sum(len(c.tokens) for group in groups for c in group) / took)
+        for adapter, found in seconds.items():
+            shape = shape_of(args, count, adapter=adapter)
+            emit(
+                "rollout/generate",
+                shape,
+                "bfloat16",
+                sorted(found),
+                tokens_per_s=max(speeds[adapter]),
+                start_s=start_s,
+            )
+    engine.close()
+
+
+def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str, object]:
+    """What tells a line from the others."""
+    kernels = ("stock" if args.stock_adapter else "ours") if adapter else "none"
+    return {
+        "model": args.size,
+        "base": args.base,
+        "rank": args.rank,
+        "adapter": kernels,
+        "engine": "stock" if args.stock_adapter else "ours",
+        "sequences": count,
+        "kv": args.kv_cache_dtype,
+    }
+
+
+def kv_cache_bytes(size: str, sequences: int) -> int:
+    """Room for so many whole sequences and one block more of each, bf16."""
+    shape = SIZES[size]
+    token = 2 * shape.num_layers * shape.num_key_heads * (shape.hidden // shape.num_heads) * 2
+    return int(sequences * (PROMPT_TOKENS + NEW_TOKENS + 64) * token * 1.05) + 2**28
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what ``--output`` lacks."""
+    cuda = DEVICE == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="*", default=["7B", "32B"] if cuda else ["tiny"])
+    parser.add_argument("--bases", nargs="*", default=["nvfp4", "bf16"])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[32])
+    parser.add_argument("--sequences", nargs="*", type=int, default=[8, 64, 256] if cuda else [4])
+    parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
+    parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print them")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        one = json.loads(args.child)
+        args.size, args.base, args.rank, args.stock_adapter = one["size"], one["base"], one["rank"], one["stock"]
+        measure(args, one["path"])
+        return
+    done = [json.loads(line)["shape"] for line in args.output.read_text().splitlines()] if _has(args.output) else []
+    failed = []
+    for size in args.sizes:
+        for base in args.bases:
+            for rank in args.ranks:
+                for adapter in args.adapters:
+                    args.size, args.base, args.rank, args.stock_adapter = size, base, rank, adapter == "stock"
+                    left = [n for n in args.sequences if shape_of(args, n, adapter=True) not in done]
+                    if left and not spawn(args, left):
+                        failed.append((size, base, rank, adapter))
+    if failed:
+        raise SystemExit(f"failed: {failed}")
+
+
+def spawn(args: argparse.Namespace, sequences: list[int]) -> bool:
+    """One engine in a new process; its lines go to the output. Returns whether it came to its end."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = checkpoint(args.folder, args.size, args.base)
+    one = {"size": args.size, "base": args.base, "rank": args.rank, "stock": args.stock_adapter, "path": str(path)}
+    command = [sys.executable, "-m", "tests.bench.bench_rollout", "--child", json.dumps(one)]
+    command += ["--repeats", str(args.repeats), "--kv-cache-dtype", args.kv_cache_dtype]
+    command += ["--sequences", *map(str, sequences)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith('{"name"'):
+                print(line, end="", file=sys.stderr)
+            elif args.output:
+                with args.output.open("a") as file:
+                    file.write(line)
+            else:
+                print(line, end="", flush=True)
+    return process.returncode == 0
+
+
+def checkpoint(folder: Path, size: str, base: str) -> Path:
+    """A random one, or the configuration alone where the weights would be too large for a disk."""
+    config = model_config(size)
+    blocks = config.num_hidden_layers * config.hidden_size * (config.intermediate_size * 3 + config.hidden_size * 2)
+    if base == "bf16" and 2 * blocks > DISK_LIMIT:
+        path = folder / f"{size}-{base}-dummy"
+        config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
+        config.save_pretrained(path)
+        return path
+    return written_apart(folder, size, base)
+
+
+def _has(path: Path | None) -> bool:
+    return path is not None and path.exists()
+
+
+if __name__ == "__main__":
+    main()

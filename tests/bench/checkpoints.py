@@ -1,0 +1,110 @@
+"""Random checkpoints of real shapes, written on the device that draws them: python -m tests.bench.checkpoints FOLDER
+
+Speed and memory do not depend on the weights. Linears are drawn as NVFP4 (the dense form is the same weights rounded
+to bf16), so that the formats of one size hold one model. The tokenizer is the tiny policy's: bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.output import OutputFolder
+from qerl_pl.quant.writers import WRITERS
+from qerl_pl.tools.tiny import END_ID, make_tokenizer
+from tests.bench.harness import SIZES, model_config, random_weight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARD_BYTES = 4 * 2**30
+FORMATS = ("nvfp4", "bf16")
+
+
+def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
+    """A Qwen2.5-shaped checkpoint that vLLM and the trainer load; nothing is done where there is one already.
+
+    Args:
+        folder: it gets the name SIZE-FMT in there.
+        size: one of ``SIZES``.
+        fmt: one of ``FORMATS``.
+        num_layers: instead of the size's own.
+    """
+    path = folder / f"{size}-{fmt}"
+    if path.exists():
+        return path
+    config = model_config(size, num_layers=num_layers)
+    config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
+    config.eos_token_id = END_ID
+    source = folder / f"{size}-{fmt}.source"
+    shutil.rmtree(source, ignore_errors=True)
+    config.save_pretrained(source)
+    make_tokenizer().save_pretrained(source)
+    about = config.to_dict()
+    if fmt == "nvfp4":
+        about["quantization_config"] = WRITERS["nvfp4"].config(["lm_head"], torch.bfloat16)
+    torch.manual_seed(0)
+    output = OutputFolder(path, {"size": size, "format": fmt})
+    shard: dict[str, Tensor] = {}
+    for name, tensor in _tensors(config, fmt):
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            output.add(f"model-{len(output.done):05}.safetensors", shard, {"layers": (), "folds": ()})
+            shard = {}
+        shard[name] = tensor.cpu()
+    output.add(f"model-{len(output.done):05}.safetensors", shard, {"layers": (), "folds": ()})
+    output.finish(source, about)
+    shutil.rmtree(source)
+    return path
+
+
+def written_apart(folder: Path, size: str, fmt: str) -> Path:
+    """``write_random_checkpoint`` in a process of its own, so that nothing of it stays on the GPU."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tests.bench.checkpoints", str(folder), "--size", size, "--format", fmt]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _tensors(config: PretrainedConfig, fmt: str) -> Iterator[tuple[str, Tensor]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, module in model.named_modules():
+        for leaf, meta in module.named_parameters(recurse=False):
+            full = f"{name}.{leaf}"
+            if name == "lm_head" and config.tie_word_embeddings:
+                continue
+            if isinstance(module, nn.Linear) and leaf == "weight" and name != "lm_head":
+                weight = random_weight(module.out_features, module.in_features, DEVICE)
+                if fmt == "nvfp4":
+                    tensors = WRITERS["nvfp4"].tensors(weight, torch.bfloat16)
+                    yield from ((name + suffix, tensor) for suffix, tensor in tensors.items())
+                else:
+                    yield full, NVFP4.dequantize(weight, torch.bfloat16)
+                continue
+            value = torch.zeros(meta.shape, dtype=torch.bfloat16, device=DEVICE)
+            if "norm" in name:
+                value.fill_(1.0)
+            elif leaf == "weight":
+                value.normal_(std=0.02)
+            yield full, value
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write one and print where."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", default="tiny", choices=SIZES)
+    parser.add_argument("--format", default="nvfp4", choices=FORMATS)
+    args = parser.parse_args(argv)
+    print(write_random_checkpoint(args.folder, args.size, args.format))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The parts of docs/performance.md that are about the quantiser's methods, rollouts and whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+MISSING = "Not measured yet."
+VARIANTS = ("ours", "overlap", "ours-late", "vllm", "matmul")
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "train")
+GIB = 2**30
+
+
+def methods_table(lines: Iterable[Line]) -> str:
+    """Mean output error of each method, a row a model and format."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in of_kind(lines, "methods"):
+        key = line["shape"]["model"], line["shape"]["format"]
+        found.setdefault(key, {})[line["name"].split("/")[1]] = line["mean"]
+    methods = list(dict.fromkeys(method for errors in found.values() for method in errors))
+    rows = [[*key, *(f"{errors[method]:.4f}" for method in methods)] for key, errors in found.items()]
+    return table(["model", "format", *methods], rows)
+
+
+def rollouts_table(lines: Iterable[Line]) -> str:
+    """Tokens a second with the adapter and without, a row an engine and number of sequences."""
+    found: dict[tuple[object, ...], dict[bool, Line]] = {}
+    for line in of_kind(lines, "rollout"):
+        shape = line["shape"]
+        key = shape["model"], shape["base"], shape["rank"], shape["engine"], shape["sequences"]
+        found.setdefault(key, {})[shape["adapter"] != "none"] = line
+    rows = [
+        [
+            *key,
+            *(f"{pair[adapter]['tokens_per_s']:.0f}" for adapter in (True, False)),
+            f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %",
+        ]
+        for key, pair in found.items()
+    ]
+    header = ["model", "base", "rank", "adapter kernels", "sequences", "with adapter", "without", "added"]
+    return table(header, rows)
+
+
+def adapters_table(lines: Iterable[Line]) -> str:
+    """Microseconds that an adapter adds to a linear, a row a model and number of tokens."""
+    found: dict[tuple[object, ...], dict[str, float]] = {}
+    for line in of_kind(lines, "rollout-lora"):
+        key = line["shape"]["model"], line["shape"]["tokens"]
+        found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
+    rows = [[*key, *(f"{added[name]:.1f}" for name in VARIANTS)] for key, added in found.items()]
+    return table(["model", "tokens", "ours", "overlap", "late", "vLLM's", "matmul"], rows)
+
+
+def steps_table(lines: Iterable[Line]) -> str:
+    """Seconds of whole steps by phase, and their memory."""
+    rows = []
+    for line in of_kind(lines, "grpo"):
+        memory = line["logged"]
+        rows.append(
+            [
+                line["shape"]["model"],
+                _policy(line),
+                f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
+                *(f"{line['phases_s'][phase]:.2f}" for phase in PHASES),
+                f"{memory['peak_gib']:.2f}",
+                f"{memory['predicted_peak_gib']:.2f}",
+                f"{line['gap']:.3f}",
+            ]
+        )
+    header = ["model", "policy", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
+    return table(header, rows)
+
+
+def draw_steps(lines: Iterable[Line], path: Path) -> None:
+    """Stacked phases beside memory, a bar a run."""
+    from matplotlib.figure import Figure
+
+    runs = of_kind(lines, "grpo")
+    names = [f"{run['shape']['model']} {_policy(run)}" for run in runs]
+    figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
+    seconds, memory = figure.subplots(1, 2)
+    left = [0.0] * len(runs)
+    for phase in PHASES:
+        values = [run["phases_s"][phase] for run in runs]
+        seconds.barh(names, values, left=left, label=phase)
+        left = [start + value for start, value in zip(left, values, strict=True)]
+    seconds.set_xlabel("seconds a step")
+    figure.legend(*seconds.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES), fontsize="small")
+    places = range(len(runs))
+    for name, key, shift in (("predicted", "predicted_peak_gib", 0.2), ("measured", "peak_gib", -0.2)):
+        memory.barh([place + shift for place in places], [run["logged"][key] for run in runs], 0.4, label=name)
+    memory.set_yticks(list(places), names)
+    memory.set_xlabel("GiB of the GPU, at most")
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def of_kind(lines: Iterable[Line], kind: str) -> list[Line]:
+    """Those of one benchmark, by what stands before the slash of their names."""
+    return [line for line in lines if line["name"].startswith(f"{kind}/")]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Markdown."""
+    if not rows:
+        return MISSING
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _policy(line: Line) -> str:
+    shape = line["shape"]
+    return f"{shape['base']} + LoRA" + (" + AQN" if shape["aqn"] else "")

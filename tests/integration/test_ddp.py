@@ -1,0 +1,102 @@
+"""Several ranks do what one does: the same rollouts, the same steps, the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_pl.tools.report import read_curves
+from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
+
+TWO_RANKS = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp")
+NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledger looks at some rows of each rank
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What the process printed; it must end well."""
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def start_node(launcher: str, node: int, port: int, args: list[str]) -> subprocess.Popen[str]:
+    """One process on one of two nodes, both of which are this machine, as torchrun or SLURM starts it."""
+    command, variables = [sys.executable], {}
+    if launcher == "torchrun":
+        nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
+        command += ["-m", "torch.distributed.run", *nodes, "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    else:
+        job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": 2, "NTASKS": 2}
+        task = {"NTASKS_PER_NODE": 1, "PROCID": node, "NODEID": node, "LOCALID": 0}
+        variables = {f"SLURM_{name}": str(value) for name, value in (job | task).items()} | {"MASTER_PORT": str(port)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, "train.py", *args], cwd=ROOT, env=os.environ | variables, **pipes)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run, tmp_path):
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
+    steps = ("--trainer.max_steps", "5", *VLLM)
+    begun = launch("fit", bases["nvfp4"], tmp_path / "two", *steps, *TWO_RANKS, *ctrl_c)
+    run("fit", tmp_path / "one", *steps)
+    assert "go on with --ckpt_path last" in finish(begun)
+    assert load_last(tmp_path / "two")["global_step"] == 3
+    run("fit", tmp_path / "two", *steps, "--ckpt_path", "last")
+
+    for path in sorted((tmp_path / "one" / "completions").iterdir()):
+        assert path.read_text() == (tmp_path / "two" / "completions" / path.name).read_text(), path.name
+    one, two = load_last(tmp_path / "one"), load_last(tmp_path / "two")
+    assert one["global_step"] == two["global_step"] == 5
+    torch.testing.assert_close(two["state_dict"], one["state_dict"], rtol=1e-3, atol=1e-5)
+    curves, others = read_curves(tmp_path / "one"), read_curves(tmp_path / "two")
+    assert curves.keys() == others.keys()
+    for tag in curves.keys() - {tag for tag in curves if tag.startswith(NOT_EQUAL)}:
+        assert others[tag].steps == curves[tag].steps, tag
+        assert others[tag].values == pytest.approx(curves[tag].values, rel=1e-3, abs=1e-5), tag
+    assert min(curves["train/grad_norm"].values) > 0, "nothing was learned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_two_nodes_score_every_problem_once_and_print_one_table(bases, run, tmp_path, launcher):
+    problems = ("--data.source.init_args.num_validation", "7", "--data.val_batch_size", "2")  # 4 and 3, 2 batches each
+    port, base = free_port(), bases["nvfp4"]
+    two = ("--trainer.accelerator", "cpu", "--trainer.num_nodes", "2")
+    args = arguments("validate", base, tmp_path / "two", *problems, *two)
+    nodes = [start_node(launcher, node, port, args) for node in range(2)]
+    outputs = [finish(node) for node in nodes]
+    assert sum("7 problems x 1" in output for output in outputs) == 1
+    run("validate", tmp_path / "one", *problems)
+    for name in ("evaluation/validate.json", "completions/validate-000000.jsonl"):
+        one, two = (tmp_path / ranks / "validate" / "arithmetic" / name for ranks in ("one", "two"))
+        assert one.read_text() == two.read_text()
+    assert json.loads(one.parent.parent.joinpath("evaluation", "validate.json").read_text())["num_problems"] == 7
+
+
+@pytest.mark.slow
+def test_ranks_refill_and_draw_noise_on_their_own_and_an_error_on_one_ends_the_other(bases, tmp_path):
+    often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
+    refills = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.callbacks.per_rank=true")
+    fails = ("--trainer.callbacks+=tests.integration.toy.Fails", "--trainer.callbacks.rank=0")
+    process = launch("fit", bases["nvfp4"], tmp_path, *TWO_RANKS, *refills, *fails, "--trainer.callbacks.at=4")
+    output, _ = process.communicate()  # ends when both ranks have
+    assert process.returncode != 0
+    assert "rank 0 fails at 4" in output
+    assert load_last(tmp_path)["global_step"] == 3, "the fourth step was over but not yet on record"
+    curves = read_curves(tmp_path)
+    assert max(curves["rollout/refills"].values) >= 1
+    assert curves["aqn/noisy_norms"].values == [0, 0, 4, 4], "the canary compares each engine with its own rank's noise"

@@ -1,0 +1,73 @@
+"""Runs that meet the end of their memory, and runs that plan with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from qerl_pl.tools.plan import read_settings, run_memory
+from qerl_pl.tools.report import read_curves
+from tests.integration.conftest import VLLM, arguments, load_last
+
+SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
+
+
+class SmallDevice(Callback):
+    """A device that takes no training pass of more than so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.policy.causal_lm.model.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, module: Any, args: Any, kwargs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and kwargs["input_ids"].numel() > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, tmp_path):
+    small = ("--trainer.callbacks+=tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
+    run("fit", tmp_path / "large", *SHORT)
+    with pytest.warns(RuntimeWarning, match="going on with 100"):
+        run("fit", tmp_path / "small", *SHORT, *small)
+    assert read_curves(tmp_path / "large")["train/micro_batch_tokens"].values == [200] * 4
+    assert read_curves(tmp_path / "small")["train/micro_batch_tokens"].values == [100] * 4, "it is remembered"
+    large, small = (load_last(tmp_path / name)["state_dict"] for name in ("large", "small"))
+    assert small.keys() == large.keys()
+    for name, tensor in large.items():  # not element by element: Adam makes whole steps of gradients that are rounding
+        assert (small[name] - tensor).norm() <= 0.01 * tensor.norm(), name
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--model.engine.init_args.batch_tokens", "777", "--model.lora.rank", "2"),
+        pytest.param(
+            (*VLLM, "--model.engine.init_args.max_num_seqs", "5", "--model.val_sampling.max_tokens", "20"),
+            marks=pytest.mark.vllm,
+        ),
+    ],
+    ids=["transformers", "vllm"],
+)
+def test_the_command_plans_what_a_run_plans(more, bases, run, tmp_path):
+    cli = run("fit", tmp_path, *SHORT, *more)
+    _, *settings = arguments("fit", bases["nvfp4"], tmp_path, *SHORT, *more)
+    assert run_memory(read_settings(settings)) == cli.model.run_memory("fit")
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_a_run_on_a_gpu_plans_its_memory_and_logs_what_came_of_it(run, tmp_path):
+    choose = ("--model.micro_batch_tokens", "null", "--model.gpu_memory", "12")
+    cli = run("fit", tmp_path, *SHORT, *choose, "--model.dtype", "bfloat16", *VLLM)
+    plan, curves = cli.model.memory_plan, read_curves(tmp_path)
+    assert plan is not None
+    assert cli.model.engine.kv_cache_bytes == plan.kv_cache_bytes
+    assert curves["train/micro_batch_tokens"].values[-1] == plan.micro_batch_tokens
+    for phase in ("rollout", "train", "peak"):
+        measured, predicted = (curves[f"memory/{name}_gib"].values[-1] for name in (phase, f"predicted_{phase}"))
+        assert measured == pytest.approx(predicted, abs=1.0)

@@ -1,0 +1,155 @@
+"""The adapter's kernels against their definition: on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies bits of bf16 as if they were integers; on a GPU, fp32 is rounded to tf32.
+DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+WIDTHS = [(40,), (33, 33), (70, 20, 9)]  # one linear, gate/up, q/k/v
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The module, its kernels interpreted where there is no GPU: Triton looks at the variable when they are defined."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield importlib.import_module("qerl_pl.kernels.lora")
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Problem:
+    """Random operands of one linear; every third token is without the adapter."""
+
+    def __init__(self, tokens: int, inputs: int, rank: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(tokens * inputs + rank)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+        self.x, self.y = draw(tokens, inputs), draw(tokens, sum(widths))
+        self.a, self.b = [draw(rank, inputs) for _ in widths], [draw(width, rank) for width in widths]
+        self.indices = torch.where(torch.arange(tokens + 5, device=DEVICE) % 3 == 1, -1, 0)
+        self.with_adapter = self.indices[:tokens] >= 0
+
+    def check(self, kernels: ModuleType, y: Tensor) -> None:
+        """Every element within the roundings between it and the exact one, and the other rows untouched."""
+        assert torch.equal(y[~self.with_adapter], self.y[~self.with_adapter])
+        exact = kernels.add_lora_reference(self.y, self.x, self.a, self.b, self.indices)
+        # What |a| and |b| make of |x| bounds each sum, and so the error of fp32 sums and of the rounding of x A^T.
+        sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
+        size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, self.indices)
+        hidden = [(self.x.double() @ first.double().t()).abs() for first in self.a]
+        rounded = torch.cat(
+            [part @ second.double().abs().t() for part, second in zip(hidden, self.b, strict=True)], dim=1
+        )
+        rounding = torch.finfo(self.y.dtype).eps  # the interpreter cuts off, a GPU rounds to half of that
+        terms = self.x.shape[1] + self.a[0].shape[0]
+        bound = rounding * (rounded + exact.abs()) + terms * 2**-23 * size
+        excess = ((y.double() - exact).abs() - bound)[self.with_adapter]
+        assert excess.numel() == 0 or excess.max() <= 0, excess.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("rank", [8, 24, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 17, 300])
+def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
+    problem = Problem(tokens, 300, rank, widths, dtype)  # more than two blocks of K, the last one short
+    y = problem.y.clone()
+    kernels.expand(y, kernels.shrink(problem.x, problem.a), problem.b, problem.indices)
+    problem.check(kernels, y)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_split_and_step_is_right(kernels, tokens):
+    problem = Problem(tokens, 200, 24, (70, 20, 20), DTYPES[0])
+    for depth, chunk in [(16, 16), (16, 48), (64, 128), (256, 256)]:
+        for columns, steps in [(16, 1), (16, 3), (128, 1)]:
+            shrink = kernels.ShrinkBlocks(32, 16, depth, chunk)
+            y = problem.y.clone()
+            partials = kernels.shrink(problem.x, problem.a, shrink)
+            expand = kernels.ExpandBlocks(16, columns, steps)
+            kernels.expand(y, partials, problem.b, problem.indices, expand)
+            problem.check(kernels, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=str)
+@pytest.mark.parametrize(("tokens", "rank"), [(0, 8), (3, 8), (1100, 8), (3, 128)])
+def test_whoever_computes_it_the_result_is_the_same(kernels, tokens, rank, dtype):
+    problem = Problem(tokens, 40, rank, (24, 9), dtype)
+    y = problem.y.clone()
+    kernels.add_lora(y, problem.x, problem.a, problem.b, problem.indices)
+    problem.check(kernels, y)
+
+
+def test_rows_may_lie_apart_and_garbage_stays_where_it_is(kernels):
+    problem = Problem(6, 48, 8, (20, 10), torch.float16)
+    problem.x[~problem.with_adapter] = float("nan")  # what a CUDA graph pads its batch with
+    wide_x, wide_y = problem.x.new_full((6, 64), 7.0), problem.y.new_full((6, 40), 7.0)
+    x, y = wide_x[:, 8:56], wide_y[:, 4:34]
+    x.copy_(problem.x)
+    y.copy_(problem.y)
+    kernels.add_lora(y, x, problem.a, problem.b, problem.indices)
+    problem.check(kernels, y)
+    assert (wide_y[:, :4] == 7).all()
+    assert (wide_y[:, 34:] == 7).all()
+
+
+def test_no_token_with_the_adapter_changes_nothing(kernels):
+    problem = Problem(20, 48, 8, (20, 10), torch.float16)
+    problem.y[0] = -0.0
+    y = problem.y.clone()
+    kernels.add_lora(y, problem.x, problem.a, problem.b, torch.full_like(problem.indices, -1))
+    assert torch.equal(y.view(torch.int16), problem.y.view(torch.int16))
+
+
+@pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))], ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 1023])
+def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
+    inputs, widths = size
+    for rank in (8, 32, 64):
+        shrink = kernels.shrink_blocks(tokens, inputs, rank, len(widths))
+        expand = kernels.expand_blocks(tokens, widths)
+        assert shrink.chunk % shrink.depth == 0
+        assert 1 <= -(-inputs // shrink.chunk) <= 32  # sums that each program of expand reads
+        assert shrink.stages * shrink.depth * (shrink.tokens + shrink.rank) * 2 <= 99 * 1024  # shared memory
+        assert expand.tokens * expand.columns <= 64 * 256  # registers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+@pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (18944, (3584,))], ids=str)
+def test_real_shapes_captured_and_repeated(kernels, tokens, rank, size):
+    inputs, widths = size
+    problem = Problem(tokens, inputs, rank, widths, torch.bfloat16)
+    y = problem.y.clone()
+
+    def run() -> None:
+        y.copy_(problem.y)
+        kernels.add_lora(y, problem.x, problem.a, problem.b, problem.indices)
+
+    run()
+    first = y.clone()
+    problem.check(kernels, first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y, first)

@@ -1,0 +1,73 @@
+"""Small models whose memory can be counted."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, make_policy
+from tests.integration.conftest import bases
+
+__all__ = ["LiveBytes", "bases", "family", "policy_of", "small_config"]
+
+FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
+    """Of one of ``FAMILIES``, with widths in the proportions of a real one."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "tie_word_embeddings": False,
+    }
+    return FAMILIES[family](**{**sizes, **changes})
+
+
+def policy_of(config: PretrainedConfig, dtype: torch.dtype, **settings: bool) -> Policy:
+    """Random, with an adapter of rank 8."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=8), seed=0, **settings)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that were made inside and are alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in given | set(self._seen):
+                self._seen.add(storage)
+                self._count(storage.nbytes())
+                weakref.finalize(storage, self._count, -storage.nbytes())
+        return result
+
+    def _count(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """The name of a model family."""
+    return request.param

@@ -1,0 +1,142 @@
+"""What a plan adds up, chooses, and advises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qerl_pl.memory.advice import LEVERS, advice, advice_text
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, fitted, usable
+from qerl_pl.memory.plan import MOMENTS, TRAINING, plan
+from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.quant.nvfp4 import NVFP4
+from tests.bench.harness import SIZES, model_config
+
+GIB = 2**30
+SHAPES = {name: config_shape(model_config(name), NVFP4, torch.bfloat16) for name in ("3B", "7B", "32B")}
+PAPER = RunMemory(
+    rows=128, prompt_tokens=256, completion_tokens=4096, gradient_checkpointing=True, engine=EngineMemory()
+)
+HALVES = RunMemory(rows=8, prompt_tokens=100, completion_tokens=412, micro_batch_tokens=1024)
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("gib", [24, 48, 80, 141])
+def test_what_is_chosen_fits_or_is_as_small_as_it_may_be(size, gib):
+    found = fitted(SHAPES[size], PAPER, gib * GIB)
+    least = cache_bytes(SHAPES[size], PAPER, EngineMemory(), num_sequences=1)
+    assert found.micro_batch_tokens >= PAPER.longest_row
+    assert found.kv_cache_bytes >= least
+    if found.train > usable(gib * GIB):
+        assert found.micro_batch_tokens == PAPER.longest_row
+    if found.peak > max(found.train, usable(gib * GIB)):
+        assert found.kv_cache_bytes == least
+
+
+def test_a_large_card_gets_the_usual_micro_batch_and_a_cache_for_every_row():
+    found = fitted(SHAPES["3B"], PAPER, 141 * GIB)
+    assert found.micro_batch_tokens == USUAL_MICRO_BATCH
+    assert found.kv_cache_bytes == cache_bytes(SHAPES["3B"], PAPER, EngineMemory(), num_sequences=128)
+
+
+def test_the_cache_holds_no_more_rows_than_are_sampled_together():
+    few = replace(PAPER, engine=EngineMemory(max_num_seqs=16))
+    found = fitted(SHAPES["3B"], few, 141 * GIB)
+    assert found.kv_cache_bytes == cache_bytes(SHAPES["3B"], PAPER, EngineMemory(), num_sequences=16)
+
+
+def test_what_is_given_is_kept():
+    given_run = replace(PAPER, micro_batch_tokens=5000, engine=EngineMemory(kv_cache_bytes=GIB))
+    assert fitted(SHAPES["32B"], given_run, 24 * GIB).run == given_run
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    name=st.sampled_from(["rows", "prompt_tokens", "completion_tokens", "micro_batch_tokens", "rank", "state_bytes"]),
+    more=st.integers(1, 10**4),
+    checkpointing=st.booleans(),
+)
+def test_more_of_anything_takes_no_less_memory(name, more, checkpointing):
+    run = replace(HALVES, gradient_checkpointing=checkpointing, engine=EngineMemory(kv_cache_bytes=GIB))
+    larger = plan(
+        SHAPES["7B"], replace(run, **{name: min(getattr(run, name) + more, 512 if name == "rank" else 10**9)})
+    )
+    smaller = plan(SHAPES["7B"], run)
+    assert all(larger.total(moment) >= smaller.total(moment) for moment in MOMENTS)
+
+
+def test_the_engine_gives_back_what_its_sleep_level_says():
+    def train(level: int) -> int:
+        return plan(SHAPES["7B"], replace(HALVES, engine=EngineMemory(kv_cache_bytes=7 * GIB, sleep_level=level))).train
+
+    shape = SHAPES["7B"]
+    slots = 2 * 32 * shape.num_layers * sum(rows + columns for _, rows, columns in shape.linears)
+    assert train(0) - train(1) == shape.linear_bytes + shape.other_bytes + slots
+    alone = plan(shape, HALVES)
+    assert "engine's base" not in alone.parts
+
+
+def test_embeddings_that_are_shared_count_once():
+    run = replace(HALVES, engine=EngineMemory(kv_cache_bytes=GIB))
+    apart = plan(SHAPES["7B"], replace(run, shared_embeddings=False))
+    assert apart.peak - plan(SHAPES["7B"], run).peak == SHAPES["7B"].embedding_bytes
+
+
+def test_the_phases_of_training_are_those_with_gradients():
+    found = plan(SHAPES["7B"], HALVES)
+    assert set(found.parts["gradients"]) == set(TRAINING)
+    assert found.peak == max(found.total(moment) for moment in MOMENTS)
+
+
+@pytest.mark.parametrize("gib", [20, 24, 30, 40, 60])
+@pytest.mark.parametrize("size", ["7B", "32B"])
+def test_advice_is_short_and_enough_where_anything_is(size, gib):
+    run = replace(PAPER, gradient_checkpointing=False, micro_batch_tokens=32768)
+    changes = advice(SHAPES[size], run, gib * GIB)
+    assert (changes == []) == (fitted(SHAPES[size], run, gib * GIB).peak <= usable(gib * GIB))
+    changed = run
+    levers = {lever.key: lever for lever in LEVERS}
+    for change in changes:
+        changed = levers[change.key].apply(changed, change.value)
+        assert fitted(SHAPES[size], changed, gib * GIB).peak == change.peak
+    if changes and changes[-1].peak <= usable(gib * GIB):
+        for left_out in changes:
+            others = run
+            for change in changes:
+                if change is not left_out:
+                    others = levers[change.key].apply(others, change.value)
+            assert fitted(SHAPES[size], others, gib * GIB).peak > usable(gib * GIB), left_out
+    assert all(change.key in advice_text(changes, gib * GIB) for change in changes)
+
+
+def test_the_first_thing_to_change_is_the_size_of_a_micro_batch():
+    run = replace(PAPER, micro_batch_tokens=65536, engine=EngineMemory(max_num_seqs=8))
+    assert [change.key for change in advice(SHAPES["7B"], run, 24 * GIB)] == ["model.micro_batch_tokens"]
+
+
+def test_a_change_of_training_is_found_though_rollouts_take_more():
+    run = replace(PAPER, gradient_checkpointing=False, engine=EngineMemory(kv_cache_bytes=60 * GIB))
+    before = fitted(SHAPES["7B"], run, 32 * GIB)
+    assert before.total("rollout") > before.train > usable(32 * GIB)
+    keys = [change.key for change in advice(SHAPES["7B"], run, 32 * GIB)]
+    assert set(keys) == {"model.engine.init_args.kv_cache_bytes", "model.gradient_checkpointing"}
+
+
+def test_a_card_that_holds_no_base_cannot_be_helped():
+    changes = advice(SHAPES["32B"], PAPER, 8 * GIB)
+    assert "still takes" in advice_text(changes, 8 * GIB)
+
+
+def test_eight_bit_optimizers_are_known_by_name():
+    assert state_bytes("bitsandbytes.optim.AdamW8bit") == 2
+    assert state_bytes("torch.optim.AdamW") == 8
+
+
+def test_every_shape_of_the_benchmarks_can_be_planned_without_a_checkpoint():
+    for name in SIZES:
+        assert fitted(config_shape(model_config(name), NVFP4, torch.bfloat16), PAPER, 80 * GIB).peak > GIB

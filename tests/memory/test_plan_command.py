@@ -1,0 +1,84 @@
+"""python -m qerl_pl plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.memory.plan import MOMENTS
+
+ROOT = Path(__file__).parents[2]
+TOY = str(ROOT / "tests" / "integration" / "toy.yaml")
+VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
+
+
+@pytest.fixture(autouse=True)
+def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def test_a_table_a_file_and_a_picture(bases, tmp_path, capsys):
+    files = ("--json", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.png"))
+    assert command(["plan", "-c", TOY, "--gpu-memory", "8", *files, "--model.base", str(bases["nvfp4"]), *VLLM]) == 0
+    said = capsys.readouterr().out
+    assert all(moment in said for moment in MOMENTS)
+    assert "fits" in said
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["peak_bytes"] == max(found["phases"].values()) <= found["usable_bytes"]
+    assert found["moments"] == {
+        moment: sum(part.get(moment, 0) for part in found["parts"].values()) for moment in MOMENTS
+    }
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
+    changed = tmp_path / "changed.yaml"
+    changed.write_text("model: {sampling: {max_tokens: 77}, lora: {rank: 3}}\n")
+    files = ("--json", str(tmp_path / "plan.json"))
+    arguments = [
+        "plan",
+        "-c",
+        TOY,
+        "-c",
+        str(changed),
+        "--gpu-memory",
+        "8",
+        *files,
+        "--model.base",
+        str(bases["dense"]),
+    ]
+    assert command([*arguments, "--model.lora.rank", "5", "--data.batch_size", "6"]) == 0
+    run, toy = json.loads((tmp_path / "plan.json").read_text())["run"], yaml.safe_load(Path(TOY).read_text())
+    assert (run["completion_tokens"], run["rank"]) == (77, 5)
+    assert run["rows"] == 6 * toy["model"]["sampling"]["num_completions"]
+    assert run["micro_batch_tokens"] == toy["model"]["micro_batch_tokens"]
+    assert run["engine"] is None, "the toy samples with transformers"
+
+
+def test_what_does_not_fit_is_told_by_the_name_of_its_key(bases, capsys):
+    arguments = ["plan", "-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM]
+    assert command([*arguments, "--gpu-memory", "1.2", "--model.engine.init_args.kv_cache_bytes", str(2**30)]) == 1
+    assert "model.engine.init_args.kv_cache_bytes: null" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--gpu-memory", "0"), "more than 0"),
+        (("--gpu-memory", "8", "--model.base", "nowhere"), "nowhere"),
+        (("--gpu-memory", "8", "--model.lora.rnk", "3"), "rnk"),
+        (("--gpu-memory", "8", "--model.engine", "tests.memory.test_plan_command.OwnEngine"), "OwnEngine"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, capsys):
+    try:
+        status = command(["plan", "-c", TOY, "--model.base", str(bases["dense"]), *wrong])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert said in capsys.readouterr().err

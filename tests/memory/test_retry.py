@@ -1,0 +1,212 @@
+"""A run goes on when memory runs out, and learns the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.memory.retry import MicroBatchBudget
+from qerl_pl.objective import Objective
+from qerl_pl.policy.policy import Policy
+from qerl_pl.stopwatch import Stopwatch
+from qerl_pl.types import Experience
+from qerl_pl.update import UpdateReport, improve
+from tests.memory.conftest import policy_of, small_config
+
+LENGTHS = (40, 31, 24, 24, 20, 12, 9, 8)
+PROMPT = 4
+
+
+def experience() -> Experience:
+    """Eight rows of different lengths in groups of two."""
+    generator = torch.Generator().manual_seed(0)
+    rows, width = len(LENGTHS), max(LENGTHS)
+    column = torch.arange(width)
+    sampled = (column >= PROMPT) & (column < torch.tensor(LENGTHS).unsqueeze(1))
+    advantages = torch.randn(rows, generator=generator)
+    advantages[3] = 0
+    return Experience(
+        tokens=torch.randint(0, 250, (rows, width), generator=generator),
+        lengths=torch.tensor(LENGTHS),
+        sampled=sampled,
+        mask=sampled,
+        sampler_logprobs=torch.where(sampled, -5.5, 0.0),
+        rewards=advantages.clone(),
+        scored=torch.ones(rows, dtype=torch.bool),
+        advantages=advantages,
+    )
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """Random; B is not 0, so that A has a gradient too."""
+    torch.manual_seed(0)
+    policy = policy_of(small_config(), torch.float32, gradient_checkpointing=True)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return policy
+
+
+def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[UpdateReport, list[Tensor]]:
+    """Two updates on one batch from the same weights: the report, and each update's gradient."""
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
+    start = {name: value.clone() for name, value in policy.adapter_state().items()}
+    gradients: list[Tensor] = []
+
+    def step() -> Tensor:
+        found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        gradients.append(found)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.norm()
+
+    report = improve(
+        policy,
+        experience(),
+        objective,
+        group_size=2,
+        temperature=1.0,
+        max_tokens=max(LENGTHS) - PROMPT,
+        num_updates=2,
+        micro_batch_tokens=tokens,
+        backward=Tensor.backward,
+        step=step,
+        watch=Stopwatch(),
+    )
+    policy.load_adapter_state(start)
+    return report, gradients
+
+
+@contextmanager
+def memory_for(policy: Policy, tokens: int, *, fails: str) -> Iterator[list[int]]:
+    """A device on which a pass of more than so many tokens runs out of memory; yields the sizes of all passes."""
+    model, seen = policy.causal_lm.model, []
+
+    def check(*_: Any) -> None:
+        if seen[-1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nMore on other lines.")
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"].numel())
+        if fails == "forward":
+            check()
+
+    handles = [model.register_forward_pre_hook(note, with_kwargs=True)]
+    if fails == "backward":  # when the blocks above have their gradients already
+        handles.append(model.layers[1].register_full_backward_hook(check))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+OBJECTIVES = {
+    "plain": Objective(),
+    "first pass": Objective(kl_coefficient=0.1, top_entropy_share=0.5),
+    "corrected": Objective(correction="truncate", correction_high=2.0),
+}
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_update_that_ran_out_of_memory_has_the_gradient_of_one_that_did_not(policy, name, fails):
+    whole, expected = run_updates(policy, OBJECTIVES[name], tokens=200)
+    with memory_for(policy, 60, fails=fails) as seen, pytest.warns(RuntimeWarning, match="out of memory"):
+        report, gradients = run_updates(policy, OBJECTIVES[name], tokens=200)
+    assert max(seen) > 60 >= seen[-1], "the fault was met, and got out of the way of"
+    assert report.micro_batch_tokens == 50
+    assert report.metrics["train/micro_batch_tokens"] == 50
+    assert len(gradients) == len(expected) == 2
+    for found, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
+    torch.testing.assert_close(report.old_logprobs, whole.old_logprobs)
+    for metric in whole.metrics.keys() - {"train/micro_batch_tokens"}:
+        torch.testing.assert_close(report.metrics[metric], whole.metrics[metric], rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_that_fits_by_itself_is_never_given_up(policy):
+    with memory_for(policy, max(LENGTHS), fails="forward"), warnings.catch_warnings(record=True):
+        report, _ = run_updates(policy, Objective(), tokens=200)
+    assert report.micro_batch_tokens == max(LENGTHS)
+
+
+def test_a_row_that_fits_nowhere_ends_the_run_with_what_to_change(policy):
+    with (
+        memory_for(policy, max(LENGTHS) - 2, fails="forward"),
+        warnings.catch_warnings(record=True),
+        pytest.raises(
+            RuntimeError, match=r"single row of 40 tokens.*gradient_checkpointing.*Tried to allocate 1.00 GiB"
+        ),
+    ):
+        run_updates(policy, Objective(), tokens=200)
+
+
+def test_a_budget_below_the_longest_row_gives_it_a_pass_by_itself(policy):
+    _, expected = run_updates(policy, Objective(), tokens=200)
+    report, found = run_updates(policy, Objective(), tokens=5)
+    assert report.micro_batch_tokens == 5
+    for some, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(some, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
+
+
+def succeeds_below(limit: int, tried: list[int]) -> Callable[[int], str]:
+    def work(tokens: int) -> str:
+        tried.append(tokens)
+        if tokens >= limit:
+            raise torch.OutOfMemoryError("no")
+        return "done"
+
+    return work
+
+
+def test_a_budget_halves_and_stays_small():
+    budget, tried, undone = MicroBatchBudget(1000), [], []
+    with pytest.warns(RuntimeWarning):
+        assert budget.run(succeeds_below(300, tried), longest=10, undo=lambda: undone.append(1)) == "done"
+    assert tried == [1000, 500, 250]
+    assert len(undone) == 2
+    assert budget.run(succeeds_below(300, tried), longest=10) == "done"
+    assert (tried[-1], budget.tokens) == (250, 250)
+
+
+def test_other_errors_are_not_ours():
+    def work(tokens: int) -> None:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        MicroBatchBudget(8).run(work, longest=1)
+
+
+def test_what_failed_is_given_back_before_the_next_try():
+    alive: list[int] = []
+
+    class Held:
+        def __init__(self) -> None:
+            alive.append(1)
+
+        def __del__(self) -> None:
+            alive.pop()
+
+    def work(tokens: int) -> int:
+        assert not alive
+        held = Held()
+        if tokens > 2:
+            raise torch.OutOfMemoryError("no")
+        return id(held)
+
+    with pytest.warns(RuntimeWarning):
+        MicroBatchBudget(8).run(work, longest=1)
+
+
+@pytest.mark.parametrize("bad", [0, -3])
+def test_a_budget_of_nothing_is_refused(bad):
+    with pytest.raises(ValueError, match="at least 1"):
+        MicroBatchBudget(bad)

@@ -1,0 +1,73 @@
+"""What a run does about its memory when it starts."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from qerl_pl.memory.advice import plan_for
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, usable
+from qerl_pl.memory.settings import EngineMemory, RunMemory
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.module import QeRLModule
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rewards.format import think_answer_format
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.bench.harness import model_config
+
+GIB = 2**30
+SHAPE = config_shape(model_config("7B"), NVFP4, torch.bfloat16)
+RUN = RunMemory(rows=128, prompt_tokens=256, completion_tokens=4096, gradient_checkpointing=True, engine=EngineMemory())
+
+
+def test_a_run_that_fits_starts_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_for(SHAPE, RUN, 80 * GIB).peak <= usable(80 * GIB)
+
+
+def test_a_run_that_cannot_sample_one_sequence_is_refused_with_what_to_change():
+    with pytest.raises(ValueError, match=r"rollouts take 1\d\.\d GiB.*more than 11\.5.*sleep_level: 1,"):
+        plan_for(SHAPE, RUN, 12 * GIB)
+
+
+def test_training_that_may_not_fit_is_told_and_tried():
+    large = RunMemory(rows=8, prompt_tokens=256, completion_tokens=2048, micro_batch_tokens=16384)
+    with pytest.warns(RuntimeWarning, match=r"training .* GiB, more than.*model.micro_batch_tokens: \d+"):
+        plan = plan_for(SHAPE, large, 40 * GIB)
+    assert plan.micro_batch_tokens == 16384
+
+
+def test_an_engine_tells_what_its_memory_depends_on():
+    engine = VLLMEngine(max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
+    assert engine.memory == EngineMemory(max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
+    engine.kv_cache_bytes = 5
+    assert engine.memory.kv_cache_bytes == 5
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(100, USUAL_MICRO_BATCH), (20000, 20064)])
+def test_micro_batches_without_a_plan_are_the_usual_or_hold_the_longest_row(longest, expected, bases):
+    module = QeRLModule(
+        str(bases["dense"]),
+        TransformersEngine(),
+        [WeightedReward("format", think_answer_format)],
+        sampling=Sampling(num_completions=2, max_tokens=longest),
+        max_prompt_tokens=64,
+    )
+    assert module.micro_batch_tokens == expected
+
+
+@pytest.mark.parametrize("gib", [0.0, -1.0])
+def test_a_limit_of_no_memory_is_refused(gib, bases):
+    with pytest.raises(ValueError, match="gpu_memory"):
+        QeRLModule(
+            str(bases["dense"]),
+            TransformersEngine(),
+            [WeightedReward("format", think_answer_format)],
+            gpu_memory=gib,
+        )

@@ -1,0 +1,123 @@
+"""Adapter kernels of vLLM's CUDA platform under what vLLM tells them of its requests; without a GPU, interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.vllm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLICES = (24, 8)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[object]:
+    """The module; vLLM's own class lacks one name where there is no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+        from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+        from vllm.lora.punica_wrapper import punica_gpu
+
+        patch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
+        from qerl_pl.rollout import vllm_cuda
+
+        yield vllm_cuda
+
+
+def make_kernels(cuda, adapter_ids: tuple[int, ...]):
+    """After vLLM announced a batch: the adapter of each token, 0 for none."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers import LoRAMapping
+
+    kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=1))
+    kernels.update_metadata(LoRAMapping(adapter_ids, adapter_ids), [7], 2, 100)
+    return kernels
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
+
+
+def operands(num_tokens: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    a = tuple(draw(1, 1, 8, 48, seed=width) for width in SLICES)
+    b = tuple(draw(1, 1, width, 8, seed=width + 1) for width in SLICES)
+    return draw(num_tokens, sum(SLICES)), draw(num_tokens, 48, seed=1), a, b
+
+
+def expected(cuda, y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], ids: tuple[int, ...]) -> Tensor:
+    indices = torch.tensor(ids, device=DEVICE) - 1
+    return cuda.lora.add_lora_reference(y, x, [m[0, 0] for m in a], [m[0, 0] for m in b], indices.clamp(max=0))
+
+
+BATCHES = [(7, 7, 7), (0, 0, 0), (7, 0, 0, 7, 0), (0,), (7,)]
+
+
+@pytest.mark.parametrize("ids", BATCHES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_with_the_adapter_get_it_and_the_others_keep_what_they_had(cuda, ids, compiled):
+    y, x, a, b = operands(len(ids))
+    kernels = make_kernels(cuda, ids)
+
+    def linear(y: Tensor, x: Tensor) -> Tensor:
+        out = y + 0  # what a base linear returns
+        kernels.add_lora_linear(out, x, a, b, 1.0, SLICES)
+        return out * 1
+
+    run = torch.compile(linear, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else linear
+    found = run(y, x)
+    exact = expected(cuda, y, x, a, b, ids)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2**-4)
+    without = torch.tensor(ids, device=DEVICE) == 0
+    assert torch.equal(found[without], y[without])
+
+
+def test_a_compiled_pass_follows_the_next_batch(cuda):
+    y, x, a, b = operands(4)
+    kernels = make_kernels(cuda, (7, 7, 7, 7))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def linear(y: Tensor, x: Tensor) -> Tensor:
+        out = y + 0
+        kernels.add_lora_linear(out, x, a, b, 1.0, SLICES)
+        return out
+
+    from vllm.lora.layers import LoRAMapping
+
+    for ids in [(7, 7, 7, 7), (0, 0, 0, 0), (0, 7, 0, 7), (7, 7, 7, 7)]:
+        kernels.update_metadata(LoRAMapping(ids, ids), [7], 2, 100)
+        torch.testing.assert_close(linear(y, x).double(), expected(cuda, y, x, a, b, ids), rtol=2**-8, atol=2**-4)
+
+
+@pytest.mark.parametrize("ids", BATCHES, ids=str)
+@pytest.mark.parametrize("leading", [(), (1,)], ids=["rows", "a batch of rows"])
+def test_a_linear_with_its_base_equals_base_and_adapter(cuda, ids, leading):
+    _, x, a, b = operands(len(ids))
+    weight, bias = draw(sum(SLICES), 48, seed=5), draw(sum(SLICES), seed=6)
+    layer = SimpleNamespace(  # of vLLM's layer, what is read; without a GPU there is no second stream
+        punica_wrapper=make_kernels(cuda, ids),
+        lora_a_stacked=a,
+        lora_b_stacked=b,
+        base_layer=weight,
+        _get_quant_method=lambda: SimpleNamespace(apply=lambda base, x, bias: F.linear(x, base, bias)),
+        _events=[None, None],
+        _lora_stream=None,
+    )
+    found = cuda.overlapped_linear(layer, x.view(*leading, *x.shape), bias)
+    exact = expected(cuda, F.linear(x, weight, bias), x, a, b, ids)
+    assert found.shape == (*leading, *exact.shape)
+    torch.testing.assert_close(found.view(exact.shape).double(), exact, rtol=2**-8, atol=2**-4)
+
+
+def test_more_than_one_adapter_is_left_to_vllm(cuda):
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=2))
+    assert type(kernels) is PunicaWrapperGPU

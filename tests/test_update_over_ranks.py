@@ -1,0 +1,114 @@
+"""The update of a batch that two ranks share is that of one rank that has all of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl import ranks
+from qerl_pl.objective import Objective
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
+from qerl_pl.stopwatch import Stopwatch
+from qerl_pl.tools.tiny import make_tiny
+from qerl_pl.types import Experience
+from qerl_pl.update import improve
+from tests.two_ranks import on_two_ranks
+
+GROUP, PROMPT, LONGEST = 2, 3, 9
+OBJECTIVES = {
+    "dapo": Objective(),
+    "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
+    "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
+}
+# By group. Some have no signal; in the last batches that is all of the second rank's share, then everything.
+ADVANTAGES = {
+    "mixed": [[1.0, -1.0], [0.5, -0.5], [0.0, 0.0], [-1.0, 1.0]],
+    "one silent rank": [[1.0, -1.0], [0.0, 0.0], [0.5, -0.5], [0.0, 0.0]],
+    "silence": [[0.0, 0.0]] * 4,
+}
+
+
+def batch_of(advantages: list[list[float]]) -> Experience:
+    """Rows of different lengths, one of them left out of the loss."""
+    num_rows = GROUP * len(advantages)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(PROMPT + 1, LONGEST + 1, (num_rows,), generator=generator)
+    position = torch.arange(LONGEST)
+    sampled = (position >= PROMPT) & (position < lengths.unsqueeze(1))
+    mask = sampled.clone()
+    mask[1] = False
+    return Experience(
+        tokens=torch.randint(0, 250, (num_rows, LONGEST), generator=generator),
+        lengths=lengths,
+        sampled=sampled,
+        mask=mask,
+        sampler_logprobs=torch.where(sampled, -5.5 + torch.randn(num_rows, LONGEST, generator=generator), 0.0),
+        rewards=torch.zeros(num_rows),
+        scored=torch.ones(num_rows, dtype=torch.bool),
+        advantages=torch.tensor(advantages).flatten(),
+    )
+
+
+def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
+    """Groups rank, rank + num_ranks, ..."""
+    rows = torch.arange(len(batch.tokens)).view(-1, GROUP)[rank::num_ranks].flatten()
+    return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items()})
+
+
+def two_updates(base: str, objective: Objective, experience: Experience) -> dict[str, Tensor]:
+    """Trained parameters and metrics after two clipped steps."""
+    policy = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    for parameter in trained.values():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.5)
+
+    def step() -> Tensor:
+        ranks.average_gradients(list(trained.values()))
+        gradients = [parameter for parameter in trained.values() if parameter.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(gradients, 0.3) if gradients else torch.zeros(())
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    report = improve(
+        policy,
+        experience,
+        objective,
+        group_size=GROUP,
+        temperature=1.0,
+        max_tokens=LONGEST - PROMPT,
+        num_updates=2,
+        micro_batch_tokens=2 * LONGEST,
+        backward=Tensor.backward,
+        step=step,
+        watch=Stopwatch(),
+    )
+    return {name: parameter.detach() for name, parameter in trained.items()} | report.metrics
+
+
+def every_update(rank: int, base: str, num_ranks: int) -> dict[str, dict[str, Tensor]]:
+    return {
+        f"{name}, {case}": two_updates(base, objective, share_of(batch_of(advantages), rank, num_ranks))
+        for name, objective in OBJECTIVES.items()
+        for case, advantages in ADVANTAGES.items()
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
+    base = tmp_path / "tiny"
+    make_tiny(base, seed=0, sft_steps=0)
+    first, second = on_two_ranks(partial(every_update, base=str(base), num_ranks=2), tmp_path)
+    whole = every_update(0, base=str(base), num_ranks=1)
+    for case, expected in whole.items():
+        for name, value in expected.items():
+            assert torch.equal(first[case][name], second[case][name]), f"{case}: {name} differs between the ranks"
+            torch.testing.assert_close(first[case][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+    moved = {case: found["train/grad_norm"].item() for case, found in whole.items()}
+    assert [case for case, norm in moved.items() if norm == 0] == ["dapo, silence", "top entropy, corrected, silence"]
