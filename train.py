@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from callbacks.close_engine import CloseEngine
 from callbacks.rng_state import RNGState
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
@@ -66,7 +67,7 @@ def main(args: list[str]) -> QeRLCLI:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [RNGState(), StopTogether()]},
+        trainer_defaults={"callbacks": [RNGState(), StopTogether(), CloseEngine()]},
     )
 
 
