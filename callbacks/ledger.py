@@ -83,8 +83,7 @@ class MismatchLedger(Callback):
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
-        values = ranks.gather(log_ratio[self._sampled])
-        statistics = mismatch(values, torch.ones_like(values, dtype=torch.bool))._asdict()
+        statistics = mismatch(ranks.gather(log_ratio[self._sampled]))._asdict()
         del statistics["count"]
         pl_module.log_dict({f"ledger/{cause}/{name}": value for name, value in statistics.items()})
 

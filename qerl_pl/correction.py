@@ -85,7 +85,7 @@ def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -
 
 
 class Mismatch(NamedTuple):
-    """Statistics of the log-ratio over valid tokens, fp64; nan where there is none."""
+    """Statistics of a log-ratio over tokens, fp64; nan where there is none."""
 
     count: Tensor
     """[] tokens."""
@@ -103,15 +103,14 @@ class Mismatch(NamedTuple):
     """[] share of tokens with r outside [0.9, 1.1]."""
 
 
-def mismatch(log_ratio: Tensor, mask: Tensor) -> Mismatch:
+def mismatch(log_ratio: Tensor) -> Mismatch:
     """Describe log(trainer / sampler), or any part of it: engine error, noise, staleness.
 
     Args:
-        log_ratio: nats, any shape and float dtype, anything where the mask is False. Gather it first where the batch
-            lies on several ranks: a percentile cannot be averaged.
-        mask: bool, the same shape.
+        log_ratio: [N] nats of sampled tokens, any float dtype. Gather it first where the batch lies on several ranks: a
+            percentile cannot be averaged.
     """
-    values = log_ratio.detach()[mask].double()
+    values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)
         return Mismatch(values.new_tensor(0.0), nan, nan, nan, nan, nan, nan)

@@ -207,26 +207,25 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
     return estimators[kind](log_ratio)
 
 
-def entropy_threshold(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The entropy that the top ``share`` of the valid tokens reach (arXiv 2506.01939, the paper's rho and tau).
+def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
+    """The entropy that the top ``share`` of the tokens reach (arXiv 2506.01939, the paper's rho and tau).
 
-    Keep ``mask & (entropy >= threshold)``; gather both arguments first where the batch lies on several ranks. The
-    paper divides the loss by all tokens, so count the divisor with the mask before it is thinned.
+    Keep those of at least so much. The paper divides the loss by all tokens, so count the divisor with the mask before
+    it is thinned.
 
     Args:
-        entropy: nats, any shape.
-        mask: bool, the same shape.
+        entropy: [N] nats of the valid tokens; gather them first where the batch lies on several ranks.
         share: part of the tokens to keep, in (0, 1]; their number is rounded up, and ties are kept.
 
     Returns:
-        [] nats; +inf where no token is valid.
+        [] nats; +inf where there is no token.
 
     Raises:
         ValueError: the share is out of range.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
-    values = torch.cat([entropy.detach()[mask], entropy.new_tensor([math.inf])])  # [n + 1]: never empty
+    values = torch.cat([entropy.detach(), entropy.new_tensor([math.inf])])  # [n + 1]: never empty
     return values.topk(math.ceil(share * (len(values) - 1)) + 1).values[-1]
 
 

@@ -283,8 +283,7 @@ class QeRLModule(LightningModule):
         self.micro_batch_tokens = report.micro_batch_tokens
         sampled = report.experience.sampled
         log_ratio = ranks.gather((report.old_logprobs - report.experience.sampler_logprobs)[sampled])
-        gap = mismatch(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
-        self.log_dict({f"gap/{name}": value for name, value in gap._asdict().items()})
+        self.log_dict({f"gap/{name}": value for name, value in mismatch(log_ratio)._asdict().items()})
         return {
             "rollout": rollout,
             "rollout_index": index,

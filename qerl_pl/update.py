@@ -125,9 +125,8 @@ def improve(
     kept = experience.mask
     with watch.phase("wait"):
         if objective.top_entropy_share < 1:
-            everywhere = ranks.gather(entropy[kept])
-            all_of_it = torch.ones_like(everywhere, dtype=torch.bool)
-            kept = kept & (entropy >= entropy_threshold(everywhere, all_of_it, objective.top_entropy_share))
+            threshold = entropy_threshold(ranks.gather(entropy[kept]), objective.top_entropy_share)
+            kept = kept & (entropy >= threshold)
         # A mean over ranks, because the gradients are averaged too.
         divisor = ranks.mean(count_divisor(experience.mask, objective.aggregation, max_tokens=max_tokens).float())
 

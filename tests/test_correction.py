@@ -121,10 +121,10 @@ def test_shapes_are_checked(shape):
 
 
 @settings(max_examples=50)
-@given(case=log_ratios(), garbage=st.sampled_from([0.0, math.nan, math.inf]))
-def test_mismatch_equals_the_loops(case, garbage):
+@given(case=log_ratios())
+def test_mismatch_equals_the_loops(case):
     values, mask = case
-    found = mismatch(torch.where(mask, values, garbage), mask)
+    found = mismatch(values[mask])
     if mask.any():
         expected = reference.mismatch(values[mask].tolist())
         assert {name: float(value) for name, value in found._asdict().items()} == pytest.approx(expected, abs=1e-15)
@@ -135,5 +135,5 @@ def test_mismatch_equals_the_loops(case, garbage):
 
 def test_the_percentile_is_that_of_a_known_sample():
     values = torch.arange(-100, 0).double()[torch.randperm(100, generator=torch.Generator().manual_seed(0))]
-    found = mismatch(values / 1000, torch.ones(100) > 0)
+    found = mismatch(values / 1000)
     assert (float(found.p99), float(found.max)) == (0.099, 0.1)

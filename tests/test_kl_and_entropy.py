@@ -75,18 +75,17 @@ def test_padding_never_reaches_the_kl_or_its_gradient(kind, garbage):
 @given(seed=SEEDS, density=DENSITIES, share=st.floats(0.01, 1.0))
 def test_the_entropy_threshold_keeps_the_top_share_of_the_valid_tokens(seed, density, share):
     _, values, mask = draw_tokens(seed, density)
-    entropy = torch.where(mask, values, math.nan)
-    kept = mask & (entropy >= entropy_threshold(entropy, mask, share))
     valid = sorted(values[mask].tolist(), reverse=True)
+    kept = mask & (values >= entropy_threshold(values[mask], share))
     assert sorted(values[kept].tolist(), reverse=True) == valid[: math.ceil(share * len(valid))]
 
 
 def test_ties_at_the_entropy_threshold_are_kept():
     entropy = torch.tensor([1.0, 0.5, 0.5, 0.5, 0.1])
-    assert entropy_threshold(entropy, entropy > 0, 0.4) == 0.5
+    assert entropy_threshold(entropy, 0.4) == 0.5
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="share is"):
-        entropy_threshold(torch.ones(3), torch.ones(3) > 0, share)
+        entropy_threshold(torch.ones(3), share)
