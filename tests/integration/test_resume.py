@@ -111,6 +111,20 @@ def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_optimizer_of_8_bits_resumes_exactly_too(run, tmp_path):
+    adam = "--model.optimizer"
+    eight_bits = (adam, "bitsandbytes.optim.AdamW8bit", f"{adam}.lr", "1e-2", f"{adam}.min_8bit_size", "1")
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
+    run("fit", tmp_path / "straight", *eight_bits)
+    run("fit", tmp_path / "stopped", *eight_bits, *ctrl_c)
+    run("fit", tmp_path / "stopped", *eight_bits, "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    [optimizer] = load_last(tmp_path / "straight")["optimizer_states"]
+    moments = [state["__bnb_optimizer_quant_state__"]["state1"] for state in optimizer["state"].values()]
+    assert {moment.dtype for moment in moments} == {torch.uint8}
+
+
+@pytest.mark.slow
 def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
     # Two tokens of which the reward looks at one: many groups of two are equal.
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
