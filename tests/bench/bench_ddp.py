@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from qerl_pl.tools.report import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import model_settings
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import emit
+from tests.bench.harness import child_environment, emit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS = 320
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace, base: str, gpus: int) -> tuple[float, dict[str
     config.write_text(json.dumps(settings(args, base, folder, gpus)))  # JSON is YAML
     start = time.perf_counter()
     command = [sys.executable, "train.py", "fit", "-c", str(config)]
-    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": "."})
+    subprocess.run(command, check=True, stdout=sys.stderr, env=child_environment())
     total_s = time.perf_counter() - start
     curves = read_curves(folder)
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up

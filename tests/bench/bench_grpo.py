@@ -9,26 +9,27 @@ process holds all but so much of the GPU's memory: what the run gets is a smalle
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from qerl_pl.tools.report import read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import RANK, emit
+from tests.bench.harness import RANK, child_environment, emit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS, GROUP = 256, 8
@@ -79,22 +80,26 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     }
 
 
-def run(args: argparse.Namespace, base: str) -> None:
-    """Train, and print the line."""
-    warnings.filterwarnings("ignore")
-    from train import main as train
+def run(args: argparse.Namespace, base: str, folder: Path) -> None:
+    """Train in a process of its own, and print the line.
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = folder / "config.yaml"
-        config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
-        start = time.perf_counter()
-        with peak_memory() as peak:
-            train(["fit", "-c", str(config)])
-        total_s = time.perf_counter() - start
-        curves = read_curves(folder / "run")
+    Raises:
+        SystemExit: the run failed, or came to the end of no step but the first.
+    """
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
+    command = [sys.executable, "train.py", "fit", "-c", str(config)]
+    start = time.perf_counter()
+    with peak_memory() as peak, capped(args.cap):
+        process = subprocess.Popen(command, stdout=sys.stderr, env=child_environment())
+        usage = follow(process, args.limit)
+    total_s = time.perf_counter() - start
+    finished = process.returncode == 0
+    curves = read_curves(folder / "run")
     phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
     steps = [sum(parts) for parts in zip(*phases.values(), strict=True)]  # the first is a warm-up
+    if not steps or not (finished or args.limit):
+        raise SystemExit(f"the run ended with {process.returncode} after {len(steps) + 1} steps")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
     emit(
         "grpo/step",
@@ -106,8 +111,56 @@ def run(args: argparse.Namespace, base: str) -> None:
         gap=curves["gap/mean_abs"].values[-1],
         peak_bytes=peak["bytes"],
         logged=memory,
+        finished=finished,
+        steps_done=len(steps) + 1,
+        quarters=quarters(steps, usage) if len(steps) >= 40 else None,
         total_s=total_s,
     )
+
+
+class Usage(NamedTuple):
+    """Of a process, at one time."""
+
+    seconds: float
+    """Of the clock ``time.perf_counter``."""
+    gpu_bytes: int
+    """Taken on the GPU by all processes."""
+    host_bytes: int
+    """Resident, pages of mapped files included."""
+    files: int
+    """Open file handles."""
+
+
+def follow(process: subprocess.Popen[bytes], limit_s: float | None) -> list[Usage]:
+    """Wait for a process, or kill it after so many seconds; what it used, twice a second."""
+    start, found = time.perf_counter(), []
+    while process.poll() is None:
+        now = time.perf_counter()
+        with suppress(OSError):  # it has just ended
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            gpu = 0
+            if DEVICE == "cuda":
+                free, total = torch.cuda.mem_get_info()
+                gpu = total - free
+            files = len(os.listdir(f"/proc/{process.pid}/fd"))
+            found.append(Usage(now, gpu, pages * os.sysconf("SC_PAGE_SIZE"), files))
+        if limit_s is not None and now - start > limit_s:
+            process.kill()
+        time.sleep(0.5)
+    return found
+
+
+def quarters(steps: Sequence[float], usage: Sequence[Usage]) -> dict[str, list[float]]:
+    """Median seconds a step, and the most that was used, in each quarter of a run after its first step."""
+    began = usage[-1].seconds - sum(steps)
+    size, length = len(steps) // 4, sum(steps) / 4
+    parts = [[use for use in usage if (use.seconds - began) // length == part] for part in range(4)]
+    return {
+        "step_s": [statistics.median(steps[part * size : (part + 1) * size]) for part in range(4)],
+        "gpu_bytes": [max(use.gpu_bytes for use in part) for part in parts],
+        "host_bytes": [max(use.host_bytes for use in part) for part in parts],
+        "files": [max(use.files for use in part) for part in parts],
+    }
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -165,26 +218,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
-    if args.child:
-        run(args, args.child)
-        return
     if args.output and args.output.exists():
         lines = map(json.loads, args.output.read_text().splitlines())
         if any(line["shape"] == shape_of(args) for line in lines):
             return
     base = written_apart(args.folder, args.size, args.base)
-    command = [sys.executable, "-m", "tests.bench.bench_grpo", *(argv or sys.argv[1:]), "--child", str(base)]
-    with capped(args.cap):
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    if done.returncode or not lines:
-        raise SystemExit(f"the run failed with {done.returncode}:\n{done.stdout[-2000:]}")
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed):
+        run(args, str(base), Path(folder))
     if args.output:
         with args.output.open("a") as file:
-            file.write(lines[-1] + "\n")
-    print(lines[-1])
+            file.write(printed.getvalue())
+    print(printed.getvalue(), end="")
 
 
 if __name__ == "__main__":

@@ -184,6 +184,12 @@ def check(errors: Iterable[tuple[str, float, float]]) -> None:
         raise SystemExit("no result, the check is red: " + "; ".join(wrong))
 
 
+def child_environment() -> dict[str, str]:
+    """Of a program of this repository that a benchmark starts: it finds the modules that the benchmark finds."""
+    found = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([".", found] if found else ["."])}
+
+
 def emit(name: str, shape: Mapping[str, object], dtype: str, seconds: list[float] | None = None, **more: Any) -> None:
     """Print one result as a JSON line."""
     timing = {"median_s": statistics.median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
