@@ -55,43 +55,43 @@ def adapters_table(lines: Iterable[Line]) -> str:
 
 
 def steps_table(lines: Iterable[Line]) -> str:
-    """Seconds of whole steps by phase, and their memory."""
-    rows = []
-    for line in of_kind(lines, "grpo"):
+    """Seconds of whole steps by phase, and their memory; TRL's have no check and no plan."""
+    runs, rows = _whole_steps(lines), []
+    for line in runs:
         memory = line["logged"]
         rows.append(
             [
                 line["shape"]["model"],
                 _policy(line),
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
-                *(f"{line['phases_s'][phase]:.2f}" for phase in PHASES),
+                *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
                 f"{memory['peak_gib']:.2f}",
-                f"{memory['predicted_peak_gib']:.2f}",
-                f"{line['gap']:.3f}",
+                _shown(memory.get("predicted_peak_gib"), 2),
+                _shown(line["gap"], 3),
             ]
         )
     header = ["model", "policy", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
-    return table(header, rows)
+    return "\n\n".join([table(header, rows), *_notes(runs)])
 
 
 def draw_steps(lines: Iterable[Line], path: Path) -> None:
     """Stacked phases beside memory, a bar a run."""
     from matplotlib.figure import Figure
 
-    runs = of_kind(lines, "grpo")
+    runs = _whole_steps(lines)
     names = [f"{run['shape']['model']} {_policy(run)}" for run in runs]
     figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     left = [0.0] * len(runs)
     for phase in PHASES:
-        values = [run["phases_s"][phase] for run in runs]
+        values = [run["phases_s"].get(phase, 0) for run in runs]
         seconds.barh(names, values, left=left, label=phase)
         left = [start + value for start, value in zip(left, values, strict=True)]
     seconds.set_xlabel("seconds a step")
     figure.legend(*seconds.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES), fontsize="small")
     places = range(len(runs))
     for name, key, shift in (("predicted", "predicted_peak_gib", 0.2), ("measured", "peak_gib", -0.2)):
-        memory.barh([place + shift for place in places], [run["logged"][key] for run in runs], 0.4, label=name)
+        memory.barh([place + shift for place in places], [run["logged"].get(key, 0) for run in runs], 0.4, label=name)
     memory.set_yticks(list(places), names)
     memory.set_xlabel("GiB of the GPU, at most")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize="small")
@@ -111,6 +111,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def _whole_steps(lines: Iterable[Line]) -> list[Line]:
+    """Those with a step beside the first: a run of TRL that is stopped leaves a line too."""
+    return [line for line in of_kind(lines, "grpo") if "median_s" in line]
+
+
+def _notes(runs: Iterable[Line]) -> list[str]:
+    """What TRL ran with, a paragraph a version; none where it did not run."""
+    versions = {(run["versions"]["trl"], run["versions"]["vllm"]) for run in runs if run["name"] == "grpo/trl"}
+    return [
+        f"TRL is {trl}'s GRPOTrainer with vLLM {vllm} in its process and its own defaults (`bench_trl`). Its `sync`\n"
+        "merges the adapter and loads all weights, its `train` is what the other phases leave of a step, and its vLLM\n"
+        "takes a share of the GPU whether it needs it or not."
+        for trl, vllm in sorted(versions)
+    ]
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
 def _policy(line: Line) -> str:
     shape = line["shape"]
+    if line["name"] == "grpo/trl":
+        return "TRL, bf16 + LoRA" + (", sleep" if shape["sleep"] else "") + (", no vLLM" if shape["no_vllm"] else "")
     return f"{shape['base']} + LoRA" + (" + AQN" if shape["aqn"] else "")
