@@ -42,10 +42,10 @@ def usable(gpu_bytes: int) -> int:
 
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
-    """Bytes of a cache for so many sequences of the longest length, and the block that vLLM keeps for itself."""
+    """Bytes of a cache for so many sequences of the longest length."""
+    one = parts.kv_token_bytes(shape, run.itemsize, engine.kv_cache_dtype)
     block = engine.block_size or parts.KV_BLOCK
-    token = parts.kv_token_bytes(shape, run.itemsize, engine.kv_cache_dtype)
-    return (num_sequences * ceil(run.max_model_len / block) + 1) * block * token
+    return parts.kv_cache(one, block=block, length=run.max_model_len, num_sequences=num_sequences)
 
 
 def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:

@@ -8,6 +8,7 @@ part is a matter of what autograd keeps, the list follows the code: ``policy/lor
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import ceil
 
 from qerl_pl.logprobs import CHUNK_BYTES
 from qerl_pl.memory.shape import ModelShape
@@ -88,6 +89,11 @@ def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
 def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
     """Keys and values of one token, 2 L key_width; one byte each for "fp8" and its kin."""
     return 2 * shape.num_layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
+
+
+def kv_cache(token_bytes: int, *, block: int, length: int, num_sequences: int) -> int:
+    """A cache for so many sequences of so many tokens, in whole blocks, and the block that vLLM keeps for itself."""
+    return (num_sequences * ceil(length / block) + 1) * block * token_bytes
 
 
 def engine_pass(shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int) -> int:

@@ -123,9 +123,7 @@ class VLLMEngine:
                 vllm_setup.log_unpacked(unpacked, dtype)
             self._on_cpu = current_platform.is_cpu()
             platform_arguments = vllm_setup.cpu_arguments if self._on_cpu else vllm_setup.gpu_arguments
-            arguments |= platform_arguments(
-                policy.config, dtype=dtype, max_model_len=max_model_len, max_num_seqs=self._arguments["max_num_seqs"]
-            )
+            arguments |= platform_arguments(policy.config, self.memory, dtype=dtype, max_model_len=max_model_len)
             if self.kv_cache_bytes is not None:
                 arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
             if not self._on_cpu:

@@ -12,7 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 from transformers import PretrainedConfig
 
-from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS
+from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
+from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
+from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
@@ -28,7 +30,7 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # that sampler knows no per-request seeds
 }
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
-CPU_CACHE_LIMIT = 4 * 2**30
+CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
 UNUSED_SHARE = 0.001
 
 
@@ -169,19 +171,19 @@ def check_fused_scales(base: str) -> None:
 
 
 def cpu_arguments(
-    config: PretrainedConfig, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` on a CPU: a cache for so many of the longest sequences, at most 4 GiB; whole prompts.
 
     vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
     number drawn at the split by an offset, which the generator of a CPU does not have.
     """
-    cache_bytes = max_num_seqs * max_model_len * _token_bytes(config, dtype)
-    return {"kv_cache_memory_bytes": min(cache_bytes, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
+    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
+    return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
 
 
 def gpu_arguments(
-    config: PretrainedConfig, *, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` on a GPU: a cache for so many of the longest sequences, at most half of what is free.
 
@@ -189,14 +191,17 @@ def gpu_arguments(
     that share is free.
     """
     free, _total = torch.cuda.mem_get_info()
-    cache_bytes = max_num_seqs * max_model_len * _token_bytes(config, dtype)
+    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
     return {
-        "kv_cache_memory_bytes": min(cache_bytes, free // 2),
+        "kv_cache_memory_bytes": min(wanted, free // 2),
         "gpu_memory_utilization": UNUSED_SHARE,
         "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
     }
 
 
-def _token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+def _cache_bytes(
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, block: int
+) -> int:
+    one = kv_token_bytes(config_shape(config, None, dtype), dtype.itemsize, engine.kv_cache_dtype)
+    block = engine.block_size or block
+    return kv_cache(one, block=block, length=max_model_len, num_sequences=engine.max_num_seqs)

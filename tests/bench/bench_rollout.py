@@ -2,19 +2,25 @@
 
 Every process measures one base, rank and kind of adapter kernels at every number of sequences, with the adapter and
 without it (the same engine; vLLM has CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at
-temperature 1 with log-probabilities, which is what a rollout is. Results are appended to ``--output``, and what is
-there already is not measured again.
+temperature 1 with log-probabilities, which is what a rollout is. Beside each speed stands its roof: what the memory's
+measured bandwidth would allow, if a step read every weight and cached key once and nothing else took time. With
+``--profile`` there are two lines instead: what the GPU and what the host spend a decoding step on. Results are appended
+to ``--output``, and what is there already is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,15 +29,17 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.policy.lora import LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout import vllm_plugin
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import SIZES, check, emit, model_config
+from tests.bench.harness import SIZES, check, emit, linear_shapes, model_config, timed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if DEVICE == "cuda" else (16, 16)
+PROFILED_TOKENS, PROFILED_NAMES = (64 if DEVICE == "cuda" else 16), 25
 DISK_LIMIT = 40e9  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
 
 
@@ -55,8 +63,7 @@ def measure(args: argparse.Namespace, base: str) -> None:
     folder = Path(base)
     dummy = not any(folder.glob("*.safetensors"))
     policy = shell_policy(base, args.size, args.rank)
-    kv_bytes = kv_cache_bytes(args.size, max(args.sequences))
-    engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_bytes=kv_bytes, kv_cache_dtype=args.kv_cache_dtype)
+    engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype)
     if dummy:
         engine._arguments["load_format"] = "dummy"
     if args.stock_adapter:
@@ -64,7 +71,7 @@ def measure(args: argparse.Namespace, base: str) -> None:
         engine._arguments["additional_config"] = {"adapter_kernels": "stock"}  # a cached graph calls other kernels
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
-    start_s = time.perf_counter() - start
+    start_s, bytes_per_s = time.perf_counter() - start, bandwidth()
     generator = torch.Generator().manual_seed(0)
 
     def prompts(count: int) -> list[list[int]]:
@@ -76,6 +83,11 @@ def measure(args: argparse.Namespace, base: str) -> None:
         finite = torch.tensor([*row, *without]).isfinite().all()
         check([("the number of scores that are not finite", float(not finite), 0)])
     for count in args.sequences:
+        if args.profile:
+            engine.generate(prompts(count), Sampling(1, 8), seed=0)  # a warm-up
+            run = partial(engine.generate, prompts(count), Sampling(1, PROFILED_TOKENS), seed=1)
+            profile(run, shape_of(args, count, adapter=True))
+            continue
         seconds: dict[bool, list[float]] = {True: [], False: []}
         speeds: dict[bool, list[float]] = {True: [], False: []}
         for repeat in range(args.repeats + 1):
@@ -95,6 +107,7 @@ def measure(args: argparse.Namespace, base: str) -> None:
                 "bfloat16",
                 sorted(found),
                 tokens_per_s=max(speeds[adapter]),
+                roof_tokens_per_s=count / step_bytes(args, count, adapter=adapter) * bytes_per_s,
                 start_s=start_s,
             )
     engine.close()
@@ -114,11 +127,47 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
     }
 
 
-def kv_cache_bytes(size: str, sequences: int) -> int:
-    """Room for so many whole sequences and one block more of each, bf16."""
-    shape = SIZES[size]
-    token = 2 * shape.num_layers * shape.num_key_heads * (shape.hidden // shape.num_heads) * 2
-    return int(sequences * (PROMPT_TOKENS + NEW_TOKENS + 64) * token * 1.05) + 2**28
+def step_bytes(args: argparse.Namespace, count: int, *, adapter: bool) -> float:
+    """What a decoding step reads at least, halfway through: blocks, head, keys and values, and the adapter."""
+    size, config = SIZES[args.size], model_config(args.size)
+    shapes = linear_shapes(args.size).values()
+    weights = size.num_layers * sum(rows * columns for rows, columns in shapes)
+    matrices = size.num_layers * args.rank * sum(rows + columns for rows, columns in shapes)
+    bits = 4 + 8 / NVFP4.block if args.base == "nvfp4" else 8 * DTYPE.itemsize
+    head = size.vocabulary * size.hidden * DTYPE.itemsize
+    keys = 2 * size.num_layers * size.num_key_heads * (config.hidden_size // config.num_attention_heads)
+    cached = count * (PROMPT_TOKENS + NEW_TOKENS / 2) * keys * (1 if "fp8" in args.kv_cache_dtype else DTYPE.itemsize)
+    return weights * bits / 8 + head + cached + (matrices * DTYPE.itemsize if adapter else 0)
+
+
+def bandwidth() -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.zeros(2**30 if DEVICE == "cuda" else 2**26, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    [seconds] = timed({"copy": lambda: target.copy_(source)}, repeats=5).values()
+    return 2 * source.nbytes / seconds[0]
+
+
+def profile(run: Callable[[], object], shape: dict[str, object]) -> None:
+    """Print what a decoding step took on the GPU, by kernel, and on the host, by function: the most expensive ones."""
+    if DEVICE == "cuda":
+        start = time.perf_counter()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            run()
+        took = time.perf_counter() - start
+        events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
+        kernels = {event.key[:80]: event.self_device_time_total / PROFILED_TOKENS for event in events[:PROFILED_NAMES]}
+        busy = sum(event.self_device_time_total for event in events) * 1e-6 / took
+        emit("rollout/kernels", shape, "bfloat16", busy_share=busy, step_us=1e6 * took / PROFILED_TOKENS, us=kernels)
+    watch = cProfile.Profile()
+    watch.runcall(run)
+    table = pstats.Stats(watch).stats  # pyright: ignore[reportAttributeAccessIssue]
+    own = {f"{Path(file).name}:{line} {name}": found[2] for (file, line, name), found in table.items()}
+    dear = sorted(own, key=lambda name: -own[name])[:PROFILED_NAMES]
+    total = 1e6 * sum(own.values()) / PROFILED_TOKENS
+    emit(
+        "rollout/host", shape, "bfloat16", step_us=total, us={name: 1e6 * own[name] / PROFILED_TOKENS for name in dear}
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -132,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -141,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
         args.size, args.base, args.rank, args.stock_adapter = one["size"], one["base"], one["rank"], one["stock"]
         measure(args, one["path"])
         return
-    done = [json.loads(line)["shape"] for line in args.output.read_text().splitlines()] if _has(args.output) else []
+    lines = map(json.loads, args.output.read_text().splitlines()) if _has(args.output) else []
+    done = [line["shape"] for line in lines if line["name"] == ("rollout/host" if args.profile else "rollout/generate")]
     failed = []
     for size in args.sizes:
         for base in args.bases:
@@ -162,7 +213,7 @@ def spawn(args: argparse.Namespace, sequences: list[int]) -> bool:
     one = {"size": args.size, "base": args.base, "rank": args.rank, "stock": args.stock_adapter, "path": str(path)}
     command = [sys.executable, "-m", "tests.bench.bench_rollout", "--child", json.dumps(one)]
     command += ["--repeats", str(args.repeats), "--kv-cache-dtype", args.kv_cache_dtype]
-    command += ["--sequences", *map(str, sequences)]
+    command += ["--sequences", *map(str, sequences), *(["--profile"] if args.profile else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
