@@ -14,9 +14,13 @@ from string import Template
 from tests.bench.report_rollouts import (
     Line,
     adapters_table,
+    cards_table,
     draw_steps,
+    long_runs_table,
     methods_table,
     of_kind,
+    profiles,
+    ranks_table,
     rollouts_table,
     steps_table,
     table,
@@ -102,9 +106,14 @@ $methods
 ## Rollouts
 
 Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
-repeats. The engine is the same with the adapter and without; `added` compares the medians.
+repeats. The engine is the same with the adapter and without; `added` compares the medians. The roof is what the
+memory's bandwidth allows: a step reads every weight and every cached key and value once, and nothing else takes time.
 
 $rollouts
+
+What a decoding step spends its time on, by kernels and by functions of the host:
+
+$profiles
 
 What an adapter adds to each fused linear of a decoding step, in microseconds; all linears of the model in one CUDA
 graph, on a bf16 base. `ours` is what the engine uses; in `overlap` a second stream computes x A^T beside the base
@@ -121,6 +130,24 @@ of the GPU, and what the plan said before it was started.
 $steps
 
 ![Seconds of a step by phase, and memory predicted and measured](step.png)
+
+## Small cards
+
+Another process holds the rest of the GPU's memory.
+
+$cards
+
+## Long runs
+
+Completions of 64 tokens; each column has the four quarters of a run, its first step left out.
+
+$long_runs
+
+## Several GPUs
+
+One global batch of 64 prompts and 512 completions of 256 tokens.
+
+$ranks
 
 ## Rules that these numbers made
 
@@ -139,13 +166,13 @@ def main() -> int:
     if not lines:
         print(f"no results in {RESULTS}", file=sys.stderr)
         return 1
-    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in of_kind(lines, "linears")}
+    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in of_kind(lines, "linears/")}
     small, large = (choose(tokens for _, tokens in linears) for choose in (min, max))
     PAGE.write_text(
         TEXT.substitute(
             origins="\n".join(sorted({f"- {_origin(line)}" for line in lines if line["device"] != "cpu"})),
             dequantize=_table(
-                [line for line in of_kind(lines, "dequantize") if line["name"] != "dequantize/one"],
+                [line for line in of_kind(lines, "dequantize/") if line["name"] != "dequantize/one"],
                 {
                     "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
                     "kernels, us": lambda line: f"{1e6 * line['device_s']:.0f}",
@@ -163,7 +190,7 @@ def main() -> int:
                 },
             ),
             linears=_table(
-                of_kind(lines, "linears"),
+                of_kind(lines, "linears/"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "backward in": lambda line: "autograd's" if line["shape"]["own_thread"] else "caller",
@@ -172,9 +199,9 @@ def main() -> int:
                     "times bf16": lambda line: f"{line['ratio']:.2f}",
                 },
             ),
-            block=_table(of_kind(lines, "block"), {**_median(1e3, "ms"), "speed": _ratio}),
+            block=_table(of_kind(lines, "block/"), {**_median(1e3, "ms"), "speed": _ratio}),
             step=_table(
-                of_kind(lines, "step"),
+                of_kind(lines, "step/"),
                 {
                     "model": _model,
                     "tokens": lambda line: line["shape"]["tokens"],
@@ -186,7 +213,7 @@ def main() -> int:
                 },
             ),
             padding=_table(
-                of_kind(lines, "padding"),
+                of_kind(lines, "padding/"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "padded": lambda line: line["shape"]["padded"],
@@ -195,7 +222,7 @@ def main() -> int:
                 },
             ),
             resident=_table(
-                of_kind(lines, "resident"),
+                of_kind(lines, "resident/"),
                 {
                     "model": _model,
                     "bytes": lambda line: f"{line['resident_bytes']:,}",
@@ -207,7 +234,7 @@ def main() -> int:
                 },
             ),
             logprobs=_table(
-                of_kind(lines, "logprobs"),
+                of_kind(lines, "logprobs/"),
                 {
                     "tokens": lambda line: line["shape"]["tokens"],
                     "vocabulary": lambda line: line["shape"]["vocabulary"],
@@ -217,7 +244,7 @@ def main() -> int:
                 },
             ),
             quantize=_table(
-                of_kind(lines, "quantize"),
+                of_kind(lines, "quantize/"),
                 {
                     "model": _model,
                     "seconds": lambda line: f"{line['median_s']:.1f}",
@@ -231,7 +258,11 @@ def main() -> int:
             methods=methods_table(lines),
             rollouts=rollouts_table(lines),
             adapters=adapters_table(lines),
+            profiles=profiles(lines),
             steps=steps_table(lines),
+            cards=cards_table(lines),
+            long_runs=long_runs_table(lines),
+            ranks=ranks_table(lines),
             small=small,
             large=large,
             small_share=f"{linears['linears/nvfp4', small] / linears['linears/bf16', small]:.2f}",

@@ -17,7 +17,7 @@ GIB = 2**30
 def methods_table(lines: Iterable[Line]) -> str:
     """Mean output error of each method, a row a model and format."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for line in of_kind(lines, "methods"):
+    for line in of_kind(lines, "methods/"):
         key = line["shape"]["model"], line["shape"]["format"]
         found.setdefault(key, {})[line["name"].split("/")[1]] = line["mean"]
     methods = list(dict.fromkeys(method for errors in found.values() for method in errors))
@@ -28,26 +28,45 @@ def methods_table(lines: Iterable[Line]) -> str:
 def rollouts_table(lines: Iterable[Line]) -> str:
     """Tokens a second with the adapter and without, a row an engine and number of sequences."""
     found: dict[tuple[object, ...], dict[bool, Line]] = {}
-    for line in of_kind(lines, "rollout"):
+    for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        key = shape["model"], shape["base"], shape["rank"], shape["engine"], shape["sequences"]
+        key = shape["model"], shape["base"], shape["kv"], shape["rank"], shape["engine"], shape["sequences"]
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
-    rows = [
-        [
-            *key,
-            *(f"{pair[adapter]['tokens_per_s']:.0f}" for adapter in (True, False)),
-            f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %",
-        ]
-        for key, pair in found.items()
-    ]
-    header = ["model", "base", "rank", "adapter kernels", "sequences", "with adapter", "without", "added"]
-    return table(header, rows)
+    rows = []
+    for key, pair in found.items():
+        model, base, *others = key
+        dense = found.get((model, "bf16", *others)) if base != "bf16" else None
+        roof = pair[True].get("roof_tokens_per_s")
+        rows.append(
+            [
+                *key,
+                *(f"{pair[adapter]['tokens_per_s']:.0f}" for adapter in (True, False)),
+                f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %",
+                _shown(pair[True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None, 2),
+                _shown(pair[True]["tokens_per_s"] / roof if roof else None, 2),
+            ]
+        )
+    header = ["model", "base", "cache", "rank", "adapter kernels", "sequences", "with adapter", "without", "added"]
+    return table([*header, "times bf16", "of the roof"], rows)
+
+
+def profiles(lines: Iterable[Line]) -> str:
+    """What a decoding step spends its time on, a paragraph a run."""
+    return "\n\n".join(_profile(line) for line in of_kind(lines, "rollout/") if "us" in line) or MISSING
+
+
+def _profile(line: Line) -> str:
+    shape, step = line["shape"], line["step_us"]
+    on = "host, under a profiler" if line["name"] == "rollout/host" else f"GPU, busy {100 * line['busy_share']:.0f} %"
+    title = f"{shape['model']}, {shape['base']}, {shape['sequences']} sequences, {on}; {step / 1e3:.2f} ms a step:"
+    rows = [[f"`{name}`", f"{us:.0f}", f"{100 * us / step:.0f} %"] for name, us in list(line["us"].items())[:12]]
+    return f"{title}\n\n{table(['what', 'us', 'share'], rows)}"
 
 
 def adapters_table(lines: Iterable[Line]) -> str:
     """Microseconds that an adapter adds to a linear, a row a model and number of tokens."""
     found: dict[tuple[object, ...], dict[str, float]] = {}
-    for line in of_kind(lines, "rollout-lora"):
+    for line in of_kind(lines, "rollout-lora/"):
         key = line["shape"]["model"], line["shape"]["tokens"]
         found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
     rows = [[*key, *(f"{added[name]:.1f}" for name in VARIANTS)] for key, added in found.items()]
@@ -72,6 +91,56 @@ def steps_table(lines: Iterable[Line]) -> str:
         )
     header = ["model", "policy", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
     return "\n\n".join([table(header, rows), *_notes(runs)])
+
+
+def cards_table(lines: Iterable[Line]) -> str:
+    """Runs on cards of which another process took a part."""
+    rows = [
+        [
+            line["shape"]["model"],
+            _policy(line),
+            f"{line['shape']['cap']:g}",
+            line["shape"]["completion"],
+            line["steps_done"],
+            f"{line['median_s']:.1f}",
+            f"{line['logged']['peak_gib']:.2f}",
+            f"{line['logged']['predicted_peak_gib']:.2f}",
+        ]
+        for line in of_kind(lines, "grpo/step")
+        if line["shape"]["cap"]
+    ]
+    return table(["model", "policy", "card, GiB", "completion", "steps", "step, s", "peak, GiB", "predicted"], rows)
+
+
+def long_runs_table(lines: Iterable[Line]) -> str:
+    """Quarters of long runs: the median step, and the most memory and open files."""
+    rows = []
+    for line in of_kind(lines, "grpo/step"):
+        if quarters := line.get("quarters"):
+            steps = " ".join(f"{seconds:.2f}" for seconds in quarters["step_s"])
+            parts = quarters["gpu_bytes"], quarters["host_bytes"]
+            gpu, host = (" ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
+            files = " ".join(str(count) for count in quarters["files"])
+            rows.append([line["shape"]["model"], _policy(line), line["steps_done"], steps, gpu, host, files])
+    return table(["model", "policy", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"], rows)
+
+
+def ranks_table(lines: Iterable[Line]) -> str:
+    """Steps of one global batch on one GPU and on several."""
+    runs = {line["shape"]["gpus"]: line for line in of_kind(lines, "ddp/step")}
+    one = runs.get(1)
+    rows = [
+        [
+            run["shape"]["size"],
+            gpus,
+            f"{run['median_s']:.2f}",
+            *(f"{run['phases_s'][phase]:.2f}" for phase in ("rollout", "check", "train", "wait")),
+            _shown(one["median_s"] / run["median_s"] if one else None, 2),
+            " ".join(f"{reward:.4f}" for reward in run["curves"]["train/reward"]),
+        ]
+        for gpus, run in sorted(runs.items())
+    ]
+    return table(["model", "GPUs", "step, s", "rollout", "check", "train", "wait", "times one", "reward a step"], rows)
 
 
 def draw_steps(lines: Iterable[Line], path: Path) -> None:
@@ -99,8 +168,8 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
 
 
 def of_kind(lines: Iterable[Line], kind: str) -> list[Line]:
-    """Those of one benchmark, by what stands before the slash of their names."""
-    return [line for line in lines if line["name"].startswith(f"{kind}/")]
+    """Those whose names begin so."""
+    return [line for line in lines if line["name"].startswith(kind)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -112,8 +181,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _whole_steps(lines: Iterable[Line]) -> list[Line]:
-    """Those with a step beside the first: a run of TRL that is stopped leaves a line too."""
-    return [line for line in of_kind(lines, "grpo") if "median_s" in line]
+    """Those of whole cards with a step beside the first (a run of TRL that is stopped has a line too); no long runs."""
+    return [
+        line
+        for line in of_kind(lines, "grpo/")
+        if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
+    ]
 
 
 def _notes(runs: Iterable[Line]) -> list[str]:
