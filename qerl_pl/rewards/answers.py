@@ -1,8 +1,9 @@
-"""Where the answer stands in a completion. Plain text in, plain text out; time linear in the text."""
+"""Where the answer is marked in a completion. Plain text in, plain text out; time linear in the text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 Marker = Literal["answer", "boxed", "hash", "line", "any"]
@@ -18,14 +19,6 @@ _CONNECTOR = re.compile(
     r"[\s$\\()\[\]]*(?:,|;|and\b|or\b)[\s$\\()\[\]]*(?:(?:and|or)\b)?[\s$\\()\[\]]*(?:[a-z]\s*=\s*)?"
 )
 _MAX_CONNECTOR = 20  # characters
-_STATED = re.compile(
-    r"\b(?:answer|correct (?:option|choice))"
-    r"(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
-    r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(?=(\S[^\n]*))",
-    re.IGNORECASE,
-)
-_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$", re.DOTALL)
-_TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -74,8 +67,18 @@ def last_boxed(text: str) -> str | None:
     if not boxes:
         bare = _BARE_BOX.findall(text)
         return bare[-1] if bare else None
-    values = [boxes[-1][2]]
-    for before, after in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+    return joined(text, boxes)
+
+
+def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
+    """The contents of the last span and of those before it that only ``,``, ``and`` or ``or`` part from it.
+
+    Args:
+        text: where they stand.
+        spans: start, end and content of each, in order; at least one.
+    """
+    values = [spans[-1][2]]
+    for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]
         if len(between) > _MAX_CONNECTOR or not _CONNECTOR.fullmatch(between):
             break
@@ -96,22 +99,3 @@ def last_line(text: str) -> str | None:
     """
     found = _LINE.findall(text[-_LINE_WINDOW:])
     return found[-1].strip() if found else None
-
-
-def stated_answer(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or heading "Answer", to the end of its sentence."""
-    found = _STATED.findall(_final_part(text))
-    if not found:
-        return None
-    return re.split(r"\.\s+(?=[A-Z])|\.\W*$", found[-1], maxsplit=1)[0].strip() or None
-
-
-def last_math(text: str) -> str | None:
-    """The last expression between math delimiters."""
-    found = [next(filter(None, groups)).strip() for groups in _MATH.findall(_final_part(text))]
-    return next((math for math in reversed(found) if math), None)
-
-
-def _final_part(text: str) -> str:
-    """After the thoughts, if there are any, and near the end."""
-    return text.rpartition("</think>")[2][-_TAIL:]

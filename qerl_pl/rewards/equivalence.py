@@ -24,8 +24,10 @@ _FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\m
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
+_YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:]|$)", re.IGNORECASE)
 _POINT = re.compile(r"^(?:point )?(?:[A-Z]\s*)?(?=\()")
 _CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
+_MODULUS = re.compile(r"\s*(?:\\pmod|\(\s*\\?mod\b)[^,;]*$")
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
@@ -54,10 +56,16 @@ def judge(gold: str, answer: str) -> Verdict:
 def _same_answer(gold: str, found: str) -> bool:
     if letters(gold) == letters(found):
         return True
+    if not (_MODULUS.search(gold) and _MODULUS.search(found)):  # the question may say what it is
+        gold, found = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, found))
     choice = _CHOICE.match(gold)
     if choice:
         picked = _PICKED.match(found)
         return picked is not None and (picked["inner"] or picked["bare"]).upper() == choice[1]
+    asserted = _YES_NO.match(gold)
+    if asserted:
+        said = _YES_NO.match(found)
+        return said is not None and said[1].lower() == asserted[1].lower()
     if _TIME.search(gold):
         return False
     found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # a known time of day without its half
@@ -138,6 +146,9 @@ def _same_groups(gold: _Group, found: _Group) -> bool:
         gold, ordered = _by_name(gold), True
     elif len(gold.items) > 1 and not _compatible(gold, found):
         return False
+    names = {match["name"] for match in map(_ASSIGNMENT.match, gold.items) if match}
+    if len(names) > 1 and not any(map(_ASSIGNMENT.match, found.items)):
+        ordered = True  # "a = 1, b = 2" is not "2, 1"
     pairs = zip(gold.items, found.items, strict=True)
     if all(_same_groups(_group(known), _group(given)) for known, given in pairs):
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from qerl_pl.rewards.answers import last_boxed
+from qerl_pl.rewards.number_words import in_digits
 from qerl_pl.rewards.numbers import ascii_digits
 
 _UNICODE = str.maketrans(
@@ -64,9 +65,25 @@ _NAMES = {
     "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
 }
 _BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not commands
+# Formulas typed without LaTeX: a name is a command where no letter touches it.
+_PLAIN = [
+    (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"(?<![\\A-Za-z])(pi|theta)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln)(?=\s*[(^_]|\s+\d*[a-z]\b)"), r"\\\1"),
+    (re.compile(r"(?<![\\A-Za-z])abs\(([^()]*)\)"), r"|\1|"),
+    (re.compile(r"(?<![\w.)}^/])(\d+)/(\d+) (?=[a-z]\b|\\?(?:pi|sqrt)|\()"), r"\\frac{\1}{\2} "),
+    (re.compile(r"\^-(\d+|[a-z])"), r"^{-\1}"),
+    (re.compile(r"\+/-"), r"\\pm "),
+    (re.compile(r"^([A-Za-z]) in (?=[(\[])"), r"\1 \\in "),
+    (re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=\{)"), r"\\sqrt"),
+    (re.compile(r"<="), r"\\leq "),
+    (re.compile(r">="), r"\\geq "),
+    (re.compile(r"(?<=[)\]])\s*(?:U|union)\s*(?=[(\[])"), r"\\cup "),
+    *[(re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}")] * 3,  # they nest
+]
 _STYLE = re.compile(
     rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
-    rf"|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:text)?color\{{[^{{}}]*\}}|\\!"
+    rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:text)?color\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 _SHORT_UNITS = (
@@ -77,7 +94,7 @@ _SCALES = "thousand|million|billion|trillion"
 _NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_SCALES})\b)"
 _LONG_UNITS = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
 _UNITS = re.compile(
-    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?<=\s)m(?=\^)|{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
+    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?<=\s)m(?=\^)|(?:sq\.?\s*)?{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
     rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
 )
 _COMPOUND = re.compile(r"(?<=\d)\s*(?:hours?|hrs?|minutes?|days?|weeks?|feet|foot|ft|dollars?)\b\s*(?:and\s*)?(?=\d)")
@@ -125,14 +142,17 @@ def normalize(text: str) -> str:
     text = _TEXT_UNIT.sub(" ", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
+    text = text if "\\" in text else in_digits(text)
     text = _COMPOUND.sub(" ", text)
     text = _UNITS.sub("", text).rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
-    text = re.sub(r"\\\{\s*\\\}|^no (?:real )?solutions?$", r"\\emptyset", text, flags=re.IGNORECASE)
+    text = re.sub(
+        r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
+    )
     text = _INTERVAL.sub(_with_round_brackets, text)
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
     text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # a column vector written as a row
-    text = re.sub(r"(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
@@ -166,6 +186,8 @@ def _commands(text: str) -> str:
     """Synonyms to one command, Unicode to commands, spacing to blanks."""
     if not text.isascii():
         text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
+    for pattern, command in _PLAIN:
+        text = pattern.sub(command, text)
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
@@ -173,7 +195,7 @@ def _commands(text: str) -> str:
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
-    text = re.sub(r"\{,\}", ",", text)
+    text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from qerl_pl.rewards.answers import Marker, last_boxed, last_math, marked_answer, stated_answer
+from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer
 from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
+from qerl_pl.rewards.unmarked import answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
@@ -16,7 +18,8 @@ class NumericAnswer:
     """1 if the last marked answer is the prompt's number, exactly; else 0. For GSM8K and its like.
 
     Units, currency, separators and ways of writing do not matter (``numbers.parse_number`` lists them); two numbers in
-    the span are no answer. A prompt whose own answer is not a number (or GSM8K's ``... #### 72``) is unscored.
+    the span are no answer. What follows the model's own turn (``unmarked.own_turn``) is not read. A prompt whose own
+    answer is not a number (or GSM8K's ``... #### 72``) is unscored.
 
     Args:
         marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
@@ -52,6 +55,7 @@ class NumericAnswer:
         gold = parse_number(answer.rpartition("####")[2])
         if gold is None:
             return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
+        text = own_turn(text, self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(span)
         if span is None and self.fallback == "last_number":
@@ -65,10 +69,11 @@ class NumericAnswer:
 class MathAnswer:
     """1 if the answer is mathematically equal to the prompt's; else 0. For MATH, BigMath, AIME and their like.
 
-    Only the answer span is compared: a tagged answer, else the last box (with the default marker). Equal are LaTeX and
-    plain forms of numbers, expressions, sets, intervals, points, matrices, equations, several values, choices and
-    words; units do not matter. A known answer may be a solution that ends in a box or in GSM8K's ``####``. Verification
-    runs in worker processes. A row that hangs, kills its worker, or whose known answer cannot be read is unscored.
+    Only the answer span is compared: a tagged answer, else the last box (with the default marker), of the model's own
+    turn (``unmarked.own_turn``). Equal are LaTeX and plain forms of numbers, expressions, sets, intervals, points,
+    matrices, equations, several values, choices and words; units do not matter. A known answer may be a solution that
+    ends in a box or in GSM8K's ``####``. Verification runs in worker processes. A row that hangs, kills its worker, or
+    whose known answer cannot be read is unscored.
 
     Args:
         marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
@@ -125,17 +130,20 @@ class MathAnswer:
         self.verifier.close()
 
     def _span(self, text: str) -> str | None:
+        text = own_turn(text, self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         if span is None and self.fallback == "last_math":
-            number = last_number(text)
-            span = stated_answer(text) or last_math(text) or (None if number is None else str(number))
+            number = last_number(final_part(text))
+            span = stated_answer(text) or last_math(text) or answer_alone(text) or (str(number) if number else None)
         return span
 
 
 def _unmarked_number(text: str) -> Number | None:
     stated = stated_answer(text)
+    if stated and re.match(r"\W*\d[\d.,]*\s+(?:or|to)\s+\W*\d", stated):
+        return None  # two values are no answer
     found = (parse_number(stated) or leading_number(stated)) if stated else None
-    return found or last_number(text)
+    return found or last_number(final_part(text))
 
 
 def _check(name: str, value: str, choices: Sequence[str]) -> None:

@@ -50,6 +50,8 @@ _REWRITES = [
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
 ]
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
+_ASIDE = re.compile(r"(?<=\s)\([^()]*\)")
+_REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
 )
@@ -107,9 +109,15 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """The number in the last line that has one: the last in bold if there is bold, else the last."""
-    for line in reversed(text.splitlines()):
+    """The number in the last line that has one and is no remark: the last in bold if there is bold, else the last.
+
+    A number in parentheses counts only where there is no other.
+    """
+    lines = text.splitlines()
+    for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]
+        outside = _ASIDE.sub(" ", line)
+        line = outside if re.search(r"\d", outside) else line
         bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]
         plain = [number for match in _NUMBER.finditer(plain_text(line)) if (number := _value(match)) is not None]
         if bold or plain:

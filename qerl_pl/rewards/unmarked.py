@@ -1,0 +1,92 @@
+"""What a completion gives as its answer where nothing marks it, and where it ends. Time linear in the text."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+
+from qerl_pl.rewards.answers import Marker, joined, marked_answer
+
+_TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
+_END_OF_TURN = re.compile(
+    "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end\u2581of\u2581sentence)[|\uff5c]>"
+    "|</s>|<eos>|<end_of_turn>"
+)
+_NEXT_QUESTION = re.compile(r"^(?:Q|Question|Problem|Human|User|#+ Instruction)[ \t]*:", re.MULTILINE)
+_STATED = re.compile(
+    r"\b(?:answer(?:\s+to\s+[^.:\n]{1,40}?)?|correct (?:option|choice))"
+    r"(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
+    r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(?=(\\begin\{(?s:.*?)\\end\{\w+\}|\S[^\n]*))"
+    r"|\b(?:option|choice)[ (*]{1,4}(?=([A-K])[ )*]{1,4}is\s+(?:the\s+)?(?:correct|right|answer))",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])|\.\W*$")
+_REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^()]*\)$", re.IGNORECASE)
+# Between math delimiters, or in bold where it is no heading.
+_MATH = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$"
+    r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
+    re.DOTALL,
+)
+# What is said of a name: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
+_VALUE = re.compile(r"\s*(?:is|are|equals|must be)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
+_MAX_WORDS = 3  # of an answer in bold; more are a sentence
+_MAX_QUESTIONS = 4  # that are looked at, so that time stays linear
+_ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")
+
+
+def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
+    """Up to where the model's turn ends: a special token that was left in, or another question after its answer.
+
+    Its answer is one with ``marker``, or with ``stated`` also one that only says that it is.
+    """
+    end = _END_OF_TURN.search(text)
+    text = text[: end.start()] if end else text
+    thoughts = text.rfind("</think>") + 1
+    if "<think>" in text and not thoughts:
+        return text
+    for question in islice(_NEXT_QUESTION.finditer(text, thoughts), _MAX_QUESTIONS):
+        head = text[: question.start()]
+        if question.start() and (marked_answer(head, marker) or (stated and stated_answer(head))):
+            return head
+    return text
+
+
+def final_part(text: str) -> str:
+    """After the thoughts, if there are any, and near the end. Nothing where the thoughts were cut off."""
+    _, closed, rest = text.rpartition("</think>")
+    return "" if not closed and "<think>" in rest else rest[-_TAIL:]
+
+
+def stated_answer(text: str) -> str | None:
+    """What follows the last "answer is", "answer:" or heading "Answer", to the end of its sentence, without reasons."""
+    found = [stated or option for stated, option in _STATED.findall(final_part(text))]
+    if not found:
+        return None
+    return _REASON.sub("", _SENTENCE_END.split(found[-1], maxsplit=1)[0].strip(" *\t")) or None
+
+
+def last_math(text: str) -> str | None:
+    """The last expression between math delimiters, or the last few words in bold.
+
+    Expressions with only ``,``, ``and`` or ``or`` between them are one answer, and of a name that which it is said to
+    be.
+    """
+    text = final_part(text)
+    spans = []
+    for match in _MATH.finditer(text):
+        content = next(filter(None, match.groups())).strip()
+        if content and not (match[5] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
+            spans.append((match.start(), match.end(), content))
+    if not spans:
+        return None
+    said = _VALUE.match(text.rstrip(), spans[-1][1])
+    if said and "=" not in spans[-1][2] and re.match(r"\\?[A-Za-z]", spans[-1][2]):
+        return _SENTENCE_END.split(said[1], maxsplit=1)[0].strip()
+    return joined(text, spans)
+
+
+def answer_alone(text: str) -> str | None:
+    """The whole text, where it is one line that says nothing but an answer: ``(D)``, ``x^2 + 2x``, ``June 20``."""
+    text = text.strip()
+    return text if len(text) <= 80 and not re.search(r"\n|\\boxed", text) and _ALONE.fullmatch(text) else None

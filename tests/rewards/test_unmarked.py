@@ -1,0 +1,159 @@
+"""What counts as the answer of a completion that marks none, and where its own text ends."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qerl_pl.rewards import unmarked
+from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.rewards.numbers import last_number
+from qerl_pl.rewards.unmarked import answer_alone, final_part, last_math, stated_answer
+
+ANSWERED = ["The answer is 5.", "#### 5", "So \\boxed{5}", "<answer>5</answer>"]
+
+
+def own_turn(text: str) -> str:
+    return unmarked.own_turn(text, "any", stated=True)
+
+
+@pytest.mark.parametrize("text", ANSWERED)
+@pytest.mark.parametrize(
+    "next_turn", ["\n\nQ: And 6?\nThe answer is 6.", "\n\nProblem:\n\\boxed{6}", "\nHuman: thanks"]
+)
+def test_another_question_after_the_answer_ends_the_turn(text, next_turn):
+    assert own_turn(text + next_turn).strip() == text
+
+
+@pytest.mark.parametrize("text", ANSWERED)
+@pytest.mark.parametrize("token", ["</s>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>"])
+def test_a_special_token_ends_the_turn(text, token):
+    assert own_turn(f"{text}{token}\\boxed{{6}}") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Question: what is 2 + 3?\nThe answer is 5.",  # the question itself, said again
+        "We add.\n\nProblem: there are two.\nThe answer is 5.",  # no answer stands before it
+        "<think>The answer is 6.\nQuestion: is it?\nNo.</think>The answer is 5.",
+        "The answer is 5. The question: why?",
+        "<|begin_of_solution|>The answer is 5.<|end_of_solution|>",
+    ],
+)
+def test_what_belongs_to_the_turn_stays(text):
+    assert own_turn(text) == text
+
+
+def test_the_end_of_the_turn_holds_for_marked_and_unmarked_answers_and_both_ways():
+    score = NumericAnswer(marker="any", fallback="last_number")
+    for text in ANSWERED:
+        verdicts = score.judge(
+            [f"{text}\n\nQ: Next?\n{other}" for other in ("#### 6", "The answer is 6.")] * 2, ["5"] * 4
+        )
+        assert [verdict.score for verdict in verdicts] == [1.0] * 4
+        assert score.judge([f"{text}\n\nQ: Next?\n#### 6"], ["6"])[0].score == 0.0
+
+
+def test_a_question_ends_the_turn_only_after_an_answer_of_the_kind_that_counts():
+    text = "The answer is 5. \\boxed{5}\n\nQuestion: sure?\n<answer>5</answer>"
+    assert unmarked.own_turn(text, "answer", stated=False) == text
+    assert NumericAnswer().judge([text], ["5"])[0].score == 1.0
+
+
+def test_thoughts_that_were_cut_off_have_no_final_part():
+    assert final_part("<think>So $x = 5$. The answer is 5") == ""
+    assert final_part("<think>4</think>5") == "5"
+    assert final_part("4</think>5") == "5"
+    assert NumericAnswer(fallback="last_number").judge(["<think>so 5"], ["5"])[0].score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer to the problem is 5.", "5"),
+        ("The answer is 5, because 2 + 3 = 5.", "5"),
+        ("The answer is 1/3 (one third).", "1/3"),
+        ("**Answer: 0.6 (or 60%)**", "0.6"),
+        ("The answer is (3, 4).", "(3, 4)"),
+        ("Hence option **(B)** is correct.", "B"),
+        ("# Answer\n\n\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"),
+        ("The answer is 4. Wait: the answer is 5.", "5"),
+        ("No word of it.", None),
+    ],
+)
+def test_a_stated_answer_goes_to_the_end_of_its_sentence_without_reasons(text, answer):
+    assert stated_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("So $x = 4$ and thus $y = 5$.", "y = 5"),
+        ("The solutions are $x=3$, $x=5$, and $x = 7$.", "x=3, x=5, x = 7"),
+        ("So the value of $x$ is 9.", "9"),
+        ("So \\(AB\\) is equal to 9 cm.", "9 cm"),
+        ("Hence $f$ is even.", "even"),
+        ("So $9$ is the least of them.", "9"),
+        ("Since $x = 9$ is 1 more than $8$, it is $x = 9$.", "x = 9"),
+        ("So $x = 9$ is 1 of them.", "x = 9"),
+        ("It is $1 + 4$, so the day is **Tuesday**.", "Tuesday"),
+        ("It is **5** or, in full, $5.0$.", "5.0"),
+        ("**Step 1**\n\nIt is $5$.", "5"),
+        ("It is $5$.\n\n**Note:** mind the sign.", "5"),
+        ("It is $5$, and **this is the value that we wanted**.", "5"),
+        ("Nothing at all.", None),
+    ],
+)
+def test_the_last_expression_counts_in_math_or_bold(text, answer):
+    assert last_math(text) == answer
+
+
+@pytest.mark.parametrize("text", ["(D)", "x^2 + 2x", "June 20", "2sqrt(3)", "[0, 1)", "\\frac{1}{2}"])
+def test_a_line_that_says_nothing_else_is_the_answer(text):
+    assert answer_alone(f" {text}\n") == text
+
+
+@pytest.mark.parametrize("text", ["So it is five.", "Total: 5", "5\n6", "\\boxed{5", "", "x" * 100])
+def test_other_text_is_not_an_answer_alone(text):
+    assert not answer_alone(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "They need 10 cars (since 9.5 is rounded up).",
+        "They need 10 cars.\n\nNote: 4 people fit into one.",
+        "Check: 5 + 5 = 10",
+        "It costs (10)",
+    ],
+)
+def test_the_last_number_is_not_one_in_an_aside_or_a_remark(text):
+    number = last_number(text)
+    assert number is not None
+    assert number.value == 10
+
+
+def test_two_stated_numbers_are_no_answer():
+    score = NumericAnswer(fallback="last_number")
+    for text in ("The answer is 10 or 12.", "The answer is 10 to 12.", "The answer is $10 or $12."):
+        assert [verdict.score for verdict in score.judge([text, text], ["10", "12"])] == [0.0, 0.0]
+
+
+@given(text=st.text(alphabet="answer is:Q$*\\[]()<think/>5\n .", max_size=120))
+def test_reading_never_fails(text):
+    assert text.startswith(own_turn(text))
+    for find in (stated_answer, last_math, answer_alone):
+        assert find(text) is None or isinstance(find(text), str)
+
+
+@pytest.mark.parametrize(
+    "unit", ["Q:\n", "answer is ", "**", "$x$ and ", "( ", "<think>", "\\boxed{1}\nQ:\n", "#### 1\nQ: "]
+)
+def test_time_is_linear_in_the_text(unit):
+    text = unit * (200_000 // len(unit))
+    start = time.process_time()
+    for find in (own_turn, stated_answer, last_math, answer_alone, last_number):
+        find(text)
+    assert time.process_time() - start < 3.0
