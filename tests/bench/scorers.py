@@ -23,7 +23,7 @@ from qerl_pl.rewards.math import MathAnswer, NumericAnswer
 from tests.bench.harness import emit
 
 FOLDER = Path(__file__).parents[1] / "rewards"
-SETS = ("cases", "held_out")
+SETS = ("cases", "held_out", "model_outputs")
 FILLER = "We think about it, line by line.\n"
 LABELS, SCORES = (1, 0, None), (1.0, 0.0, None)
 Scorer = NumericAnswer | MathAnswer
@@ -108,12 +108,14 @@ HEAD = """# Do the scorers agree with people?
 
 Written by `tests/bench/scorers.py` at commit {commit}, math-verify {math_verify}; change the script, not this file.
 
-A label says what a careful reader makes of a completion, given the known answer. Two sets, in `tests/rewards`:
+A label says what a careful reader makes of a completion, given the known answer. Three sets, in `tests/rewards`:
 
 - `cases`: what the scorers were developed on. Answers of public benchmarks in other forms and with wrong values, and
   hand-written ones, rows that hang a parser and 100 kB of text among them.
 - `held_out`: how models write, each case written and labelled before the scorers had seen it. General gaps that it
   showed were closed; odd single cases were left, so it is no longer blind.
+- `model_outputs`: how models of public leaderboards write, whole completions by hand in their formats. Written,
+  labelled and followed up as `held_out` was.
 
 Scorers are set up as `python -m qerl_pl score` does it. Rows are labels, columns scores; the share is of rows scored
 as labelled.

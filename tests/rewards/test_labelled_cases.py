@@ -1,4 +1,4 @@
-"""The scorers against labels of ``cases.jsonl`` and ``held_out.jsonl``: what a careful reader would say."""
+"""The scorers against the labels of the sets of ``tests/bench/scorers.py``: what a careful reader would say."""
 
 from __future__ import annotations
 
@@ -36,8 +36,14 @@ def test_a_sample_of_the_labelled_cases_is_scored_as_labelled(scorers):
     assert not unlike(scorers, quick)
 
 
+def test_whole_completions_of_models_are_scored_as_labelled(scorers):
+    rows = read_cases("model_outputs")
+    assert len(rows) > 400
+    assert len(unlike(scorers, rows[::5])) <= 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("cases", 0.005), ("held_out", 0.03)])
+@pytest.mark.parametrize(("name", "tolerance"), [("cases", 0.005), ("held_out", 0.03), ("model_outputs", 0.02)])
 def test_the_scorers_agree_with_nearly_all_labels_and_reward_hardly_a_wrong_answer(scorers, name, tolerance):
     cases = read_cases(name)
     wrong = unlike(scorers, cases)
