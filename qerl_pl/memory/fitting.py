@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
+from itertools import count
 from math import ceil
 
 from qerl_pl.memory import parts
@@ -15,6 +16,7 @@ USUAL_MICRO_BATCH = 16384
 """Tokens from which on a larger micro-batch trains hardly faster."""
 HEADROOM = 0.04
 """Share of the card that a plan leaves free: what it may be wrong by."""
+GIB = 2**30
 STEP = 256
 """Tokens; chosen micro-batches are multiples of it, or just hold the longest row."""
 
@@ -39,6 +41,16 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 def usable(gpu_bytes: int) -> int:
     """Bytes of a card that a plan may reach."""
     return int(gpu_bytes * (1 - HEADROOM))
+
+
+def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
+    """GiB of the smallest card that the run fits on, in whole GiB; what it leaves open is chosen for that card."""
+
+    def fits(gib: int) -> bool:
+        return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
+
+    enough = next(2**power for power in count() if fits(2**power))
+    return bisect_left(range(enough + 1), True, key=fits)
 
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.memory.advice import Change, advice, advice_text
-from qerl_pl.memory.fitting import cache_bytes, fitted, usable
+from qerl_pl.memory.fitting import cache_bytes, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
@@ -59,8 +59,10 @@ def main(argv: list[str]) -> int:
     else:
         print(f"does not fit: the peak is {found.peak / GIB:.1f} GiB, more than {limit}")
         print(advice_text(changes, gpu_bytes))
+    smallest = smallest_gpu(shape, run)
+    print(f"the smallest GPU for these settings has {smallest} GiB")
     if options.json:
-        options.json.write_text(json.dumps(as_json(found, changes, gpu_bytes), indent=2) + "\n")
+        options.json.write_text(json.dumps(as_json(found, changes, gpu_bytes, smallest), indent=2) + "\n")
     if options.picture:
         draw(found, gpu_bytes, options.picture)
         print(f"picture: {options.picture}")
@@ -157,12 +159,13 @@ def print_choices(found: Plan, shape: ModelShape) -> None:
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
 
 
-def as_json(found: Plan, changes: list[Change], gpu_bytes: int) -> dict[str, Any]:
-    """The plan as plain values, in bytes."""
+def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
+    """The plan as plain values, in bytes but for the smallest GPU."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),
         "fits": found.peak <= usable(gpu_bytes),
+        "smallest_gpu_gib": smallest_gib,
         "peak_bytes": found.peak,
         "phases": {"start": found.total("start"), "rollout": found.total("rollout"), "train": found.train},
         "moments": {moment: found.total(moment) for moment in MOMENTS},

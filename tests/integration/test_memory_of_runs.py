@@ -29,6 +29,7 @@ class SmallDevice(Callback):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, tmp_path):
     small = ("--trainer.callbacks+=tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
     run("fit", tmp_path / "large", *SHORT)
@@ -42,6 +43,7 @@ def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, tmp_path):
         assert (small[name] - tensor).norm() <= 0.01 * tensor.norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -75,7 +75,7 @@ def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
     problem.check(kernels, y)
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_split_and_step_is_right(kernels, tokens):
     problem = Problem(tokens, 200, 24, (70, 20, 20), DTYPES[0])
     for depth, chunk in [(16, 16), (16, 48), (64, 128), (256, 256)]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl_pl.memory.advice import LEVERS, advice, advice_text
-from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, fitted, usable
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, TRAINING, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import config_shape
@@ -36,6 +36,15 @@ def test_what_is_chosen_fits_or_is_as_small_as_it_may_be(size, gib):
         assert found.micro_batch_tokens == PAPER.longest_row
     if found.peak > max(found.train, usable(gib * GIB)):
         assert found.kv_cache_bytes == least
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_smallest_card_is_the_first_that_a_run_fits_on(size, checkpointing):
+    run = replace(PAPER, gradient_checkpointing=checkpointing)
+    smallest = smallest_gpu(SHAPES[size], run)
+    fits = [fitted(SHAPES[size], run, gib * GIB).peak <= usable(gib * GIB) for gib in range(1, smallest + 20)]
+    assert fits == [gib >= smallest for gib in range(1, smallest + 20)]
 
 
 def test_a_large_card_gets_the_usual_micro_batch_and_a_cache_for_every_row():
