@@ -107,7 +107,10 @@ _TEXT_UNIT = re.compile(
 _DEGREES_IN_FUNCTION = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ(?:\s*\})?"
 )
-_QUALIFIER = re.compile(r"[,;]?\s*(?:\\text\{\s*)?\b(?:for all|where)\b.*$", re.DOTALL)
+_QUALIFIER = re.compile(r"[,;]?\s*(?:\\text\{\s*)?\(?\b(?:for all|where|since|because)\b.*$", re.DOTALL)
+_ARROW = re.compile(r"\\(?:implies|Rightarrow|Longrightarrow)(?![A-Za-z])")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![A-Za-z])")
+_ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m|in)\s*\]")
 _INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # France writes ]1,2] for (1,2]
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
@@ -135,7 +138,7 @@ def normalize(text: str) -> str:
     text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", r" \1m", text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
-    text = _QUALIFIER.sub("", text)
+    text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
     text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*\bto\b\s*\}?\s*(?=\d)", ":", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
@@ -188,6 +191,7 @@ def _commands(text: str) -> str:
         text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
     for pattern, command in _PLAIN:
         text = pattern.sub(command, text)
+    text = _ROW_SPACING.sub(r"\\\\", text)
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)

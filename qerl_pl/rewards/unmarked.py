@@ -15,7 +15,8 @@ _END_OF_TURN = re.compile(
 _NEXT_QUESTION = re.compile(r"^(?:Q|Question|Problem|Human|User|#+ Instruction)[ \t]*:", re.MULTILINE)
 _STATED = re.compile(
     r"\b(?:answer(?:\s+to\s+[^.:\n]{1,40}?)?|correct (?:option|choice))"
-    r"(?:\s+(?:is|are|would be|will be|should be|must be)\b|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
+    r"(?:\s+(?:is|are|would be|will be|should be|must be)\b(?:\s+(?:indeed|thus|therefore)\b)?"
+    r"|\s*\**\s*[:=]|[ \t]*\**[ \t]*\n)"
     r"[\s:*]*(?:(?:\\\[|\$\$)\s*)?(?=(\\begin\{(?s:.*?)\\end\{\w+\}|\S[^\n]*))"
     r"|\b(?:option|choice)[ (*]{1,4}(?=([A-K])[ )*]{1,4}is\s+(?:the\s+)?(?:correct|right|answer))",
     re.IGNORECASE,
@@ -29,7 +30,7 @@ _MATH = re.compile(
     re.DOTALL,
 )
 # What is said of a name: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
-_VALUE = re.compile(r"\s*(?:is|are|equals|must be)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
+_VALUE = re.compile(r"\s*(?:is|are|equals|must be|=)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
 _MAX_WORDS = 3  # of an answer in bold; more are a sentence
 _MAX_QUESTIONS = 4  # that are looked at, so that time stays linear
 _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")

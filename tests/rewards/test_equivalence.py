@@ -21,6 +21,10 @@ SAME = [
     # a modulus that the question may have said
     ("3", ["3 \\pmod{5}", "3 (mod 5)", "n \\equiv 3 \\pmod{5}"]),
     ("3 \\pmod{5}", ["3"]),
+    # what is set around it
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", ["\\begin{pmatrix}1\\\\[4pt]2\\end{pmatrix}"]),
+    ("7", ["n \\geq 7 \\Rightarrow n_{\\min} = 7", "2x = 14 \\implies x = 7"]),
+    ("7", ["x = 7 \\text{ (since } x > 0)", "7, because 3 + 4 = 7", "7^{\\text{th}}", "7th"]),
     # words
     ("4", ["four solutions", "There are four of them"]),
     ("\\text{Yes}", ["Yes, it is", "yes"]),
@@ -40,6 +44,7 @@ OTHER = [
     ("4", ["forty", "four or five"]),
     ("a=1,b=2", ["2, 1", "(2, 1)", "a=2, b=1"]),
     ("x=1,x=2", ["1, 3"]),
+    ("7", ["7 \\implies 8", "8, because 7 is odd", "7^t", "7^{th+1}"]),
 ]
 
 

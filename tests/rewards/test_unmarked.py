@@ -73,6 +73,7 @@ def test_thoughts_that_were_cut_off_have_no_final_part():
     ("text", "answer"),
     [
         ("The answer to the problem is 5.", "5"),
+        ("The answer is indeed 5.", "5"),
         ("The answer is 5, because 2 + 3 = 5.", "5"),
         ("The answer is 1/3 (one third).", "1/3"),
         ("**Answer: 0.6 (or 60%)**", "0.6"),
@@ -95,6 +96,7 @@ def test_a_stated_answer_goes_to_the_end_of_its_sentence_without_reasons(text, a
         ("So the value of $x$ is 9.", "9"),
         ("So \\(AB\\) is equal to 9 cm.", "9 cm"),
         ("Hence $f$ is even.", "even"),
+        ("So $x$ = 9.", "9"),
         ("So $9$ is the least of them.", "9"),
         ("Since $x = 9$ is 1 more than $8$, it is $x = 9$.", "x = 9"),
         ("So $x = 9$ is 1 of them.", "x = 9"),
