@@ -2,10 +2,10 @@
 
 Every process measures one base, rank and kind of adapter kernels at every number of sequences, with the adapter and
 without it (the same engine; vLLM has CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at
-temperature 1 with log-probabilities, which is what a rollout is. Beside each speed stands its roof: what the memory's
-measured bandwidth would allow, if a step read every weight and cached key once and nothing else took time. With
-``--profile`` there are two lines instead: what the GPU and what the host spend a decoding step on. Results are appended
-to ``--output``, and what is there already is not measured again.
+temperature 1 with log-probabilities, which is what a rollout is. Beside the speed of decoding, prompts left out, stands
+its roof: what the memory's measured bandwidth would allow, if a step read every weight and every cached key and value
+once and nothing else took time. With ``--profile`` there are two lines instead: what the GPU and what the host spend a
+decoding step on. Results are appended to ``--output``, and what is there already is not measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import subprocess
 import sys
@@ -88,26 +89,30 @@ def measure(args: argparse.Namespace, base: str) -> None:
             run = partial(engine.generate, prompts(count), Sampling(1, PROFILED_TOKENS), seed=1)
             profile(run, shape_of(args, count, adapter=True))
             continue
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        speeds: dict[bool, list[float]] = {True: [], False: []}
-        for repeat in range(args.repeats + 1):
-            for adapter in seconds:
-                begin = time.perf_counter()
-                sampling = Sampling(1, NEW_TOKENS if repeat else 8)
-                groups = engine.generate(prompts(count), sampling, seed=repeat, adapter=adapter)
-                took = time.perf_counter() - begin
-                if repeat:  # the first is a warm-up
-                    seconds[adapter].append(took)
-                    speeds[adapter].append(sum(len(c.tokens) for group in groups for c in group) / took)
-        for adapter, found in seconds.items():
-            shape = shape_of(args, count, adapter=adapter)
+
+        def seconds(new_tokens: int, seed: int, *, adapter: bool, count: int = count) -> tuple[float, int]:
+            begin = time.perf_counter()
+            groups = engine.generate(prompts(count), Sampling(1, new_tokens), seed=seed, adapter=adapter)
+            return time.perf_counter() - begin, sum(len(completion.tokens) for [completion] in groups)
+
+        runs: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+        prefill: dict[bool, float] = {}
+        for adapter in runs:
+            seconds(8, 0, adapter=adapter)  # a warm-up
+            prefill[adapter] = min(seconds(1, repeat, adapter=adapter)[0] for repeat in range(args.repeats))
+        for repeat in range(args.repeats):
+            for adapter, found in runs.items():
+                found.append(seconds(NEW_TOKENS, 1 + repeat, adapter=adapter))
+        for adapter, found in runs.items():
             emit(
                 "rollout/generate",
-                shape,
+                shape_of(args, count, adapter=adapter),
                 "bfloat16",
-                sorted(found),
-                tokens_per_s=max(speeds[adapter]),
-                roof_tokens_per_s=count / step_bytes(args, count, adapter=adapter) * bytes_per_s,
+                sorted(took for took, _ in found),
+                tokens_per_s=max(tokens / took for took, tokens in found),
+                decoded_per_s=max((tokens - count) / (took - prefill[adapter]) for took, tokens in found),
+                roof_per_s=count / step_bytes(args, count, adapter=adapter) * bytes_per_s,
+                prefill_s=prefill[adapter],
                 start_s=start_s,
             )
     engine.close()
@@ -124,6 +129,7 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
         "engine": "stock" if args.stock_adapter else "ours",
         "sequences": count,
         "kv": args.kv_cache_dtype,
+        "overlap": os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM") == "1",
     }
 
 

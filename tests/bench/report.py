@@ -107,7 +107,8 @@ $methods
 
 Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
 repeats. The engine is the same with the adapter and without; `added` compares the medians. The roof is what the
-memory's bandwidth allows: a step reads every weight and every cached key and value once, and nothing else takes time.
+memory's bandwidth allows in decoding, which is compared with it without the prompts: a step reads every weight and
+every cached key and value once, and nothing else takes time.
 
 $rollouts
 

@@ -30,20 +30,21 @@ def rollouts_table(lines: Iterable[Line]) -> str:
     found: dict[tuple[object, ...], dict[bool, Line]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        key = shape["model"], shape["base"], shape["kv"], shape["rank"], shape["engine"], shape["sequences"]
+        kernels = shape["engine"] + (", overlapped" if shape.get("overlap") else "")
+        key = shape["model"], shape["base"], shape["kv"], shape["rank"], kernels, shape["sequences"]
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     rows = []
     for key, pair in found.items():
         model, base, *others = key
         dense = found.get((model, "bf16", *others)) if base != "bf16" else None
-        roof = pair[True].get("roof_tokens_per_s")
+        roof = pair[True].get("roof_per_s")
         rows.append(
             [
                 *key,
                 *(f"{pair[adapter]['tokens_per_s']:.0f}" for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %",
                 _shown(pair[True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None, 2),
-                _shown(pair[True]["tokens_per_s"] / roof if roof else None, 2),
+                _shown(pair[True]["decoded_per_s"] / roof if roof else None, 2),
             ]
         )
     header = ["model", "base", "cache", "rank", "adapter kernels", "sequences", "with adapter", "without", "added"]
