@@ -116,6 +116,8 @@ def last_number(text: str) -> Number | None:
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]
+        if "**" not in line and not any(map(str.isnumeric, line)):
+            continue
         outside = _ASIDE.sub(" ", line)
         line = outside if re.search(r"\d", outside) else line
         bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]

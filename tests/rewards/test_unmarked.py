@@ -1,7 +1,5 @@
 """What counts as the answer of a completion that marks none, and where its own text ends."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,9 +151,8 @@ def test_reading_never_fails(text):
 @pytest.mark.parametrize(
     "unit", ["Q:\n", "answer is ", "**", "$x$ and ", "( ", "<think>", "\\boxed{1}\nQ:\n", "#### 1\nQ: "]
 )
-def test_time_is_linear_in_the_text(unit):
-    text = unit * (200_000 // len(unit))
-    start = time.process_time()
+@pytest.mark.timeout(100)  # a second if time is linear in the text, an hour if it is quadratic
+def test_a_long_text_is_read_in_time(unit):
+    text = unit * (1_000_000 // len(unit))
     for find in (own_turn, stated_answer, last_math, answer_alone, last_number):
         find(text)
-    assert time.process_time() - start < 3.0
