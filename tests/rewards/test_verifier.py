@@ -65,10 +65,10 @@ def test_a_hanging_row_is_unscored_and_the_others_keep_their_order(verifier):
 def test_equal_rows_are_judged_once_and_counted_each(verifier):
     done = []
     start = time.monotonic()
-    verdicts = verifier.judge([HANGING, ("5", "5.0")] * 20, done.append)
-    assert time.monotonic() - start < 20 * verifier.time_limit
-    assert [verdict.score for verdict in verdicts] == [None, 1.0] * 20
-    assert sum(done) == 40
+    verdicts = verifier.judge([HANGING, ("5", "5.0")] * 200, done.append)
+    assert time.monotonic() - start < 200 * verifier.time_limit
+    assert [verdict.score for verdict in verdicts] == [None, 1.0] * 200
+    assert sum(done) == 400
 
 
 def test_a_killed_worker_is_replaced_and_its_row_judged_again(verifier):
