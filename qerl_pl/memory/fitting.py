@@ -12,11 +12,11 @@ from qerl_pl.memory.plan import Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 
+GIB = 2**30
 USUAL_MICRO_BATCH = 16384
 """Tokens from which on a larger micro-batch trains hardly faster."""
 HEADROOM = 0.04
 """Share of the card that a plan leaves free: what it may be wrong by."""
-GIB = 2**30
 STEP = 256
 """Tokens; chosen micro-batches are multiples of it, or just hold the longest row."""
 

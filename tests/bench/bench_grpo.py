@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.report import read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
@@ -138,10 +139,7 @@ def follow(process: subprocess.Popen[bytes], limit_s: float | None) -> list[Usag
         now = time.perf_counter()
         with suppress(OSError):  # it has just ended
             pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            gpu = 0
-            if DEVICE == "cuda":
-                free, total = torch.cuda.mem_get_info()
-                gpu = total - free
+            gpu = used_bytes(torch.device(DEVICE)) if DEVICE == "cuda" else 0
             files = len(os.listdir(f"/proc/{process.pid}/fd"))
             found.append(Usage(now, gpu, pages * os.sysconf("SC_PAGE_SIZE"), files))
         if limit_s is not None and now - start > limit_s:

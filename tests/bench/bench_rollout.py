@@ -28,14 +28,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.policy.lora import LoraLinear, LoraSettings
+from qerl_pl.memory.parts import adapter_values, kv_token_bytes
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout import vllm_plugin
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import SIZES, check, emit, linear_shapes, model_config, timed
+from tests.bench.harness import check, emit, model_config, timed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -135,15 +137,11 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
 
 def step_bytes(args: argparse.Namespace, count: int, *, adapter: bool) -> float:
     """What a decoding step reads at least, halfway through: blocks, head, keys and values, and the adapter."""
-    size, config = SIZES[args.size], model_config(args.size)
-    shapes = linear_shapes(args.size).values()
-    weights = size.num_layers * sum(rows * columns for rows, columns in shapes)
-    matrices = size.num_layers * args.rank * sum(rows + columns for rows, columns in shapes)
-    bits = 4 + 8 / NVFP4.block if args.base == "nvfp4" else 8 * DTYPE.itemsize
-    head = size.vocabulary * size.hidden * DTYPE.itemsize
-    keys = 2 * size.num_layers * size.num_key_heads * (config.hidden_size // config.num_attention_heads)
-    cached = count * (PROMPT_TOKENS + NEW_TOKENS / 2) * keys * (1 if "fp8" in args.kv_cache_dtype else DTYPE.itemsize)
-    return weights * bits / 8 + head + cached + (matrices * DTYPE.itemsize if adapter else 0)
+    shape = config_shape(model_config(args.size), NVFP4 if args.base == "nvfp4" else None, DTYPE)
+    head = shape.vocabulary * shape.hidden * DTYPE.itemsize
+    cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
+    values = adapter_values(shape, rank=args.rank, targets=PROJECTIONS, train_norms=False) if adapter else 0
+    return shape.linear_bytes + head + count * cached + values * DTYPE.itemsize
 
 
 def bandwidth() -> float:
