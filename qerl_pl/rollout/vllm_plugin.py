@@ -1,15 +1,17 @@
 """vLLM's entry point for this project (group ``vllm.general_plugins``): what its CPU and CUDA platforms lack.
 
 vLLM calls ``register`` in each of its processes when the package is installed; the engine calls it too, because an
-entry point needs installed metadata. The parts themselves are in ``vllm_cpu`` and ``vllm_cuda``, which are imported
-where they are needed.
+entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda`` and ``vllm_sampler``,
+which are imported where they are needed.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Add fast adapters to vLLM, and on a CPU NVFP4 with 16-bit activations. A second call changes nothing.
+    """Add fast adapters to vLLM, on a CPU NVFP4 with 16-bit activations, on CUDA fast log-probabilities.
+
+    A second call changes nothing.
 
     Platforms other than CPU and CUDA have kernels of their own and are left alone.
     """
@@ -27,6 +29,10 @@ def register() -> None:
         from qerl_pl.rollout.vllm_cpu import NVFP4Config
 
         register_quantization_config("compressed-tensors")(NVFP4Config)
+    else:
+        from qerl_pl.rollout import vllm_sampler
+
+        vllm_sampler.install()
     # The platform names its adapter kernels in this method; it is the only place that vLLM asks.
     platform = type(current_platform)
     platform.get_punica_wrapper = classmethod(lambda cls: wrapper)  # pyright: ignore[reportAttributeAccessIssue]

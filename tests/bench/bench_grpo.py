@@ -31,6 +31,7 @@ from qerl_pl.tools.report import read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import RANK, child_environment, emit
+from tests.bench.together import is_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS, GROUP = 256, 8
@@ -67,12 +68,13 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
     trainer = {"max_steps": args.steps, "limit_val_batches": 0, "enable_progress_bar": False}
-    if args.aqn:
-        trainer["callbacks+"] = aqn
+    turn = [{"class_path": "tests.bench.together.Turn"}]
+    trainer["callbacks+"] = [*(aqn if args.aqn else []), *(turn if is_together() else [])]
     return {
         "run_dir": str(folder / "run"),
         "trainer": trainer,
-        "model": model_settings(args, base, engine, "tests.bench.bench_grpo.coin") | {"gpu_memory": args.cap},
+        "model": model_settings(args, base, engine, "tests.bench.bench_grpo.coin")
+        | {"gpu_memory": args.cap or args.memory},
         "data": {
             "source": {"class_path": "datamodules.table.Table", "init_args": source},
             "batch_size": args.prompts,
@@ -102,6 +104,8 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     if not steps or not (finished or args.limit):
         raise SystemExit(f"the run ended with {process.returncode} after {len(steps) + 1} steps")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
+    if is_together():  # what the GPU's driver counts is everybody's
+        memory, peak = {}, {"bytes": None}
     emit(
         "grpo/step",
         shape_of(args),
@@ -211,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--completion", type=int, default=2048 if DEVICE == "cuda" else 32)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
+    parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")

@@ -4,7 +4,7 @@ Every process measures one base, rank and kind of adapter kernels at every numbe
 without it (the same engine; vLLM has CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at
 temperature 1 with log-probabilities, which is what a rollout is. Beside the speed of decoding, prompts left out, stands
 its roof: what the memory's measured bandwidth would allow, if a step read every weight and every cached key and value
-once and nothing else took time. With ``--profile`` there are two lines instead: what the GPU and what the host spend a
+once and nothing else took time. With ``--profile`` there are two lines more: what the GPU and what the host spend a
 decoding step on. Results are appended to ``--output``, and what is there already is not measured again.
 """
 
@@ -38,6 +38,7 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import check, emit, model_config, timed
+from tests.bench.together import is_together, turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -74,7 +75,18 @@ def measure(args: argparse.Namespace, base: str) -> None:
         engine._arguments["additional_config"] = {"adapter_kernels": "stock"}  # a cached graph calls other kernels
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
-    start_s, bytes_per_s = time.perf_counter() - start, bandwidth()
+    start_s = time.perf_counter() - start
+    if is_together():
+        engine.sleep()  # the others may need the room of its cache
+    with turn():
+        engine.wake()
+        measure_started(args, engine, start_s, dummy=dummy)
+    engine.close()
+
+
+def measure_started(args: argparse.Namespace, engine: VLLMEngine, start_s: float, *, dummy: bool) -> None:
+    """Print the lines of an engine that runs."""
+    bytes_per_s = bandwidth()
     generator = torch.Generator().manual_seed(0)
 
     def prompts(count: int) -> list[list[int]]:
@@ -86,18 +98,13 @@ def measure(args: argparse.Namespace, base: str) -> None:
         finite = torch.tensor([*row, *without]).isfinite().all()
         check([("the number of scores that are not finite", float(not finite), 0)])
     for count in args.sequences:
-        if args.profile:
-            engine.generate(prompts(count), Sampling(1, 8), seed=0)  # a warm-up
-            run = partial(engine.generate, prompts(count), Sampling(1, PROFILED_TOKENS), seed=1)
-            profile(run, shape_of(args, count, adapter=True))
-            continue
 
         def seconds(new_tokens: int, seed: int, *, adapter: bool, count: int = count) -> tuple[float, int]:
             begin = time.perf_counter()
             groups = engine.generate(prompts(count), Sampling(1, new_tokens), seed=seed, adapter=adapter)
             return time.perf_counter() - begin, sum(len(completion.tokens) for [completion] in groups)
 
-        runs: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+        runs: dict[bool, list[tuple[float, int]]] = {True: [], **({} if args.adapter_only else {False: []})}
         prefill: dict[bool, float] = {}
         for adapter in runs:
             seconds(8, 0, adapter=adapter)  # a warm-up
@@ -117,7 +124,9 @@ def measure(args: argparse.Namespace, base: str) -> None:
                 prefill_s=prefill[adapter],
                 start_s=start_s,
             )
-    engine.close()
+        if args.profile:
+            run = partial(engine.generate, prompts(count), Sampling(1, PROFILED_TOKENS), seed=1)
+            profile(run, shape_of(args, count, adapter=True))
 
 
 def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str, object]:
@@ -131,7 +140,7 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
         "engine": "stock" if args.stock_adapter else "ours",
         "sequences": count,
         "kv": args.kv_cache_dtype,
-        "overlap": os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM") == "1",
+        "overlap": not args.no_overlap,
     }
 
 
@@ -183,6 +192,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", nargs="*", type=int, default=[32])
     parser.add_argument("--sequences", nargs="*", type=int, default=[8, 64, 256] if cuda else [4])
     parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
+    parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
+    parser.add_argument("--no-overlap", action="store_true", help="the adapter's first product after the base's")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
@@ -190,13 +201,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if cuda:
+        os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"] = "0" if args.no_overlap else "1"
     if args.child:
         one = json.loads(args.child)
         args.size, args.base, args.rank, args.stock_adapter = one["size"], one["base"], one["rank"], one["stock"]
         measure(args, one["path"])
         return
     lines = map(json.loads, args.output.read_text().splitlines()) if _has(args.output) else []
-    done = [line["shape"] for line in lines if line["name"] == ("rollout/host" if args.profile else "rollout/generate")]
+    done = [line["shape"] for line in lines if line["name"] == "rollout/generate"]
     failed = []
     for size in args.sizes:
         for base in args.bases:
@@ -217,7 +230,9 @@ def spawn(args: argparse.Namespace, sequences: list[int]) -> bool:
     one = {"size": args.size, "base": args.base, "rank": args.rank, "stock": args.stock_adapter, "path": str(path)}
     command = [sys.executable, "-m", "tests.bench.bench_rollout", "--child", json.dumps(one)]
     command += ["--repeats", str(args.repeats), "--kv-cache-dtype", args.kv_cache_dtype]
-    command += ["--sequences", *map(str, sequences), *(["--profile"] if args.profile else [])]
+    command += ["--sequences", *map(str, sequences)]
+    flags = {"--profile": args.profile, "--adapter-only": args.adapter_only, "--no-overlap": args.no_overlap}
+    command += [flag for flag, wanted in flags.items() if wanted]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -41,8 +41,8 @@ def rollouts_table(lines: Iterable[Line]) -> str:
         rows.append(
             [
                 *key,
-                *(f"{pair[adapter]['tokens_per_s']:.0f}" for adapter in (True, False)),
-                f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %",
+                *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
+                f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
                 _shown(pair[True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None, 2),
                 _shown(pair[True]["decoded_per_s"] / roof if roof else None, 2),
             ]
@@ -85,7 +85,7 @@ def steps_table(lines: Iterable[Line]) -> str:
                 _policy(line),
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
                 *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
-                f"{memory['peak_gib']:.2f}",
+                _shown(memory.get("peak_gib"), 2),
                 _shown(memory.get("predicted_peak_gib"), 2),
                 _shown(line["gap"], 3),
             ]

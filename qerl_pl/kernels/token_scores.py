@@ -1,0 +1,86 @@
+"""Log-probability and rank of one token a row of logits, for few rows: the vocabulary is split over programs.
+
+A decoding step has as many rows as sequences, often fewer than a GPU has multiprocessors, so one program a row would
+read its logits all alone, block after block. Here each program reads one block, and a second kernel merges the blocks.
+T rows, V vocabulary.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+# Triton's launch options and scalars are not in its type hints.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Log-probability of a token under softmax(logits), and how many tokens have a logit at least as high.
+
+    Args:
+        logits: [T, V] of any float dtype, rows of stride-1 columns; -inf is a token that cannot be sampled.
+        tokens: [T] int64 in [0, V).
+        block: columns of a program, a power of 2.
+
+    Returns:
+        [T] fp32 in nats and [T] int64, 1 for the most likely token.
+    """
+    assert logits.stride(1) == 1, logits.stride()
+    rows, vocabulary = logits.shape
+    splits = triton.cdiv(vocabulary, block)
+    partials = torch.empty(3, rows, splits, dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        tokens = tokens.contiguous()
+        _blocks_kernel[(rows, splits)](
+            logits, tokens, partials, logits.stride(0), vocabulary, rows * splits, BLOCK=block, num_warps=8
+        )
+        _merge_kernel[(rows,)](
+            logits,
+            tokens,
+            partials,
+            logprobs,
+            ranks,
+            logits.stride(0),
+            splits,
+            rows * splits,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=1,
+        )
+    return logprobs, ranks
+
+
+@triton.jit
+def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
+    """Of one block: the highest logit, the sum of exp(z - highest), the number of logits that are at least x."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < V
+    x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    z = tl.load(logits + row * stride + col, mask=inside, other=float("-inf")).to(tl.float32)
+    highest = tl.max(z, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # a block without a possible token has the sum 0
+    place = partials + row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(place, highest)
+    tl.store(place + plane, tl.sum(tl.exp(z - base), 0))
+    tl.store(place + 2 * plane, tl.sum(tl.where(inside & (z >= x), 1.0, 0.0), 0))
+
+
+@triton.jit
+def _merge_kernel(logits, tokens, partials, logprobs, ranks, stride, splits, plane, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    inside = split < splits
+    place = partials + row * splits + split
+    highest = tl.load(place, mask=inside, other=float("-inf"))
+    total = tl.load(place + plane, mask=inside, other=0.0)
+    above = tl.load(place + 2 * plane, mask=inside, other=0.0)
+    top = tl.max(highest, 0)
+    log_total = tl.log(tl.sum(total * tl.exp(highest - top), 0))
+    x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(logprobs + row, x - top - log_total)
+    tl.store(ranks + row, tl.sum(above, 0).to(tl.int64))
