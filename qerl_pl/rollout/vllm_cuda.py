@@ -8,11 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.library import Library
-from vllm import envs
 from vllm.config.lora import LoRAConfig
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
-from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from qerl_pl.kernels import lora
@@ -60,43 +57,12 @@ def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Te
 direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
 
 
-def overlapped_linear(layer: BaseLinearLayerWithLoRA, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The base's product with x A^T beside it on vLLM's second stream, [..., K] -> [..., N].
-
-    vLLM calls it inside of an operator that stands for the whole linear, so x lives until both are done, and joins the
-    streams before the operator returns, so a CUDA graph takes it in.
-    """
-    kernels, rows = layer.punica_wrapper, x.flatten(0, -2)
-    assert isinstance(kernels, OneAdapterKernels)
-    a, b = _slots(layer.lora_a_stacked), _slots(layer.lora_b_stacked)
-    indices, no_lora = kernels.tokens
-
-    def base() -> Tensor:
-        return layer._get_quant_method().apply(layer.base_layer, x, bias)
-
-    if no_lora.item():
-        return base()
-    if lora.is_matmul_faster(rows, a):
-        y = base()
-        lora.add_lora(y.flatten(0, -2), rows, a, b, indices)
-        return y
-    fork, join = layer._events
-    y, partials = maybe_execute_in_parallel(
-        base, lambda: lora.shrink(rows, a, early=False), fork, join, layer._lora_stream
-    )
-    # The kernel launched last is the base's or shrink: too early a start would not wait for both.
-    lora.expand(y.flatten(0, -2), partials, b, indices, early=False)
-    return y
-
-
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
     """vLLM's adapter kernels: ours for one adapter slot, its own for more."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
-    if envs.VLLM_LORA_ENABLE_DUAL_STREAM:
-        BaseLinearLayerWithLoRA._apply_async_impl = overlapped_linear  # pyright: ignore[reportAttributeAccessIssue]
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 

@@ -1,15 +1,15 @@
 """vLLM's entry point for this project (group ``vllm.general_plugins``): what its CPU and CUDA platforms lack.
 
 vLLM calls ``register`` in each of its processes when the package is installed; the engine calls it too, because an
-entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda`` and ``vllm_sampler``,
-which are imported where they are needed.
+entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda``, ``vllm_humming`` and
+``vllm_sampler``, which are imported where they are needed.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Add fast adapters to vLLM, on a CPU NVFP4 with 16-bit activations, on CUDA fast log-probabilities.
+    """Add fast adapters to vLLM; on a CPU NVFP4 with 16-bit activations; on CUDA fast log-probabilities and schedules.
 
     A second call changes nothing.
 
@@ -30,8 +30,9 @@ def register() -> None:
 
         register_quantization_config("compressed-tensors")(NVFP4Config)
     else:
-        from qerl_pl.rollout import vllm_sampler
+        from qerl_pl.rollout import vllm_humming, vllm_sampler
 
+        vllm_humming.install()
         vllm_sampler.install()
     # The platform names its adapter kernels in this method; it is the only place that vLLM asks.
     platform = type(current_platform)

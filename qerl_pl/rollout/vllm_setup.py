@@ -93,7 +93,8 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(targets),
-        "additional_config": {"adapter_kernels": "qerl_pl"},  # a cached graph of plain vLLM would call its own kernels
+        # A cached graph of plain vLLM would call its own kernels and expect Humming's own table of schedules.
+        "additional_config": {"adapter_kernels": "qerl_pl", "humming_schedules": "qerl_pl"},
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }

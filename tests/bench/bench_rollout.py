@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -140,7 +140,6 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
         "engine": "stock" if args.stock_adapter else "ours",
         "sequences": count,
         "kv": args.kv_cache_dtype,
-        "overlap": not args.no_overlap,
     }
 
 
@@ -169,8 +168,11 @@ def profile(run: Callable[[], object], shape: dict[str, object]) -> None:
             run()
         took = time.perf_counter() - start
         events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
-        kernels = {event.key[:80]: event.self_device_time_total / PROFILED_TOKENS for event in events[:PROFILED_NAMES]}
         busy = sum(event.self_device_time_total for event in events) * 1e-6 / took
+        total = Counter[str]()
+        for event in events:
+            total[event.key[:80]] += event.self_device_time_total  # names of templates begin alike
+        kernels = {name: us / PROFILED_TOKENS for name, us in total.most_common(PROFILED_NAMES)}
         emit("rollout/kernels", shape, "bfloat16", busy_share=busy, step_us=1e6 * took / PROFILED_TOKENS, us=kernels)
     watch = cProfile.Profile()
     watch.runcall(run)
@@ -193,7 +195,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sequences", nargs="*", type=int, default=[8, 64, 256] if cuda else [4])
     parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
-    parser.add_argument("--no-overlap", action="store_true", help="the adapter's first product after the base's")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
@@ -201,8 +202,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if cuda:
-        os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"] = "0" if args.no_overlap else "1"
     if args.child:
         one = json.loads(args.child)
         args.size, args.base, args.rank, args.stock_adapter = one["size"], one["base"], one["rank"], one["stock"]
@@ -231,7 +230,7 @@ def spawn(args: argparse.Namespace, sequences: list[int]) -> bool:
     command = [sys.executable, "-m", "tests.bench.bench_rollout", "--child", json.dumps(one)]
     command += ["--repeats", str(args.repeats), "--kv-cache-dtype", args.kv_cache_dtype]
     command += ["--sequences", *map(str, sequences)]
-    flags = {"--profile": args.profile, "--adapter-only": args.adapter_only, "--no-overlap": args.no_overlap}
+    flags = {"--profile": args.profile, "--adapter-only": args.adapter_only}
     command += [flag for flag, wanted in flags.items() if wanted]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,8 +1,8 @@
 """What an adapter adds to the linears of a decoding step: python -m tests.bench.bench_rollout_lora [--tune]
 
 The fused linears of all layers in one CUDA graph, each a bf16 base and the adapter's product; ``added_us`` is the
-median's excess over the bases alone, a linear. ``ours-late`` starts each kernel when the last one has ended;
-``overlap`` computes x A^T on a second stream beside the base. ``--tune`` looks for better block sizes than the rule's.
+median's excess over the bases alone, a linear. ``ours-late`` starts each kernel when the last one has ended. ``--tune``
+looks for better block sizes than the rule's.
 """
 
 from __future__ import annotations
@@ -99,18 +99,6 @@ def plain(add: Add | None, linear: Linear, x: Tensor) -> Tensor:
     return y
 
 
-def overlapped(side: torch.cuda.Stream, indices: Tensor, linear: Linear, x: Tensor) -> Tensor:
-    """x A^T beside the base."""
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    y = F.linear(x, linear.weight)
-    with torch.cuda.stream(side):
-        partials = lora.shrink(x, linear.a, early=False)
-    current.wait_stream(side)
-    lora.expand(y, partials, linear.b, indices, early=False)
-    return y
-
-
 def captured(run: Callable[[Linear, Tensor], Tensor], linears: Sequence[Linear], num_tokens: int) -> Callable[[], None]:
     """All linears in one CUDA graph; without a GPU, one after another."""
     inputs = {cols: activations(num_tokens, cols) for cols in {linear.weight.shape[1] for linear in linears}}
@@ -135,9 +123,6 @@ def activations(num_tokens: int, cols: int) -> Tensor:
 def compare(size: str, num_tokens: int, linears: Sequence[Linear], *, rank: int, repeats: int) -> None:
     """Check and time everybody."""
     runs = {name: partial(plain, add) for name, add in competitors(num_tokens).items()}
-    if HAS_GPU:
-        indices = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-        runs["overlap"] = partial(overlapped, torch.cuda.Stream(), indices)
     for linear in linears[: len(FUSED)]:
         x = activations(num_tokens, linear.weight.shape[1])
         exact = linear.reference(x)

@@ -117,8 +117,8 @@ What a decoding step spends its time on, by kernels and by functions of the host
 $profiles
 
 What an adapter adds to each fused linear of a decoding step, in microseconds; all linears of the model in one CUDA
-graph, on a bf16 base. `ours` is what the engine uses; in `overlap` a second stream computes x A^T beside the base
-(`VLLM_LORA_ENABLE_DUAL_STREAM=1`), `late` starts no kernel early, `matmul` is two cuBLAS products for each matrix.
+graph, on a bf16 base. `ours` is what the engine uses, `late` starts no kernel early, `matmul` is two cuBLAS products
+for each matrix.
 
 $adapters
 

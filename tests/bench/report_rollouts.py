@@ -9,7 +9,7 @@ from typing import Any
 Line = dict[str, Any]
 
 MISSING = "Not measured yet."
-VARIANTS = ("ours", "overlap", "ours-late", "vllm", "matmul")
+VARIANTS = ("ours", "ours-late", "vllm", "matmul")
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train")
 GIB = 2**30
 
@@ -30,8 +30,7 @@ def rollouts_table(lines: Iterable[Line]) -> str:
     found: dict[tuple[object, ...], dict[bool, Line]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        kernels = shape["engine"] + (", overlapped" if shape.get("overlap") else "")
-        key = shape["model"], shape["base"], shape["kv"], shape["rank"], kernels, shape["sequences"]
+        key = shape["model"], shape["base"], shape["kv"], shape["rank"], shape["engine"], shape["sequences"]
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     rows = []
     for key, pair in found.items():
@@ -71,7 +70,7 @@ def adapters_table(lines: Iterable[Line]) -> str:
         key = line["shape"]["model"], line["shape"]["tokens"]
         found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
     rows = [[*key, *(f"{added[name]:.1f}" for name in VARIANTS)] for key, added in found.items()]
-    return table(["model", "tokens", "ours", "overlap", "late", "vLLM's", "matmul"], rows)
+    return table(["model", "tokens", "ours", "late", "vLLM's", "matmul"], rows)
 
 
 def steps_table(lines: Iterable[Line]) -> str:

@@ -132,6 +132,31 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_product_of_a_base_that_still_runs_is_waited_for(kernels):
+    torch.use_deterministic_algorithms(False)  # what fills torch.empty would run between the base and the adapter
+    problem = Problem(8, 3584, 32, (18944, 18944), torch.bfloat16)
+    weight = torch.randn(2 * 18944, 3584, dtype=torch.bfloat16, device=DEVICE)
+    x, found = torch.empty_like(problem.x), []
+
+    def run() -> None:
+        for scale in (1.0, 2.0, 0.5):  # outputs take turns in the memory of the graph
+            torch.mul(problem.x, scale, out=x)
+            y = x @ weight.t()
+            kernels.add_lora(y, x, problem.a, problem.b, problem.indices)
+            found.append(y.clone())
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(200):
+        graph.replay()
+    for first, last in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(first, last)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256])
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 @pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (18944, (3584,))], ids=str)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 pytestmark = pytest.mark.vllm
 
@@ -93,26 +91,6 @@ def test_a_compiled_pass_follows_the_next_batch(cuda):
     for ids in [(7, 7, 7, 7), (0, 0, 0, 0), (0, 7, 0, 7), (7, 7, 7, 7)]:
         kernels.update_metadata(LoRAMapping(ids, ids), [7], 2, 100)
         torch.testing.assert_close(linear(y, x).double(), expected(cuda, y, x, a, b, ids), rtol=2**-8, atol=2**-4)
-
-
-@pytest.mark.parametrize("ids", BATCHES, ids=str)
-@pytest.mark.parametrize("leading", [(), (1,)], ids=["rows", "a batch of rows"])
-def test_a_linear_with_its_base_equals_base_and_adapter(cuda, ids, leading):
-    _, x, a, b = operands(len(ids))
-    weight, bias = draw(sum(SLICES), 48, seed=5), draw(sum(SLICES), seed=6)
-    layer = SimpleNamespace(  # of vLLM's layer, what is read; without a GPU there is no second stream
-        punica_wrapper=make_kernels(cuda, ids),
-        lora_a_stacked=a,
-        lora_b_stacked=b,
-        base_layer=weight,
-        _get_quant_method=lambda: SimpleNamespace(apply=lambda base, x, bias: F.linear(x, base, bias)),
-        _events=[None, None],
-        _lora_stream=None,
-    )
-    found = cuda.overlapped_linear(layer, x.view(*leading, *x.shape), bias)
-    exact = expected(cuda, F.linear(x, weight, bias), x, a, b, ids)
-    assert found.shape == (*leading, *exact.shape)
-    torch.testing.assert_close(found.view(exact.shape).double(), exact, rtol=2**-8, atol=2**-4)
 
 
 def test_more_than_one_adapter_is_left_to_vllm(cuda):

@@ -1,0 +1,92 @@
+"""Schedules of Humming's kernels: they fit the linears of real models, and the product stays the same."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_pl.rollout.vllm_humming import decoding_schedule
+
+SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648), (320, 128)]
+RULE = {"block_shape": (8, 64, 64), "warp_shape": (8, 32, 64), "num_stages": 4, "use_pdl": False}
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 33, 129, 256, 257, 8192])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_divide_the_linear(shape, tokens):
+    outputs, inputs = shape
+    config = decoding_schedule(RULE, outputs=outputs, inputs=inputs, tokens=tokens)
+    _, block_outputs, block_inputs = config["block_shape"]
+    _, warp_outputs, warp_inputs = config["warp_shape"]
+    assert outputs % block_outputs == 0
+    assert inputs % block_inputs == 0
+    assert block_outputs % warp_outputs == block_inputs % warp_inputs == 0
+    assert config["use_pdl"]
+    assert config["num_stages"] == RULE["num_stages"], "what is not changed is the rule's"
+    assert RULE["use_pdl"] is False, "the rule's own table is left as it is"
+
+
+def test_a_linear_of_odd_shape_keeps_the_rules_blocks():
+    for tokens in (8, 200):
+        config = decoding_schedule(RULE, outputs=WIDE_AND_ODD, inputs=3584 + 32, tokens=tokens)
+        assert config == {**RULE, "use_pdl": True}
+
+
+WIDE_AND_ODD = 37888 + 64
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(4608, 3584), (37888, 3584), (3584, 18944)], ids=str)
+def test_the_product_is_that_of_the_rule(shape):
+    from qerl_pl.rollout import vllm_humming
+
+    humming_forward: Any = import_module("humming.forward").humming_forward
+    rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
+    tune: Any = import_module("humming.tune")
+    vllm_humming.install()
+    ours = tune.heuristics_map[vllm_humming.HOPPER]
+    assert issubclass(ours, rule)
+    config, tensors = random_linear(*shape)
+    locks = torch.zeros(132 * 8, dtype=torch.int32, device="cuda")
+    for tokens in (1, 8, 17, 32, 64, 200, 256, 300):
+        x = torch.randn(tokens, shape[1], device="cuda").bfloat16()
+        found = []
+        for chooser in (ours, rule):
+            schedule = chooser.get_config(config, tokens)
+            given = {"locks": locks, "tuning_config": json.dumps(schedule), "compute_config": {"gemm_type": "dense"}}
+            found.append(humming_forward(config, inputs=x, **tensors, **given).double())
+        assert (found[0] - found[1]).norm() <= 0.01 * found[1].norm(), tokens
+
+
+def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them."""
+    schema: Any = import_module("humming.schema")
+    prepare: Any = import_module("humming.transform").prepare_and_transform_humming_tensors
+    about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
+    weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
+    packed = {
+        "weight_packed": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda"),
+        "weight_scale": (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1, device="cuda"),
+    }
+    weights, tensors = weights.convert_humming(
+        tensors=packed, shape_n_stacks=[outputs], shape_k_stacks=[inputs], param_dtype=torch.bfloat16
+    )
+    return prepare(
+        tensors=tensors,
+        shape_n=outputs,
+        shape_k=inputs,
+        weight_schema=weights,
+        input_schema=schema.HummingInputSchema(),
+        pad_n_to_multiple=256,
+        pad_k_to_multiple=128,
+        has_bias=False,
+        torch_dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
