@@ -1,8 +1,9 @@
 """Benchmarks that start together and measure one after the other: python -m tests.bench.together 'A ...' 'B ...'
 
 An engine takes minutes to start, most of it on the host, and seconds to measure. Each argument is a module of
-tests/bench and its arguments. Where all programs have come to what they measure, or have ended, they take turns, so
-none is measured beside another that works; but they hold their memory meanwhile, and all of it has to fit.
+tests/bench and its arguments, with variables of its environment before it as in a shell. Where all programs have come
+to what they measure, or have ended, they take turns, so none is measured beside another that works; but they hold their
+memory meanwhile, and all of it has to fit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,15 @@ class Turn(Callback):
         self._turn.close()
 
 
+def start(command: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start ``NAME=value ... module arguments``."""
+    words = shlex.split(command)
+    named = list(takewhile(lambda word: "=" in word, words))
+    module, *arguments = words[len(named) :]
+    more = dict(word.split("=", 1) for word in named)
+    return subprocess.Popen([sys.executable, "-m", f"tests.bench.{module}", *arguments], env={**environment, **more})
+
+
 def main(argv: list[str] | None = None) -> None:
     """Start all, let them go when they are ready, wait for them.
 
@@ -74,10 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = child_environment() | {VARIABLE: name}
-        programs = {
-            command: subprocess.Popen([sys.executable, "-m", *shlex.split(f"tests.bench.{command}")], env=environment)
-            for command in commands
-        }
+        programs = {command: start(command, environment) for command in commands}
         while any(program.poll() is None for program in programs.values()):
             ended = sum(program.poll() is not None for program in programs.values())
             if len(list(folder.glob("ready-*"))) + ended >= len(programs):
