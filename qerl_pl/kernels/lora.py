@@ -3,9 +3,8 @@
 A linear that vLLM fused (q/k/v, gate/up) has up to three slices of its output, each with an A and a B of its own, and
 one launch serves them all. The matrices are small (1 MB where the base has 70), so time goes into latency, not work:
 ``shrink`` splits K over the whole GPU and writes one fp32 sum a split, ``expand`` adds the splits up in a fixed order
-(no atomics: equal inputs give equal bits). Both are launched early (programmatic dependent launch): ``shrink`` needs
-nothing of the base's product and may run beside it, ``expand`` loads B while the others still run. Where there is more
-work than that, many tokens or a high rank, cuBLAS is faster.
+(no atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic
+dependent launch). Where there is more work than that, many tokens or a high rank, cuBLAS is faster.
 
 Block sizes follow a written rule, as nothing may be tried out while a CUDA graph is captured.
 T tokens, K inputs, N outputs of which a slice has n, R rank.
@@ -124,8 +123,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], blocks: ShrinkBlocks | None = None, *
         x: [T, K]; rows may lie apart.
         a: one [R, K] for each slice, contiguous.
         blocks: None follows the rule.
-        early: where the GPU can, start while the kernel that was launched last is running, and end after it. If that
-            kernel lets others start, x must be older than it, as the input of a base linear is.
+        early: where the GPU can, start before the kernel that was launched last has ended.
 
     Returns:
         [slices, splits, T, R] fp32.
@@ -172,8 +170,7 @@ def expand(
         b: one [n, R] for each slice, contiguous.
         indices: [T] or longer, int64.
         blocks: None follows the rule.
-        early: where the GPU can, start before ``shrink`` has ended, and wait for it with B at hand. ``shrink`` has then
-            waited for the kernel before it, which may have written y.
+        early: where the GPU can, start before ``shrink`` has ended, and wait for it with B at hand.
     """
     assert y.stride(1) == 1, y.stride()
     assert all(matrix.is_contiguous() for matrix in b), [matrix.stride() for matrix in b]
@@ -248,6 +245,7 @@ def _shrink_kernel(
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) % rank_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     if EARLY:
+        tl.extra.cuda.gdc_wait()  # before anything that an earlier kernel wrote is read
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.full([BLOCK_T, BLOCK_R], 0.0, tl.float32)
     for start in range(0, CHUNK, BLOCK_K):
@@ -258,8 +256,6 @@ def _shrink_kernel(
         a_tile = tl.load(a + r[None, :] * K + k[:, None], mask=(r < RANK)[None, :] & (k < K)[:, None], other=0.0)
         total = tl.dot(x_tile, a_tile, total)
     row = (slice * tl.num_programs(0) + split) * num_tokens + t
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # expand waits for this kernel alone, and reads what the one before wrote
     tl.store(partials + row[:, None] * RANK + r[None, :], total, mask=(t < num_tokens)[:, None] & (r < RANK)[None, :])
 
 
@@ -301,8 +297,7 @@ def _expand_kernel(
         tl.extra.cuda.gdc_wait()
     out = y + t[:, None] * y_stride + _pick(slice, 0, n0, n0 + n1)
     inside = with_adapter[:, None] & (n < width)[None, :]
-    # Past the first cache, which may be older than the kernels that were waited for.
-    y_tile = tl.load(out + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    y_tile = tl.load(out + n[None, :], mask=inside, other=0.0)
     split = tl.arange(0, BLOCK_S)
     row = (slice * SPLITS + split)[None, :] * num_tokens + t[:, None]  # [T, splits]
     in_row = (split < SPLITS)[None, :] & with_adapter[:, None]
@@ -311,7 +306,6 @@ def _expand_kernel(
         partials + row[:, :, None] * RANK + r[None, None, :],
         mask=in_row[:, :, None] & (r < RANK)[None, None, :],
         other=0.0,
-        cache_modifier=".cg",
     )
     hidden = tl.reduce(parts, 1, tl.standard._sum_combine).to(b_tile.dtype)  # tl.sum itself may not be interpreted
     for step in tl.static_range(STEPS):
@@ -320,5 +314,5 @@ def _expand_kernel(
         if step + 1 < STEPS:
             n += BLOCK_N
             inside = with_adapter[:, None] & (n < width)[None, :]
-            y_tile = tl.load(out + n[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            y_tile = tl.load(out + n[None, :], mask=inside, other=0.0)
             b_tile = tl.load(b + n[None, :] * RANK + r[:, None], mask=in_b & (n < width)[None, :], other=0.0)

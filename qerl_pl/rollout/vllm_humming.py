@@ -1,8 +1,8 @@
 """Schedules of Humming's kernels, with which vLLM multiplies by NVFP4 weights on Hopper, for decoding.
 
-Humming has a rule for its block sizes and does not start kernels early. Measured on an H200 over the linears of a 7B
-block, what is here saves 3 to 20 % of a linear, most where the linear is small: a kernel that is launched early
-(programmatic dependent launch) has begun to fetch weights when its input is ready. Only ``vllm_plugin`` imports this.
+Humming has a rule for its block sizes. For few tokens and a wide linear, wider and deeper blocks are faster: on an H200
+those of a 7B block's fused gate and up take 36 us at 8 tokens where the rule's take 40 (`docs/performance.md`). Only
+``vllm_plugin`` imports this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 HOPPER = 90
-WIDE = 16384  # outputs of a linear, from where on
+WIDE, FEW = 16384, 32
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
@@ -25,26 +25,22 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
         inputs: of the linear.
         tokens: in the batch.
     """
-    early = {**config, "use_pdl": True}
+    if tokens > FEW or outputs < WIDE or outputs % 256 or inputs % 128:
+        return dict(config)
     block_tokens = config["block_shape"][0]
-    if tokens <= 32 and outputs >= WIDE and outputs % 256 == inputs % 128 == 0:
-        wide = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64)}
-        return {**early, **wide, "num_ctas_per_sm": 1}
-    if 128 < tokens <= 256 and outputs < WIDE and outputs % 128 == inputs % 64 == 0:
-        narrow = {"block_shape": (128, 128, 64), "warp_shape": (128, 32, 64)}  # else too few blocks for the GPU
-        return {**early, **narrow, "num_ctas_per_sm": 2}
-    return early
+    blocks = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64)}
+    return {**config, **blocks, "num_ctas_per_sm": 1}
 
 
 def install() -> None:
-    """Give Humming these schedules for dense linears on Hopper; nothing where it is missing."""
+    """Give Humming these schedules on Hopper; nothing where it is missing."""
     if find_spec("humming") is None:
         return
     tune: Any = import_module("humming.tune")  # optional
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
 
     class Schedules(rule):
-        """Humming's rule with ``decoding_schedule`` on top."""
+        """Humming's rule with ``decoding_schedule`` on top, for dense linears."""
 
         @classmethod
         def get_config(cls, layer_config: Any, shape_m: int, *args: Any, **more: Any) -> dict[str, Any]:
