@@ -25,6 +25,9 @@ from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.v1.engine.core_client import InprocClient
+
+    from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
 
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
 SCORED_TOKENS_PER_CALL = 65536
@@ -167,13 +170,14 @@ class VLLMEngine:
                 seed=request_seed,
                 stop_token_ids=self._end_tokens,
                 logprobs=0,
-                flat_logprobs=True,
                 detokenize=False,
             )
             for request_seed in request_seeds(prompts, copies, seed)
         ]
+        self._scheduler().take_logprobs()  # of a call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
-        completions = [_completion(output) for output in outputs]
+        logprobs = self._scheduler().take_logprobs()
+        completions = [_completion(output, logprobs[output.request_id]) for output in outputs]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
@@ -236,10 +240,7 @@ class VLLMEngine:
             return
         llm = self._running()
         if llm.model_config.enable_sleep_mode:
-            from vllm.v1.engine.core_client import InprocClient
-
-            core = llm.llm_engine.engine_core
-            assert isinstance(core, InprocClient)
+            core = self._core()
             while core.engine_core.batch_queue:  # vLLM schedules a step ahead, here of requests that have ended
                 core.get_output()
             llm.sleep(level=self.sleep_level)
@@ -283,6 +284,20 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() first")
         return self._llm
+
+    def _core(self) -> InprocClient:
+        from vllm.v1.engine.core_client import InprocClient
+
+        core = self._running().llm_engine.engine_core
+        assert isinstance(core, InprocClient)
+        return core
+
+    def _scheduler(self) -> RolloutScheduler:
+        from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
+
+        scheduler = self._core().engine_core.scheduler
+        assert isinstance(scheduler, RolloutScheduler)
+        return scheduler
 
     def _check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
         self._running()
@@ -332,9 +347,10 @@ class VLLMEngine:
         return noisy
 
 
-def _completion(output: RequestOutput) -> Completion:
+def _completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
     [sampled] = output.outputs
-    return Completion(tuple(sampled.token_ids), tuple(_values(sampled.logprobs)), sampled.finish_reason == "stop")
+    assert len(sampled.token_ids) == len(logprobs), (len(sampled.token_ids), len(logprobs))
+    return Completion(tuple(sampled.token_ids), tuple(logprobs), sampled.finish_reason == "stop")
 
 
 def _values(logprobs: object) -> list[float]:

@@ -95,6 +95,7 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "lora_target_modules": sorted(targets),
         # A cached graph of plain vLLM would call its own kernels and expect Humming's own table of schedules.
         "additional_config": {"adapter_kernels": "qerl_pl", "humming_schedules": "qerl_pl"},
+        "scheduler_cls": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }

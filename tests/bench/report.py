@@ -14,14 +14,17 @@ from string import Template
 from tests.bench.report_rollouts import (
     Line,
     adapters_table,
+    blocks_table,
     cards_table,
     draw_steps,
+    host_table,
     long_runs_table,
     methods_table,
     of_kind,
     profiles,
     ranks_table,
     rollouts_table,
+    schedules_table,
     steps_table,
     table,
 )
@@ -108,9 +111,17 @@ $methods
 Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
 repeats. The engine is the same with the adapter and without; `added` compares the medians. The roof is what the
 memory's bandwidth allows in decoding, which is compared with it without the prompts: a step reads every weight and
-every cached key and value once, and nothing else takes time.
+every cached key and value once, and nothing else takes time. `two streams` computed x A^T beside the base
+(`VLLM_LORA_ENABLE_DUAL_STREAM=1`), and commit ee85c9d started Humming's kernels and the adapter's early: both gained
+nothing and were taken back. No line yet has the present scheduler.
 
 $rollouts
+
+What vLLM's scheduler and its output processor take of a step, and what they take with
+`qerl_pl/rollout/vllm_scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
+model takes the host about as long as the GPU, so a faster base gains little there.
+
+$host
 
 What a decoding step spends its time on, by kernels and by functions of the host:
 
@@ -121,6 +132,15 @@ graph, on a bf16 base. `ours` is what the engine uses, `late` starts no kernel e
 for each matrix.
 
 $adapters
+
+The same with the blocks of 64 tokens that `expand` had before, and with those of 16 that it has now:
+
+$blocks
+
+Humming's kernels for the fused linears of a 7B block, in microseconds: by its own rule / by
+`qerl_pl/rollout/vllm_humming.py` where that differs.
+
+$schedules
 
 ## Whole steps
 
@@ -259,6 +279,9 @@ def main() -> int:
             methods=methods_table(lines),
             rollouts=rollouts_table(lines),
             adapters=adapters_table(lines),
+            schedules=schedules_table(lines),
+            blocks=blocks_table(lines),
+            host=host_table(lines),
             profiles=profiles(lines),
             steps=steps_table(lines),
             cards=cards_table(lines),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def rollouts_table(lines: Iterable[Line]) -> str:
     found: dict[tuple[object, ...], dict[bool, Line]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        key = shape["model"], shape["base"], shape["kv"], shape["rank"], shape["engine"], shape["sequences"]
+        kernels = shape["engine"] + (", two streams" if shape.get("overlap") else "")
+        key = shape["model"], shape["base"], shape["kv"], shape["rank"], kernels, line["commit"], shape["sequences"]
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     rows = []
     for key, pair in found.items():
@@ -46,8 +47,8 @@ def rollouts_table(lines: Iterable[Line]) -> str:
                 _shown(pair[True]["decoded_per_s"] / roof if roof else None, 2),
             ]
         )
-    header = ["model", "base", "cache", "rank", "adapter kernels", "sequences", "with adapter", "without", "added"]
-    return table([*header, "times bf16", "of the roof"], rows)
+    header = ["model", "base", "cache", "rank", "adapter kernels", "commit", "sequences", "with adapter", "without"]
+    return table([*header, "added", "times bf16", "of the roof"], rows)
 
 
 def profiles(lines: Iterable[Line]) -> str:
@@ -71,6 +72,40 @@ def adapters_table(lines: Iterable[Line]) -> str:
         found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
     rows = [[*key, *(f"{added[name]:.1f}" for name in VARIANTS)] for key, added in found.items()]
     return table(["model", "tokens", "ours", "late", "vLLM's", "matmul"], rows)
+
+
+def host_table(lines: Iterable[Line]) -> str:
+    """Milliseconds a step of the host, a row a number of sequences and scheduler."""
+    rows = []
+    for line in of_kind(lines, "host/"):
+        parts = (f"{1e3 * seconds:.2f}" for seconds in line["parts_s"].values())
+        rows.append([line["shape"]["sequences"], line["shape"]["scheduler"], f"{1e3 * line['median_s']:.2f}", *parts])
+    header = ["sequences", "scheduler", "ms a step", "schedule", "update", "outputs"]
+    return table(header, sorted(rows, key=lambda row: row[0]))
+
+
+def blocks_table(lines: Iterable[Line]) -> str:
+    """Microseconds that an adapter adds to a linear with blocks of before and of now, a row a model and tokens."""
+    found: dict[tuple[object, ...], dict[str, float]] = {}
+    for line in of_kind(lines, "lora-blocks/"):
+        key = line["shape"]["model"], line["shape"]["tokens"]
+        found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
+    rows = [[*key, *(f"{added[when]:.1f}" for when in ("before", "now"))] for key, added in found.items()]
+    return table(["model", "tokens", "before", "now"], rows)
+
+
+def schedules_table(lines: Iterable[Line]) -> str:
+    """Microseconds of a linear by Humming's rule and by ours, where that differs; a row a linear, a column a size."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for line in of_kind(lines, "schedules/"):
+        row = found.setdefault(line["shape"]["linear"], {}).setdefault(line["shape"]["tokens"], {})
+        row[line["name"].split("/")[1]] = 1e6 * line["median_s"]
+    sizes = sorted({tokens for row in found.values() for tokens in row})
+    rows = [
+        [name, *(" / ".join(f"{us:.1f}" for us in _in_order(row.get(size, {}), ("rule", "ours"))) for size in sizes)]
+        for name, row in found.items()
+    ]
+    return table(["linear", *(f"{size} tokens" for size in sizes)], rows)
 
 
 def steps_table(lines: Iterable[Line]) -> str:
@@ -178,6 +213,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return MISSING
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _in_order(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
+    return [values[name] for name in names if name in values]
 
 
 def _whole_steps(lines: Iterable[Line]) -> list[Line]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from typing import Any
 
@@ -40,48 +39,18 @@ def test_what_is_not_wide_even_and_small_keeps_the_rules_blocks(outputs, inputs,
 @pytest.mark.parametrize("shape", [(4608, 3584), (37888, 3584), (3584, 18944)], ids=str)
 def test_the_product_is_that_of_the_rule(shape):
     from qerl_pl.rollout import vllm_humming
+    from tests.bench.bench_schedules import LOCKS, multiply, random_linear
 
-    humming_forward: Any = import_module("humming.forward").humming_forward
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
     tune: Any = import_module("humming.tune")
     vllm_humming.install()
     ours = tune.heuristics_map[vllm_humming.HOPPER]
     assert issubclass(ours, rule)
     config, tensors = random_linear(*shape)
-    locks = torch.zeros(132 * 8, dtype=torch.int32, device="cuda")
-    for tokens in (1, 8, 17, 32, 64, 200, 256, 300):
+    locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
+    for tokens in (1, 8, 17, 32, 64, 300):
         x = torch.randn(tokens, shape[1], device="cuda").bfloat16()
-        found = []
-        for chooser in (ours, rule):
-            schedule = chooser.get_config(config, tokens)
-            given = {"locks": locks, "tuning_config": json.dumps(schedule), "compute_config": {"gemm_type": "dense"}}
-            found.append(humming_forward(config, inputs=x, **tensors, **given).double())
-        assert (found[0] - found[1]).norm() <= 0.01 * found[1].norm(), tokens
-
-
-def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them."""
-    schema: Any = import_module("humming.schema")
-    prepare: Any = import_module("humming.transform").prepare_and_transform_humming_tensors
-    about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
-    weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
-    packed = {
-        "weight_packed": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda"),
-        "weight_scale": (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn),
-        "weight_global_scale": torch.ones(1, device="cuda"),
-    }
-    weights, tensors = weights.convert_humming(
-        tensors=packed, shape_n_stacks=[outputs], shape_k_stacks=[inputs], param_dtype=torch.bfloat16
-    )
-    return prepare(
-        tensors=tensors,
-        shape_n=outputs,
-        shape_k=inputs,
-        weight_schema=weights,
-        input_schema=schema.HummingInputSchema(),
-        pad_n_to_multiple=256,
-        pad_k_to_multiple=128,
-        has_bias=False,
-        torch_dtype=torch.bfloat16,
-        device=torch.device("cuda"),
-    )
+        found, expected = (
+            multiply(config, tensors, chooser.get_config(config, tokens), locks, x).double() for chooser in (ours, rule)
+        )
+        assert (found - expected).norm() <= 0.01 * expected.norm(), tokens

@@ -1,0 +1,118 @@
+"""Schedules of Humming's kernels for few tokens, its rule's and ours: python -m tests.bench.bench_schedules
+
+The fused linears of one 7B block, NVFP4 weights and bf16 inputs, each linear alone in a CUDA graph of many calls; its
+copies take turns, so no weight is in the cache when its turn comes again. Nothing is measured without Humming.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.rollout.vllm_humming import decoding_schedule
+from tests.bench.harness import check, emit, relative_error, timed
+
+SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
+COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
+CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096
+
+
+def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, Tensor]]:
+    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them."""
+    schema: Any = import_module("humming.schema")  # optional
+    prepare: Any = import_module("humming.transform").prepare_and_transform_humming_tensors
+    about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
+    weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
+    packed = {
+        "weight_packed": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda"),
+        "weight_scale": (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1, device="cuda"),
+    }
+    weights, tensors = weights.convert_humming(
+        tensors=packed, shape_n_stacks=[outputs], shape_k_stacks=[inputs], param_dtype=torch.bfloat16
+    )
+    return prepare(
+        tensors=tensors,
+        shape_n=outputs,
+        shape_k=inputs,
+        weight_schema=weights,
+        input_schema=schema.HummingInputSchema(),
+        pad_n_to_multiple=256,
+        pad_k_to_multiple=128,
+        has_bias=False,
+        torch_dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+
+
+def multiply(config: Any, tensors: dict[str, Tensor], schedule: dict[str, Any], locks: Tensor, x: Tensor) -> Tensor:
+    """[T, K] -> [T, N] with one schedule."""
+    forward: Any = import_module("humming.forward").humming_forward
+    given = {"locks": locks, "tuning_config": json.dumps(schedule), "compute_config": COMPUTE}
+    names = "weight", "weight_scale", "weight_scale_2"
+    return forward(config, inputs=x, **{name: tensors.get(name) for name in names}, **given)
+
+
+def captured(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Tensor]]) -> Callable[[], None]:
+    """``CALLS`` rounds over all copies in one CUDA graph."""
+    for tensors in copies:
+        run(tensors)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            for tensors in copies:
+                run(tensors)
+    return graph.replay
+
+
+def compare(name: str, tokens: int, repeats: int) -> None:
+    """Check one linear's schedules against each other, and time them."""
+    rule: Any = import_module("humming.tune").get_heuristics_config
+    outputs, inputs = SHAPES[name]
+    config, tensors = random_linear(outputs, inputs)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]
+    locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+    theirs = rule(config, tokens, gemm_type="dense")
+    ours = decoding_schedule(theirs, outputs=outputs, inputs=inputs, tokens=tokens)
+    schedules = {"rule": theirs, "ours": ours} if ours != theirs else {"rule": theirs}
+    exact = multiply(config, tensors, theirs, locks, x)
+    found = {key: multiply(config, tensors, schedule, locks, x) for key, schedule in schedules.items()}
+    check((key, relative_error(product, exact), 2**-6) for key, product in found.items())  # sums in another order
+    runs = {
+        key: captured(lambda each, schedule=schedule: multiply(config, each, schedule, locks, x), copies)
+        for key, schedule in schedules.items()
+    }
+    for key, seconds in timed(runs, repeats=repeats).items():
+        calls = CALLS * len(copies)
+        each = [second / calls for second in seconds]
+        shape = {"model": "7B", "linear": name, "tokens": tokens}
+        emit(f"schedules/{key}", shape, "bfloat16", each, schedule=schedules[key])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--linears", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 32, 64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
+        print("schedules: nothing is measured without a CUDA GPU and Humming", file=sys.stderr)
+        return
+    for name in args.linears:
+        for tokens in args.tokens:
+            compare(name, tokens, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
