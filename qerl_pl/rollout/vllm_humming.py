@@ -1,8 +1,8 @@
 """Schedules of Humming's kernels, with which vLLM multiplies by NVFP4 weights on Hopper, for decoding.
 
-Humming has a rule for its block sizes. For few tokens and a wide linear, wider and deeper blocks are faster: on an H200
-those of a 7B block's fused gate and up take 36 us at 8 tokens where the rule's take 40 (`docs/performance.md`). Only
-``vllm_plugin`` imports this module.
+Humming has a rule for its block sizes. For few tokens and a wide linear, as the fused gate and up of a block, wider and
+deeper blocks are faster (`docs/performance.md`, by `tests/bench/bench_schedules.py`). Only ``vllm_plugin`` imports this
+module.
 """
 
 from __future__ import annotations
