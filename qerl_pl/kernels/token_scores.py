@@ -55,6 +55,16 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
 
 
 @triton.jit
+def _max(values):
+    return tl.reduce(values, 0, tl.standard._elementwise_max)  # tl.max itself may not be interpreted
+
+
+@triton.jit
+def _sum(values):
+    return tl.reduce(values, 0, tl.standard._sum_combine)
+
+
+@triton.jit
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
     """Of one block: the highest logit, the sum of exp(z - highest), the number of logits that are at least x."""
     row = tl.program_id(0).to(tl.int64)
@@ -62,12 +72,12 @@ def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constex
     inside = col < V
     x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
     z = tl.load(logits + row * stride + col, mask=inside, other=float("-inf")).to(tl.float32)
-    highest = tl.max(z, 0)
+    highest = _max(z)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a block without a possible token has the sum 0
     place = partials + row * tl.num_programs(1) + tl.program_id(1)
     tl.store(place, highest)
-    tl.store(place + plane, tl.sum(tl.exp(z - base), 0))
-    tl.store(place + 2 * plane, tl.sum(tl.where(inside & (z >= x), 1.0, 0.0), 0))
+    tl.store(place + plane, _sum(tl.exp(z - base)))
+    tl.store(place + 2 * plane, _sum(tl.where(inside & (z >= x), 1.0, 0.0)))
 
 
 @triton.jit
@@ -79,8 +89,8 @@ def _merge_kernel(logits, tokens, partials, logprobs, ranks, stride, splits, pla
     highest = tl.load(place, mask=inside, other=float("-inf"))
     total = tl.load(place + plane, mask=inside, other=0.0)
     above = tl.load(place + 2 * plane, mask=inside, other=0.0)
-    top = tl.max(highest, 0)
-    log_total = tl.log(tl.sum(total * tl.exp(highest - top), 0))
+    top = _max(highest)
+    log_total = tl.log(_sum(total * tl.exp(highest - top)))
     x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
     tl.store(logprobs + row, x - top - log_total)
-    tl.store(ranks + row, tl.sum(above, 0).to(tl.int64))
+    tl.store(ranks + row, _sum(above).to(tl.int64))
