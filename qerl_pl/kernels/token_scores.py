@@ -54,6 +54,13 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
     return logprobs, ranks
 
 
+def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """[T] fp64 and [T] int64: the definition that the kernels are held to, on any device."""
+    picked = tokens[:, None]
+    logprobs = logits.double().log_softmax(-1).gather(1, picked)[:, 0]
+    return logprobs, (logits >= logits.gather(1, picked)).sum(1)
+
+
 @triton.jit
 def _max(values):
     return tl.reduce(values, 0, tl.standard._elementwise_max)  # tl.max itself may not be interpreted

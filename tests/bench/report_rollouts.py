@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def _profile(line: Line) -> str:
     shape, step = line["shape"], line["step_us"]
     on = "host, under a profiler" if line["name"] == "rollout/host" else f"GPU, busy {100 * line['busy_share']:.0f} %"
     title = f"{shape['model']}, {shape['base']}, {shape['sequences']} sequences, {on}; {step / 1e3:.2f} ms a step:"
-    rows = [[f"`{name}`", f"{us:.0f}", f"{100 * us / step:.0f} %"] for name, us in list(line["us"].items())[:12]]
+    names = {re.sub(" at 0x[0-9a-f]+", "", name): us for name, us in line["us"].items()}
+    rows = [[f"`{name}`", f"{us:.0f}", f"{100 * us / step:.0f} %"] for name, us in list(names.items())[:12]]
     return f"{title}\n\n{table(['what', 'us', 'share'], rows)}"
 
 
