@@ -23,13 +23,13 @@ import torch
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.bench_rollout import shell_policy
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import child_environment, emit
+from tests.bench.harness import RANK, child_environment, emit
 
 SCHEDULERS = {
     "vllm": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     "ours": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
 }
-PROMPT_TOKENS, NEW_TOKENS, RANK = 16, 64, 32
+PROMPT_TOKENS, NEW_TOKENS = 16, 64
 
 
 def timed_method(owner: type, name: str, seconds: defaultdict[str, float]) -> None:

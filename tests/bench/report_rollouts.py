@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,7 @@ GIB = 2**30
 
 def methods_table(lines: Iterable[Line]) -> str:
     """Mean output error of each method, a row a model and format."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for line in of_kind(lines, "methods/"):
-        key = line["shape"]["model"], line["shape"]["format"]
-        found.setdefault(key, {})[line["name"].split("/")[1]] = line["mean"]
+    found = _variants(lines, "methods/", "mean", "model", "format")
     methods = list(dict.fromkeys(method for errors in found.values() for method in errors))
     rows = [[*key, *(f"{errors[method]:.4f}" for method in methods)] for key, errors in found.items()]
     return table(["model", "format", *methods], rows)
@@ -68,10 +65,7 @@ def _profile(line: Line) -> str:
 
 def adapters_table(lines: Iterable[Line]) -> str:
     """Microseconds that an adapter adds to a linear, a row a model and number of tokens."""
-    found: dict[tuple[object, ...], dict[str, float]] = {}
-    for line in of_kind(lines, "rollout-lora/"):
-        key = line["shape"]["model"], line["shape"]["tokens"]
-        found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
+    found = _variants(lines, "rollout-lora/", "added_us", "model", "tokens")
     rows = [[*key, *(f"{added[name]:.1f}" for name in VARIANTS)] for key, added in found.items()]
     return table(["model", "tokens", "ours", "late", "vLLM's", "matmul"], rows)
 
@@ -88,25 +82,21 @@ def host_table(lines: Iterable[Line]) -> str:
 
 def blocks_table(lines: Iterable[Line]) -> str:
     """Microseconds that an adapter adds to a linear with blocks of before and of now, a row a model and tokens."""
-    found: dict[tuple[object, ...], dict[str, float]] = {}
-    for line in of_kind(lines, "lora-blocks/"):
-        key = line["shape"]["model"], line["shape"]["tokens"]
-        found.setdefault(key, {})[line["name"].split("/")[1]] = line["added_us"]
+    found = _variants(lines, "lora-blocks/", "added_us", "model", "tokens")
     rows = [[*key, *(f"{added[when]:.1f}" for when in ("before", "now"))] for key, added in found.items()]
     return table(["model", "tokens", "before", "now"], rows)
 
 
 def schedules_table(lines: Iterable[Line]) -> str:
     """Microseconds of a linear by Humming's rule and by ours, where that differs; a row a linear, a column a size."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for line in of_kind(lines, "schedules/"):
-        row = found.setdefault(line["shape"]["linear"], {}).setdefault(line["shape"]["tokens"], {})
-        row[line["name"].split("/")[1]] = 1e6 * line["median_s"]
-    sizes = sorted({tokens for row in found.values() for tokens in row})
-    rows = [
-        [name, *(" / ".join(f"{us:.1f}" for us in _in_order(row.get(size, {}), ("rule", "ours"))) for size in sizes)]
-        for name, row in found.items()
-    ]
+    found = _variants(lines, "schedules/", "median_s", "linear", "tokens")
+    sizes = sorted({tokens for _, tokens in found})
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = [found.get((name, size), {}) for size in sizes]
+        rows.append(
+            [name, *(" / ".join(f"{1e6 * cell[who]:.1f}" for who in ("rule", "ours") if who in cell) for cell in cells)]
+        )
     return table(["linear", *(f"{size} tokens" for size in sizes)], rows)
 
 
@@ -217,8 +207,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def _in_order(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
-    return [values[name] for name in names if name in values]
+def _variants(lines: Iterable[Line], kind: str, value: str, *fields: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """What the lines of a kind have for each variant, which their name ends with, by these fields of the shape."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for line in of_kind(lines, kind):
+        key = tuple(line["shape"][field] for field in fields)
+        found.setdefault(key, {})[line["name"].split("/")[1]] = line[value]
+    return found
 
 
 def _whole_steps(lines: Iterable[Line]) -> list[Line]:

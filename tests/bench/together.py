@@ -57,7 +57,7 @@ class Turn(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            pl_module.engine.start(pl_module.policy, max_model_len=pl_module.max_model_len, seed=pl_module.seed)
+            pl_module._start_engine()
             self._turn.enter_context(turn())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

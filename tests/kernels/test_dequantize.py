@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,27 +9,12 @@ from torch import Tensor
 from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 
+KERNELS = "qerl_pl.quant.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 16), (3, 48), (5, 1040), (2, 4096), (5, 4112)]  # less than a program, one whole one, a short last one
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # The reciprocal of a divisor; products that are denormal; that overflow fp16; that overflow fp32.
 GLOBAL_SCALES = [1 / 2688, 3.3e-38, 97.0, 1e37]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    """The module, its kernels interpreted where there is no GPU: Triton looks at the variable when they are defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("qerl_pl.quant.kernels.dequantize")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(rows: int, cols: int, global_scale: float = 1 / 2688) -> PackedWeight:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+KERNELS = "qerl_pl.kernels.lora"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bits of bf16 as if they were integers; on a GPU, fp32 is rounded to tf32.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 WIDTHS = [(40,), (33, 33), (70, 20, 9)]  # one linear, gate/up, q/k/v
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    """The module, its kernels interpreted where there is no GPU: Triton looks at the variable when they are defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("qerl_pl.kernels.lora")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Problem:

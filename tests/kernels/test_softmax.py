@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
 from qerl_pl.logprobs import logit_gradient_reference, statistics_reference, token_logprobs
 
+KERNELS = "qerl_pl.kernels.softmax"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 64  # small: the interpreter works through the last reduction element by element
 SHAPES = [
@@ -21,22 +18,6 @@ SHAPES = [
     (3, BLOCK + 1),
     (2, 200),
 ]  # one block exactly, one column more, the last one short
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    """The module, its kernels interpreted where there is no GPU: Triton looks at the variable when they are defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("qerl_pl.kernels.softmax")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(rows: int, vocabulary: int, scale: float = 5.0) -> tuple[Tensor, Tensor]:

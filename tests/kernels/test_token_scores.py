@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+KERNELS = "qerl_pl.kernels.token_scores"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 64
 SHAPES = [(1, 1), (3, 7), (2, BLOCK), (3, BLOCK + 1), (5, 300), (0, 10)]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("qerl_pl.kernels.token_scores")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:

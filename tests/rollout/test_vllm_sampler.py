@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,61 +22,55 @@ def draw(rows: int = 3, vocabulary: int = 300) -> tuple[Tensor, Tensor]:
     return logits.to(DEVICE), torch.randint(vocabulary, (rows,), generator=generator).to(DEVICE)
 
 
-def definition(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What tests/kernels holds the kernel to."""
-    x = logits.gather(1, tokens[:, None])
-    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], (logits >= x).sum(1)
-
-
-def test_a_sampled_token_has_its_log_probability(monkeypatch):
-    from qerl_pl.rollout import vllm_sampler
-
+@pytest.fixture
+def sampler(monkeypatch) -> ModuleType:
+    """The module; without a GPU its kernels are interpreted."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(vllm_sampler, "token_scores", definition)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return import_module("qerl_pl.rollout.vllm_sampler")
+
+
+def test_a_sampled_token_has_its_log_probability(sampler):
+    from qerl_pl.kernels.token_scores import token_scores_reference
+
     logits, tokens = draw()
-    found = vllm_sampler.sampled_scores(logits, 0, tokens, [0, 1, 2, 3], expanded_idx_mapping=None)
-    logprobs, ranks = definition(logits, tokens)
-    torch.testing.assert_close(found.logprobs[:, 0], logprobs)
+    found = sampler.sampled_scores(logits, 0, tokens, [0, 1, 2, 3], expanded_idx_mapping=None)
+    logprobs, ranks = token_scores_reference(logits, tokens)
+    torch.testing.assert_close(found.logprobs[:, 0], logprobs.float())
     assert found.logprob_token_ids[:, 0].equal(tokens)
     assert found.selected_token_ranks.equal(ranks)
     assert found.cu_num_generated_tokens == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("more", [(2, 0, False), (0, 1, False), (0, 0, True)], ids=str)
-def test_what_else_a_request_may_want_is_left_to_vllm(monkeypatch, more):
-    from qerl_pl.rollout import vllm_sampler
-
-    theirs = inspect.signature(vllm_sampler.compute_topk_scores)
-    monkeypatch.setattr(vllm_sampler, "compute_topk_scores", lambda *args, **given: theirs.bind(*args, **given))
+def test_what_else_a_request_may_want_is_left_to_vllm(sampler, monkeypatch, more):
+    theirs = inspect.signature(sampler.compute_topk_scores)
+    monkeypatch.setattr(sampler, "compute_topk_scores", lambda *args, **given: theirs.bind(*args, **given))
     num_logprobs, named, logits_mode = more
     logits, tokens = draw()
     others = {"logprob_token_ids_state": "state", "expanded_idx_mapping": "mapping"}
-    passed: Any = vllm_sampler.sampled_scores(
+    passed: Any = sampler.sampled_scores(
         logits, num_logprobs, tokens, None, max_per_req_token_ids=named, logits_mode=logits_mode, **others
     )
     given = (logits, num_logprobs, tokens, None, "state", "mapping", named, logits_mode)
     assert passed.arguments == theirs.bind(*given).arguments
 
 
-def test_it_is_where_vllms_sampler_looks(monkeypatch):
-    from qerl_pl.rollout import vllm_sampler
-
-    monkeypatch.setattr(vllm_sampler.sampler, "compute_topk_scores", vllm_sampler.compute_topk_scores)
-    vllm_sampler.install()
-    assert "compute_topk_scores" in vllm_sampler.sampler.Sampler.__call__.__code__.co_names
-    assert vllm_sampler.sampler.compute_topk_scores is vllm_sampler.sampled_scores
+def test_it_is_where_vllms_sampler_looks(sampler, monkeypatch):
+    monkeypatch.setattr(sampler.sampler, "compute_topk_scores", sampler.compute_topk_scores)
+    sampler.install()
+    assert "compute_topk_scores" in sampler.sampler.Sampler.__call__.__code__.co_names
+    assert sampler.sampler.compute_topk_scores is sampler.sampled_scores
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("rows", [1, 8, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_equals_vllms_own(rows, dtype):
-    from qerl_pl.rollout import vllm_sampler
-
+def test_it_equals_vllms_own(sampler, rows, dtype):
     logits, tokens = draw(rows, 152064)
     logits = logits.to(dtype)
-    ours, theirs = (each(logits, 0, tokens) for each in (vllm_sampler.sampled_scores, vllm_sampler.compute_topk_scores))
+    ours, theirs = (each(logits, 0, tokens) for each in (sampler.sampled_scores, sampler.compute_topk_scores))
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-6, atol=1e-5)
     assert torch.equal(ours.selected_token_ranks, theirs.selected_token_ranks)
     assert torch.equal(ours.logprob_token_ids, theirs.logprob_token_ids)

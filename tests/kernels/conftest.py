@@ -1,0 +1,26 @@
+"""For the tests of kernels: interpreted where there is no GPU, and into memory that starts as NaN."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The module that a test file calls KERNELS: Triton looks at the variable when its kernels are defined."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield importlib.import_module(request.module.KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # fills torch.empty: an output that a kernel forgets is seen
+    yield
+    torch.use_deterministic_algorithms(False)
