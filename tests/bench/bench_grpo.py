@@ -167,7 +167,8 @@ def quarters(steps: Sequence[float], usage: Sequence[Usage]) -> dict[str, list[f
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """What tells a line from the others."""
-    names = "size", "base", "aqn", "prompts", "completion", "cap", "sleep_level", "steps", "micro_batch_tokens", "eager"
+    names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
+    names += "micro_batch_tokens", "eager"
     return {"model" if name == "size" else name: getattr(args, name) for name in names}
 
 
