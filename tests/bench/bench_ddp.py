@@ -1,9 +1,10 @@
 """Whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
 
-Random weights, through train.py, once for each number of GPUs. The batch is to fill the engines of all GPUs: choose
-prompts x 8 of at least max-num-seqs x GPUs, else a lone GPU samples more rows at a time, which costs it little. Prints
-a line for each run, with its curves, and one that compares each with the first: how much faster it is, how many
-completions of the first rollout are the same, and how far the curves are from one another.
+Random weights, through train.py, once for each number of GPUs; the runs start together and take turns to train. The
+batch is to fill the engines of all GPUs: choose prompts x 8 of at least max-num-seqs x GPUs, else a lone GPU samples
+more rows at a time, which costs it little. Prints a line for each run, with its curves, and one that compares each with
+the first: how much faster it is, how many completions of the first rollout are the same, and how far the curves are
+from one another.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from qerl_pl.tools.report import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import model_settings
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import child_environment, emit
+from tests.bench.harness import emit
+from tests.bench.together import run_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS = 320
@@ -52,6 +52,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> di
             "max_steps": args.steps,
             "limit_val_batches": 0,
             "enable_progress_bar": False,
+            "callbacks+": [{"class_path": "tests.bench.together.Turn"}],
         },
         "model": model_settings(args, base, engine, "tests.bench.bench_ddp.even_tokens"),
         "data": {
@@ -63,25 +64,31 @@ def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> di
     }
 
 
-def run(args: argparse.Namespace, base: str, gpus: int) -> tuple[float, dict[str, Curve], list[str]]:
-    """Train, print the line; returns seconds a step, the curves and the completions of the first rollout."""
-    folder = args.folder / f"ddp-{gpus}"
+def prepare(args: argparse.Namespace, base: str, gpus: int) -> list[str]:
+    """Make the folder of a run; returns its command line."""
+    folder = folder_of(args, gpus)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = folder / "bench.yaml"
     config.write_text(json.dumps(settings(args, base, folder, gpus)))  # JSON is YAML
-    start = time.perf_counter()
-    command = [sys.executable, "train.py", "fit", "-c", str(config)]
-    subprocess.run(command, check=True, stdout=sys.stderr, env=child_environment())
-    total_s = time.perf_counter() - start
+    return [sys.executable, "train.py", "fit", "-c", str(config)]
+
+
+def folder_of(args: argparse.Namespace, gpus: int) -> Path:
+    """Of a run."""
+    return args.folder / f"ddp-{gpus}"
+
+
+def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], list[str]]:
+    """Print a run's line; returns seconds a step, the curves and the completions of the first rollout."""
+    folder = folder_of(args, gpus)
     curves = read_curves(folder)
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up
     phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in PHASES}
-    names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps"
+    names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
     shape = {name: getattr(args, name) for name in names} | {"gpus": gpus}
     found = {name: curves[name].values for name in CURVES}
-    memory = {name: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
-    emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found, **memory, total_s=total_s)
+    emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found)
     rows = (folder / "completions" / "train-000000.jsonl").read_text().splitlines()
     return statistics.median(steps), curves, [json.loads(row)["completion"] for row in rows]
 
@@ -111,9 +118,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     args = parser.parse_args(argv)
     base = written_apart(args.folder, args.size, "nvfp4")
-    runs = [run(args, str(base), gpus) for gpus in sorted(set(args.gpus))]
-    for other in runs[1:]:
-        compare(runs[0], other)
+    numbers = sorted(set(args.gpus))
+    run_together({f"{gpus} GPUs": (prepare(args, str(base), gpus), {}) for gpus in numbers}, stdout=sys.stderr)
+    first, *others = [read(args, gpus) for gpus in numbers]
+    for other in others:
+        compare(first, other)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +45,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if DEVICE == "cuda" else (16, 16)
 PROFILED_TOKENS, PROFILED_NAMES = (64 if DEVICE == "cuda" else 16), 25
-DISK_LIMIT = 40e9  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
+DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
 
 
 def shell_policy(base: str, size: str, rank: int) -> Policy:
@@ -64,8 +65,7 @@ def shell_policy(base: str, size: str, rank: int) -> Policy:
 def measure(args: argparse.Namespace, base: str) -> None:
     """Start one engine and print its lines."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
-    folder = Path(base)
-    dummy = not any(folder.glob("*.safetensors"))
+    dummy = base.endswith(DUMMY)
     policy = shell_policy(base, args.size, args.rank)
     engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype)
     if dummy:
@@ -250,9 +250,10 @@ def checkpoint(folder: Path, size: str, base: str) -> Path:
     config = model_config(size)
     blocks = config.num_hidden_layers * config.hidden_size * (config.intermediate_size * 3 + config.hidden_size * 2)
     if base == "bf16" and 2 * blocks > DISK_LIMIT:
-        path = folder / f"{size}-{base}-dummy"
+        path = folder / f"{size}-{base}{DUMMY}"
         config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
         config.save_pretrained(path)
+        save_file({}, path / "model.safetensors")  # a checkpoint of no weights
         return path
     return written_apart(folder, size, base)
 

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch import Callback
 
@@ -50,7 +50,7 @@ def turn() -> Iterator[None]:
 
 
 class Turn(Callback):
-    """A training run is ready with its engine, and its turn lasts to its end."""
+    """A training run is ready with the engines of all its ranks, and its turn lasts to its end."""
 
     def __init__(self) -> None:
         self._turn = ExitStack()
@@ -58,42 +58,57 @@ class Turn(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             pl_module._start_engine()
-            self._turn.enter_context(turn())
+            trainer.strategy.barrier()
+            if trainer.is_global_zero:
+                self._turn.enter_context(turn())
+            trainer.strategy.barrier()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._turn.close()
 
 
-def start(command: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start ``NAME=value ... module arguments``."""
+def program(command: str) -> tuple[list[str], dict[str, str]]:
+    """Of ``NAME=value ... module arguments``: what to run, and the variables of its environment."""
     words = shlex.split(command)
     named = list(takewhile(lambda word: "=" in word, words))
     module, *arguments = words[len(named) :]
-    more = dict(word.split("=", 1) for word in named)
-    return subprocess.Popen([sys.executable, "-m", f"tests.bench.{module}", *arguments], env={**environment, **more})
+    return [sys.executable, "-m", f"tests.bench.{module}", *arguments], dict(word.split("=", 1) for word in named)
 
 
-def main(argv: list[str] | None = None) -> None:
+def run_together(
+    programs: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], *, stdout: TextIO | None = None
+) -> None:
     """Start all, let them go when they are ready, wait for them.
+
+    Args:
+        programs: name -> command line, and variables of its environment beside the present ones.
+        stdout: where what they print goes; None: where this process prints.
 
     Raises:
         SystemExit: names those that failed.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("commands", nargs="+", metavar="'bench_rollout --sizes 7B'")
-    commands = parser.parse_args(argv).commands
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = child_environment() | {VARIABLE: name}
-        programs = {command: start(command, environment) for command in commands}
-        while any(program.poll() is None for program in programs.values()):
-            ended = sum(program.poll() is not None for program in programs.values())
-            if len(list(folder.glob("ready-*"))) + ended >= len(programs):
+        started = {
+            key: subprocess.Popen(line, env={**environment, **own}, stdout=stdout)
+            for key, (line, own) in programs.items()
+        }
+        while any(process.poll() is None for process in started.values()):
+            ended = sum(process.poll() is not None for process in started.values())
+            if len(list(folder.glob("ready-*"))) + ended >= len(started):
                 (folder / "go").touch()
             time.sleep(0.1)
-    failed = [command for command, program in programs.items() if program.returncode]
+    failed = [key for key, process in started.items() if process.returncode]
     if failed:
         raise SystemExit(f"failed: {failed}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commands", nargs="+", metavar="'bench_rollout --sizes 7B'")
+    run_together({command: program(command) for command in parser.parse_args(argv).commands})
 
 
 if __name__ == "__main__":
