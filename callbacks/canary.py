@@ -54,7 +54,8 @@ class SyncCanary(Callback):
         num_tokens: fixed tokens, cut to the engine's longest sequence. Should be more than a block of its cache (16
             tokens on a GPU, 128 on a CPU by default): of less, no prefix is ever cached.
         tolerance: mean difference of log-probabilities, in nats, above which engine and trainer disagree; null: 1e-4
-            where both compute in float32, 0.3 where one of them does in bfloat16.
+            where both compute in float32, 0.3 where one of them does in bfloat16. For samples under a strange adapter
+            half of its change is the limit, and a tolerance below 0.3 if that is less.
 
     Raises:
         ValueError: a value is out of its range.
@@ -174,10 +175,12 @@ def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
     """Which of ``score_gaps`` tell of a fault -> the most that each may be.
 
     An engine that does not use the strange adapter is wrong by what that adapter changes, a healthy one by a small
-    share of it, whatever the dtype and the model. Half of it tells them apart where a fixed tolerance is too wide.
+    share of it, whatever the dtype and the model. Half of it tells them apart. A tolerance that is as wide as that of
+    bf16 says nothing more: roundings add up with the layers, and so does what the adapter changes.
     """
     limits = {what: tolerance for what in gaps if what != CHANGE}
-    limits[STRANGE] = min(tolerance, gaps[CHANGE] / 2)
+    half = gaps[CHANGE] / 2
+    limits[STRANGE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
     return {what: limit for what, limit in limits.items() if not gaps[what] <= limit}
 
 

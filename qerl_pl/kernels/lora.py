@@ -6,7 +6,8 @@ one launch serves them all. The matrices are small (1 MB where the base has 70),
 (no atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic
 dependent launch). Where there is more work than that, many tokens or a high rank, cuBLAS is faster.
 
-Block sizes follow a written rule, as nothing may be tried out while a CUDA graph is captured.
+Block sizes follow a written rule, as nothing may be tried out while a CUDA graph is captured. They are powers of 2, or
+made of some: each one that is new is compiled, which takes longer than the whole rollout in which that would happen.
 T tokens, K inputs, N outputs of which a slice has n, R rank.
 """
 
@@ -29,6 +30,7 @@ MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # from here on cuBLAS
 PROGRAMS = 128  # about one for each multiprocessor
 EXPAND_TOKENS = 16  # of a program of expand: with more, it would have to hold more sums or get fewer splits
 EXPAND_SUMS = 2**14  # partial sums that a program of expand holds in its registers
+MOST_STEPS = 8  # of a program of expand, which are compiled one by one
 
 
 class ShrinkBlocks(NamedTuple):
@@ -51,7 +53,7 @@ class ExpandBlocks(NamedTuple):
     columns: int
     """Of N, at a time."""
     steps: int
-    """So many times, one after another: sums over splits are read once for all of them."""
+    """So many times, one after another: sums over splits are read once for all of them. A power of 2 by the rule."""
     warps: int = 4
 
 
@@ -62,16 +64,24 @@ def shrink_blocks(num_tokens: int, K: int, rank: int, num_slices: int) -> Shrink
     depth = 128
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(rank, block_rank) * num_slices
     most = min(32, EXPAND_SUMS // (EXPAND_TOKENS * _power_of_2(rank)))
-    splits = max(1, min(PROGRAMS // tiles, most))
+    splits = _power_of_2_below(min(PROGRAMS // tiles, most))
     chunk = depth * triton.cdiv(K, depth * splits)
     return ShrinkBlocks(tokens, block_rank, depth, chunk)
 
 
 def expand_blocks(num_tokens: int, widths: Sequence[int]) -> ExpandBlocks:
-    """Four programs for each multiprocessor, as far as the widths allow."""
+    """Four programs or a few more for each multiprocessor, as far as the widths allow; more of them for many tokens."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
     columns = min(_power_of_2(per_program), 128)
-    return ExpandBlocks(EXPAND_TOKENS, columns, triton.cdiv(per_program, columns))
+    return ExpandBlocks(EXPAND_TOKENS, columns, min(_power_of_2_below(per_program // columns), MOST_STEPS))
+
+
+def token_counts(K: int, widths: Sequence[int], rank: int) -> list[int]:
+    """Numbers of tokens at which ``add_lora`` has run every kernel that it may ever need for a linear."""
+    first: dict[tuple[ShrinkBlocks, ExpandBlocks], int] = {}
+    for count in range(1, MATMUL_TOKENS):
+        first.setdefault((shrink_blocks(count, K, rank, len(widths)), expand_blocks(count, widths)), count)
+    return list(first.values())
 
 
 def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
@@ -204,6 +214,10 @@ def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 def _power_of_2(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # tensor cores take no less
+
+
+def _power_of_2_below(size: int) -> int:
+    return 1 << max(0, size.bit_length() - 1)
 
 
 def _options(tensor: Tensor, warps: int, *, early: bool) -> Mapping[str, int]:

@@ -71,7 +71,7 @@ def _sum(values):
     return tl.reduce(values, 0, tl.standard._sum_combine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
     """Of one block: the highest logit, the sum of exp(z - highest), the number of logits that are at least x."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constex
     tl.store(place + 2 * plane, _sum(tl.where(inside & (z >= x), 1.0, 0.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _merge_kernel(logits, tokens, partials, logprobs, ranks, stride, splits, plane, SPLITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)

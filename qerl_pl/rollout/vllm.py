@@ -145,6 +145,8 @@ class VLLMEngine:
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
         self._call(vllm_worker.reserve_adapter, self._lora_request)
+        if not self._on_cpu:
+            self._call(vllm_worker.compile_adapter_kernels)
         self.load_adapter(policy.adapter_state())
 
     def generate(

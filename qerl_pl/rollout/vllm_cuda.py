@@ -5,6 +5,8 @@ Only vLLM and ``vllm_plugin`` import this module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import Library
@@ -57,6 +59,20 @@ def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Te
 direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
 
 
+def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """Compile what a linear may need for any number of tokens, which would otherwise stop a rollout for seconds.
+
+    Args:
+        a: one [1, 1, R, K] for each slice.
+        b: one [1, 1, n, R] for each slice.
+    """
+    first, second = _slots(a), _slots(b)
+    (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
+    for num_tokens in lora.token_counts(K, widths, rank):
+        x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
+        lora.add_lora(y, x, first, second, torch.full((num_tokens,), -1, device=x.device))
+
+
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
@@ -66,5 +82,5 @@ def adapter_kernels(
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 
-def _slots(stacked: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+def _slots(stacked: Sequence[Tensor]) -> list[Tensor]:
     return [matrix[0, 0] for matrix in stacked]

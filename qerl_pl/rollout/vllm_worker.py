@@ -45,6 +45,19 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     manager._adapter_manager.activate_adapter(request.adapter_id)
 
 
+def compile_adapter_kernels(worker: WorkerBase) -> None:
+    """Compile the adapter kernels of all linears, where vLLM computes them with ours on CUDA."""
+    from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, compile_kernels
+
+    linears = {}
+    for module in _manager(worker)._adapter_manager.modules.values():
+        if isinstance(module.punica_wrapper, OneAdapterKernels):
+            a, b = module.lora_a_stacked, module.lora_b_stacked
+            linears[tuple(matrix.shape for matrix in (*a, *b))] = a, b  # one of each size
+    for a, b in linears.values():
+        compile_kernels(a, b)
+
+
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
     """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled in the slot's dtype, as vLLM itself does."""

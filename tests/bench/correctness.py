@@ -240,10 +240,10 @@ a strange adapter, which shows cached prefixes of an older policy and adapters t
 0; and every tenth rollout fixed tokens are scored with the adapter and without.
 
 In these healthy runs engine and trainer differ on the fixed tokens by {canary_fp32} nats in fp32 and by {canary_bf16}
-in bf16 at most (means over tokens); a run stops above 1e-4 and 0.3. `tests/callbacks/test_canary.py` puts these faults
-into the engine of a run, transformers and vLLM, and sees it stop at the rollout at which the fault appears: an old
-adapter, one update that is lost, no adapter, one wrong matrix, an adapter that is held and not used, noise left behind,
-noise that is missing, noise of another seed, stale prefixes.
+in bf16 at most (means over tokens); a run stops above 1e-4 and 0.3, and under the strange adapter above half of what it
+changes. `tests/callbacks/test_canary.py` puts these faults into the engine of a run, transformers and vLLM, and sees it
+stop at the rollout at which the fault appears: an old adapter, one update that is lost, no adapter, one wrong matrix,
+an adapter that is held and not used, noise left behind, noise that is missing, noise of another seed, stale prefixes.
 """
 
 

@@ -124,6 +124,15 @@ class TestChecks:
         assert set(wrong) == ({canary.STRANGE} if fault else set())
 
     @pytest.mark.parametrize(
+        ("gap", "change", "tolerance", "limit"),
+        [(0.35, 1.6, 0.3, None), (0.9, 1.6, 0.3, 0.8), (0.02, 0.03, 0.3, 0.015), (2e-4, 1.6, 1e-4, 1e-4)],
+        ids=["deep and healthy", "deep and wrong", "little changed", "float32"],
+    )
+    def test_samples_may_differ_by_half_of_what_the_adapter_changes(self, gap, change, tolerance, limit):
+        wrong = canary.too_far({canary.WITH_ADAPTER: 1e-5, canary.STRANGE: gap, canary.CHANGE: change}, tolerance)
+        assert wrong == ({} if limit is None else {canary.STRANGE: limit})
+
+    @pytest.mark.parametrize(
         ("settings", "said"),
         [
             ({"score_every": 0}, "score_every is 0"),

@@ -114,6 +114,19 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
         assert expand.tokens * expand.columns <= 64 * 256  # registers
 
 
+@pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))], ids=str)
+@pytest.mark.parametrize("rank", [8, 64])
+def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
+    inputs, widths = size
+
+    def blocks(tokens: int) -> tuple[object, object]:
+        return kernels.shrink_blocks(tokens, inputs, rank, len(widths)), kernels.expand_blocks(tokens, widths)
+
+    counts = kernels.token_counts(inputs, widths, rank)
+    assert {blocks(tokens) for tokens in range(1, kernels.MATMUL_TOKENS)} == {blocks(tokens) for tokens in counts}
+    assert len(counts) <= 12  # all are compiled when an engine starts
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_product_of_a_base_that_still_runs_is_waited_for(kernels):

@@ -99,3 +99,20 @@ def test_more_than_one_adapter_is_left_to_vllm(cuda):
 
     kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=2))
     assert type(kernels) is PunicaWrapperGPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_what_was_compiled_is_enough_for_any_number_of_tokens(cuda, monkeypatch):
+    from triton import knobs
+
+    a, b = (tuple(matrix.cuda() for matrix in matrices) for matrices in operands(1)[2:])
+    cuda.compile_kernels(a, b)
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+    for num_tokens in range(1, 1100):
+        y, x, _, _ = operands(num_tokens)
+        cuda.add_lora(
+            y, x, [*a], [*b], torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE), torch.tensor([False])
+        )
+    assert not compiled
