@@ -113,7 +113,7 @@ repeats. The engine is the same with the adapter and without; `added` compares t
 memory's bandwidth allows in decoding, which is compared with it without the prompts: a step reads every weight and
 every cached key and value once, and nothing else takes time. `two streams` computed x A^T beside the base
 (`VLLM_LORA_ENABLE_DUAL_STREAM=1`), and commit ee85c9d started Humming's kernels and the adapter's early: both gained
-nothing and were taken back. No line yet has the present scheduler.
+nothing and were taken back. Lines from a7adfe9 on have the present scheduler.
 
 $rollouts
 
@@ -160,13 +160,15 @@ $cards
 
 ## Long runs
 
-Completions of 64 tokens; each column has the four quarters of a run, its first step left out.
+Each column has the four quarters of a run, its first step left out.
 
 $long_runs
 
 ## Several GPUs
 
-One global batch of 64 prompts and 512 completions of 256 tokens.
+One global batch, 8 completions a prompt; the runs start together and take turns. `wait` is what the fastest rank
+waits for the others. At commit cc0876b the adapter's kernels were compiled for each new number of tokens in a rollout,
+which took seconds of most of these; there are fewer kernels since, and the engine compiles them when it starts.
 
 $ranks
 

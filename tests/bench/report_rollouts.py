@@ -109,6 +109,7 @@ def steps_table(lines: Iterable[Line]) -> str:
             [
                 line["shape"]["model"],
                 _policy(line),
+                line["commit"],
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
                 *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
                 _shown(memory.get("peak_gib"), 2),
@@ -116,7 +117,7 @@ def steps_table(lines: Iterable[Line]) -> str:
                 _shown(line["gap"], 3),
             ]
         )
-    header = ["model", "policy", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
+    header = ["model", "policy", "commit", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
     return "\n\n".join([table(header, rows), *_notes(runs)])
 
 
@@ -148,26 +149,34 @@ def long_runs_table(lines: Iterable[Line]) -> str:
             parts = quarters["gpu_bytes"], quarters["host_bytes"]
             gpu, host = (" ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
             files = " ".join(str(count) for count in quarters["files"])
-            rows.append([line["shape"]["model"], _policy(line), line["steps_done"], steps, gpu, host, files])
-    return table(["model", "policy", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"], rows)
+            shape = line["shape"]
+            rows.append(
+                [shape["model"], _policy(line), shape["completion"], line["steps_done"], steps, gpu, host, files]
+            )
+    return table(["model", "policy", "completion", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"], rows)
 
 
 def ranks_table(lines: Iterable[Line]) -> str:
     """Steps of one global batch on one GPU and on several."""
-    runs = {line["shape"]["gpus"]: line for line in of_kind(lines, "ddp/step")}
-    one = runs.get(1)
+    found: dict[tuple[Any, ...], dict[int, Line]] = {}
+    for line in of_kind(lines, "ddp/step"):
+        shape = line["shape"]
+        batch = tuple(shape[name] for name in ("size", "prompts", "completion", "max_num_seqs"))
+        found.setdefault((*batch, line["commit"]), {})[shape["gpus"]] = line
     rows = [
         [
-            run["shape"]["size"],
+            *key,
             gpus,
             f"{run['median_s']:.2f}",
             *(f"{run['phases_s'][phase]:.2f}" for phase in ("rollout", "check", "train", "wait")),
-            _shown(one["median_s"] / run["median_s"] if one else None, 2),
+            _shown(runs[1]["median_s"] / run["median_s"] if 1 in runs else None, 2),
             " ".join(f"{reward:.4f}" for reward in run["curves"]["train/reward"]),
         ]
+        for key, runs in found.items()
         for gpus, run in sorted(runs.items())
     ]
-    return table(["model", "GPUs", "step, s", "rollout", "check", "train", "wait", "times one", "reward a step"], rows)
+    header = ["model", "prompts", "completion", "sequences at a time", "commit", "GPUs", "step, s"]
+    return table([*header, "rollout", "check", "train", "wait", "times one", "reward a step"], rows)
 
 
 def draw_steps(lines: Iterable[Line], path: Path) -> None:
@@ -175,7 +184,7 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = _whole_steps(lines)
-    names = [f"{run['shape']['model']} {_policy(run)}" for run in runs]
+    names = [f"{run['shape']['model']} {_policy(run)}, {run['commit']}" for run in runs]
     figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     left = [0.0] * len(runs)
