@@ -1,8 +1,8 @@
 """Schedules of Humming's kernels, with which vLLM multiplies by NVFP4 weights on Hopper, for decoding.
 
 Humming has a rule for its block sizes. For few tokens and a wide linear, as the fused gate and up of a block, wider and
-deeper blocks are faster (`docs/performance.md`, by `tests/bench/bench_schedules.py`). Only ``vllm_plugin`` imports this
-module.
+deeper blocks are faster, and for many tokens and a narrow linear smaller ones (`docs/performance.md`, by
+`tests/bench/bench_schedules.py`). Only ``vllm_plugin`` imports this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 
 HOPPER = 90
-WIDE, FEW = 16384, 32
+WIDE, FEW, MANY = 16384, 32, 256
+LARGEST = (128, 256, 64)  # blocks of the rule from 129 tokens on
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
@@ -25,11 +26,15 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
         inputs: of the linear.
         tokens: in the batch.
     """
-    if tokens > FEW or outputs < WIDE or outputs % 256 or inputs % 128:
-        return dict(config)
     block_tokens = config["block_shape"][0]
-    blocks = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64)}
-    return {**config, **blocks, "num_ctas_per_sm": 1}
+    if tokens <= FEW and outputs >= WIDE and outputs % 256 == inputs % 128 == 0:
+        blocks = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 1}
+    elif tokens <= MANY and inputs <= outputs < WIDE and tuple(config["block_shape"]) == LARGEST:
+        # Blocks of half the size, two of them on a multiprocessor: q/k/v and the attention's output have few.
+        blocks = {"block_shape": (block_tokens, 128, 64), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 2}
+    else:
+        blocks = {}
+    return {**config, **blocks}
 
 
 def install() -> None:

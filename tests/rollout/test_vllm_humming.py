@@ -11,6 +11,7 @@ import torch
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648), (320, 128)]
+LARGE = {"block_shape": (128, 256, 64), "warp_shape": (128, 32, 64), "num_stages": 4}
 RULE = {"block_shape": (8, 64, 64), "warp_shape": (8, 32, 64), "num_stages": 4, "num_ctas_per_sm": 2}
 
 
@@ -26,6 +27,17 @@ def test_blocks_divide_the_linear(shape, tokens):
     assert block_outputs % warp_outputs == block_inputs % warp_inputs == 0
     assert config["num_stages"] == RULE["num_stages"], "what is not changed is the rule's"
     assert before == RULE, "the rule's own table is left as it is"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [129, 256, 257])
+def test_narrow_linears_get_smaller_blocks_of_as_many_tokens(shape, tokens):
+    outputs, inputs = shape
+    config = decoding_schedule(LARGE, outputs=outputs, inputs=inputs, tokens=tokens)
+    if tokens > 256 or inputs > outputs or outputs > 16384:
+        assert config == LARGE
+    else:
+        assert config == {**LARGE, "block_shape": (128, 128, 64), "num_ctas_per_sm": 2}
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(37952, 3584, 8), (37888, 3616, 8), (37888, 3584, 33)])
@@ -48,7 +60,7 @@ def test_the_product_is_that_of_the_rule(shape):
     assert issubclass(ours, rule)
     config, tensors = random_linear(*shape)
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
-    for tokens in (1, 8, 17, 32, 64, 300):
+    for tokens in (1, 8, 17, 32, 64, 200, 256, 300):
         x = torch.randn(tokens, shape[1], device="cuda").bfloat16()
         found, expected = (
             multiply(config, tensors, chooser.get_config(config, tokens), locks, x).double() for chooser in (ours, rule)
