@@ -111,9 +111,8 @@ $methods
 Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
 repeats. The engine is the same with the adapter and without; `added` compares the medians. The roof is what the
 memory's bandwidth allows in decoding, which is compared with it without the prompts: a step reads every weight and
-every cached key and value once, and nothing else takes time. `two streams` computed x A^T beside the base
-(`VLLM_LORA_ENABLE_DUAL_STREAM=1`), and commit ee85c9d started Humming's kernels and the adapter's early: both gained
-nothing and were taken back. Lines from a7adfe9 on have the present scheduler.
+every cached key and value once, and nothing else takes time. Engines of one model and commit ran on one GPU, one after
+the other.
 
 $rollouts
 

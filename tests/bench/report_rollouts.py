@@ -28,21 +28,21 @@ def rollouts_table(lines: Iterable[Line]) -> str:
     found: dict[tuple[object, ...], dict[bool, Line]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        kernels = shape["engine"] + (", two streams" if shape.get("overlap") else "")
-        key = shape["model"], shape["base"], shape["kv"], shape["rank"], kernels, line["commit"], shape["sequences"]
+        names = "model", "base", "kv", "rank", "engine"
+        key = *(shape[name] for name in names), line["commit"], shape["sequences"]
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     rows = []
     for key, pair in found.items():
         model, base, *others = key
         dense = found.get((model, "bf16", *others)) if base != "bf16" else None
-        roof = pair[True].get("roof_per_s")
+        roof = pair[True]["roof_per_s"]
         rows.append(
             [
                 *key,
                 *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
                 _shown(pair[True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None, 2),
-                _shown(pair[True]["decoded_per_s"] / roof if roof else None, 2),
+                _shown(pair[True]["decoded_per_s"] / roof, 2),
             ]
         )
     header = ["model", "base", "cache", "rank", "adapter kernels", "commit", "sequences", "with adapter", "without"]
