@@ -37,8 +37,8 @@ class MismatchLedger(Callback):
     The engine scores the rows before the update and gets its noise back.
 
     Args:
-        num_rows: rows a rollout on each rank, spread evenly over it.
-        max_tokens: fewer rows, one at least, where those have more tokens than this: each is scored up to four times.
+        num_rows: rows a rollout, spread evenly over it; ranks share them, one at least on each.
+        max_tokens: fewer rows where those have more tokens than this: each is scored up to four times.
 
     Raises:
         ValueError: a value is less than 1.
@@ -57,7 +57,8 @@ class MismatchLedger(Callback):
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
-        rows = few_rows(experience.lengths, num_rows=self.num_rows, max_tokens=self.max_tokens)
+        count = ranks.num_ranks()
+        rows = few_rows(experience.lengths, num_rows=self.num_rows, max_tokens=self.max_tokens, num_ranks=count)
         self._tokens, self._sampled = (
             tensor[rows].to(pl_module.device) for tensor in (experience.tokens, experience.sampled)
         )
@@ -94,14 +95,16 @@ def spread(num_rows: int, num_chosen: int) -> Tensor:
     return torch.arange(num_chosen) * num_rows // num_chosen
 
 
-def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int) -> Tensor:
+def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
     """Indices of as many evenly spread rows as their tokens allow; one at least.
 
     Args:
-        lengths: [B] tokens of each row.
-        num_rows: at most.
-        max_tokens: in all.
+        lengths: [B] tokens of each row of this rank.
+        num_rows: of all ranks, at most.
+        max_tokens: of these rows.
+        num_ranks: that share both.
     """
+    num_rows, max_tokens = -(-num_rows // num_ranks), max_tokens // num_ranks
     fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
     return next((rows for rows in fitting if lengths[rows].sum() <= max_tokens), spread(len(lengths), 1))
 

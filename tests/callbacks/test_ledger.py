@@ -68,6 +68,12 @@ def test_long_rows_are_fewer_rows(max_tokens, expected):
     assert len(rows) == 1 or lengths[rows].sum() <= max_tokens
 
 
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, [0, 2, 4, 6]), (2, [0, 4]), (3, [0, 4]), (4, [0]), (9, [0])])
+def test_ranks_share_the_rows_and_their_tokens(num_ranks, expected):
+    lengths = torch.full((8,), 10)
+    assert few_rows(lengths, num_rows=4, max_tokens=60, num_ranks=num_ranks).tolist() == expected
+
+
 def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="num_rows is 0"):
         MismatchLedger(num_rows=0)
