@@ -16,6 +16,7 @@ from tests.bench.report_rollouts import (
     adapters_table,
     blocks_table,
     cards_table,
+    draw_rollouts,
     draw_steps,
     host_table,
     long_runs_table,
@@ -115,6 +116,8 @@ every cached key and value once, and nothing else takes time. Engines of one mod
 the other.
 
 $rollouts
+
+![Tokens a second of each sequence by their number, dotted without the adapter](rollout.png)
 
 What vLLM's scheduler and its output processor take of a step, and what they take with
 `qerl_pl/rollout/vllm_scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
@@ -295,6 +298,7 @@ def main() -> int:
             node_share=f"{linears['linears/bf16', large] / linears['linears/bf16+lora', large]:.2f}",
         )
     )
+    draw_rollouts(lines, PAGE.with_name("rollout.png"))
     draw_steps(lines, PAGE.with_name("step.png"))
     return 0
 

@@ -101,6 +101,22 @@ def test_more_than_one_adapter_is_left_to_vllm(cuda):
     assert type(kernels) is PunicaWrapperGPU
 
 
+def test_compiling_runs_every_kernel_and_changes_no_adapter(cuda, monkeypatch):
+    a, b = operands(1)[2:]
+    before = [matrix.clone() for matrix in (*a, *b)]
+    seen, add_lora = [], cuda.lora.add_lora
+
+    def watched(y: Tensor, *others: object) -> None:
+        add_lora(y, *others)
+        seen.append(len(y))
+        assert not y.any(), "no row has the adapter"
+
+    monkeypatch.setattr(cuda.lora, "add_lora", watched)
+    cuda.compile_kernels(a, b)
+    assert seen == cuda.lora.token_counts(48, SLICES, 8)
+    assert all(torch.equal(matrix, old) for matrix, old in zip((*a, *b), before, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_what_was_compiled_is_enough_for_any_number_of_tokens(cuda, monkeypatch):
