@@ -14,7 +14,8 @@ from qerl_pl.loop import Rollout, RolloutLoop
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.base import RolloutEngine, Sampling, checksum, expected_fingerprint
+from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
+from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import trained_norms
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.seeding import derive_seed
@@ -144,7 +145,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
     norms = [name for name in wrong if ".lora_" not in name]
     reasons = []
     if matrices:
-        zeros = {name: checksum(torch.zeros_like(tensor, dtype=policy.dtype)) for name, tensor in adapter.items()}
+        zeros = checksums({name: torch.zeros_like(tensor, dtype=policy.dtype) for name, tensor in adapter.items()})
         if all(name in before and held.get(name) == before[name] for name in matrices):
             reasons.append("it has the adapter of before the last update")
         elif all(held.get(name) == zeros.get(name) for name in matrices):

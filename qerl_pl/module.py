@@ -37,7 +37,8 @@ from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.rewards.base import WeightedReward, describe
-from qerl_pl.rollout.base import RolloutEngine, Sampling, checksum
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.seeding import derive_seed
@@ -377,7 +378,7 @@ class QeRLModule(LightningModule):
         """What the records of an evaluation are a function of, beside the prompts."""
         return {
             **self._identity,
-            "adapter": {name: checksum(tensor) for name, tensor in self.policy.adapter_state().items()},
+            "adapter": checksums(self.policy.adapter_state()),
             "sampling": asdict(self.val_sampling),
             "dtype": str(self.compute_dtype),
             "engine": type(self.engine).__qualname__,

@@ -1,8 +1,7 @@
-"""What a rollout engine is: the protocol, its settings, and the checksums that prove what it holds."""
+"""What a rollout engine is: the protocol, its settings, and what proves that it holds a policy."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from qerl_pl.rollout.checksums import checksums
 from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
@@ -123,12 +123,6 @@ class RolloutEngine(Protocol):
         ...
 
 
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes in row-major order, whatever its device, strides or dtype."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes())
-
-
 def expected_fingerprint(
     adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
 ) -> dict[str, int]:
@@ -141,10 +135,10 @@ def expected_fingerprint(
         scaling: LoRA's alpha / r (or alpha / sqrt r): engines fold it into B.
         dtype: the engine's compute dtype.
     """
-    found = {name: checksum(weight.to(dtype)) for name, weight in norms.items()}
+    due = {name: weight.to(dtype) for name, weight in norms.items()}
     for name, matrix in adapter.items():
         if "lora_A" in name:
-            found[name] = checksum(matrix.to(dtype))
+            due[name] = matrix.to(dtype)
         elif "lora_B" in name:
-            found[name] = checksum(matrix.to(dtype) * scaling)
-    return found
+            due[name] = matrix.to(dtype) * scaling
+    return checksums(due)

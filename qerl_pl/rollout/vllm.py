@@ -17,7 +17,8 @@ from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
-from qerl_pl.rollout.base import Sampling, checksum
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_process_group, preserved_rng, preserved_torch_settings
@@ -234,7 +235,7 @@ class VLLMEngine:
         known = self._policy.adapter_state() if self._running() else {}
         slots = self._call(vllm_worker.read_adapter, self._policy.peft_config.r)
         held = {name: matrix for name, matrix in slots.items() if name in known or matrix.any()}
-        return {name: checksum(tensor) for name, tensor in (held | self._call(vllm_worker.live_norms)).items()}
+        return checksums(held | self._call(vllm_worker.live_norms))
 
     def sleep(self) -> None:
         """Give back what ``sleep_level`` says. On a CPU there is nothing to give back."""
