@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
@@ -80,8 +81,15 @@ class Policy(nn.Module):
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The trained tensors by PEFT's names, fp32, detached views of the live parameters."""
-        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
-        return {name: tensor.detach() for name, tensor in state.items()}
+        return {name: module.get_parameter(leaf).detach() for name, (module, leaf) in self._trained.items()}
+
+    @cached_property
+    def _trained(self) -> dict[str, tuple[nn.Module, str]]:
+        """PEFT's names -> where the tensors are. PEFT walks several times over the whole model to tell."""
+        live = self.model.state_dict(keep_vars=True)
+        state = get_peft_model_state_dict(self.model, live, adapter_name=ADAPTER, save_embedding_layers=False)
+        places = {id(own): (module, leaf) for module in self.modules() for leaf, own in module._parameters.items()}
+        return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy an adapter in.
@@ -91,7 +99,8 @@ class Policy(nn.Module):
         """
         own = self.adapter_state()
         check_same_tensors(adapter, own)
-        set_peft_model_state_dict(self.model, dict(adapter), adapter_name=ADAPTER)
+        for name, tensor in adapter.items():
+            own[name].copy_(tensor)
 
     def norm_modules(self) -> dict[str, nn.Module]:
         """Both norms of every block, as they are in use (the trained copies where norms are trained)."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -132,6 +133,22 @@ def test_norm_weights_are_both_norms_of_each_block(base):
             for layer in range(2)
             for norm in ("input_layernorm", "post_attention_layernorm")
         )
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_the_adapter_has_pefts_names_and_is_the_live_one(base, train_norms):
+    policy = with_adapter(make_policy(base, train_norms=train_norms))
+    [first, *_] = [module for module in policy.modules() if isinstance(module, LoraLinear)]
+    matrix = first.lora_B["default"]
+    matrix.weight = nn.Parameter(torch.ones_like(matrix.get_parameter("weight")))  # after somebody has looked
+    pefts = get_peft_model_state_dict(policy.model)
+    state = policy.adapter_state()
+    assert list(state) == list(pefts)
+    assert all(torch.equal(tensor, pefts[name]) for name, tensor in state.items())
+    assert not any(tensor.requires_grad for tensor in state.values())
+    policy.load_adapter_state({name: tensor.double() + 1 for name, tensor in state.items()})
+    again = get_peft_model_state_dict(policy.model)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items()), "views of the live tensors"
 
 
 def test_an_adapter_that_does_not_fit_is_refused(base):
