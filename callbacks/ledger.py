@@ -80,7 +80,7 @@ class MismatchLedger(Callback):
         self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
     def _trainer(self, pl_module: QeRLModule) -> Tensor:
-        limit = pl_module.longest_row  # beside the awake engine, so no more than a pass needs
+        limit = pl_module.checked_tokens
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:

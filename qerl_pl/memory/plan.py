@@ -110,7 +110,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
         slot_rank=rank,
     )
     state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager)
-    checked = parts.forward_only(shape, run.longest_row, run.itemsize)
+    checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
     slots = run.itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = shape.engine_linear_bytes + shape.other_bytes + (0 if run.shared_embeddings else shape.embedding_bytes)
     return {
@@ -128,7 +128,7 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     logits = 3 * 4 * rows * shape.vocabulary
     prompts = parts.forward_only(shape, rows * run.prompt_tokens, run.itemsize)
-    checked = parts.forward_only(shape, run.longest_row, run.itemsize)
+    checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
     return {
         "KV cache": _at(cache + cache // shape.num_layers, "rollout"),
         "engine's passes": _at(max(logits, prompts, checked), "rollout"),

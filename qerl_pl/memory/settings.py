@@ -8,6 +8,8 @@ from qerl_pl.policy.lora import PROJECTIONS
 
 DEFAULT_BATCHED_TOKENS = 8192
 """Tokens in one forward pass of vLLM on a GPU, where nothing else is said: enough to keep it busy."""
+CHECKED_TOKENS = 4096
+"""Tokens in a pass of the trainer without gradients, where rows are shorter: less than what the engine's own take."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class RunMemory:
     def longest_row(self) -> int:
         """Tokens of the longest row that is trained on."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def checked_tokens(self) -> int:
+        """Tokens of a pass without gradients while the engine is awake."""
+        return min(max(self.longest_row, CHECKED_TOKENS), self.rows * self.longest_row)
 
     @property
     def max_model_len(self) -> int:

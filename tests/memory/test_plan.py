@@ -149,3 +149,15 @@ def test_eight_bit_optimizers_are_known_by_name():
 def test_every_shape_of_the_benchmarks_can_be_planned_without_a_checkpoint():
     for name in SIZES:
         assert fitted(config_shape(model_config(name), NVFP4, torch.bfloat16), PAPER, 80 * GIB).peak > GIB
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_short_rows_are_checked_together_in_what_the_engine_needs_anyway(size):
+    long, short = (
+        plan(SHAPES[size], replace(HALVES, completion_tokens=tokens, engine=EngineMemory(kv_cache_bytes=GIB)))
+        for tokens in (4096 - 100, 412)
+    )
+    assert short.run.checked_tokens == long.run.checked_tokens == 4096
+    assert replace(HALVES, rows=2).checked_tokens == 2 * 512, "a whole rollout"
+    assert short.parts["engine's passes"] == long.parts["engine's passes"]
+    assert short.parts["engine's passes"]["rollout"] == short.parts["engine's passes"]["start"]
