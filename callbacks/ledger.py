@@ -12,6 +12,7 @@ from torch import Tensor
 from qerl_pl import ranks
 from qerl_pl.correction import mismatch
 from qerl_pl.loop import Rollout
+from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
@@ -80,7 +81,7 @@ class MismatchLedger(Callback):
         self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
     def _trainer(self, pl_module: QeRLModule) -> Tensor:
-        limit = pl_module.checked_tokens
+        limit = check_limit(pl_module.longest_row)
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:

@@ -28,7 +28,7 @@ from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.plan import Plan
-from qerl_pl.memory.settings import CHECKED_TOKENS, RunMemory, state_bytes
+from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
@@ -155,8 +155,6 @@ class QeRLModule(LightningModule):
         self.max_model_len = max_prompt_tokens + max(sampling.max_tokens, self.val_sampling.max_tokens)
         self.longest_row = max_prompt_tokens + sampling.max_tokens
         """Tokens of the longest row that may be trained on."""
-        self.checked_tokens = max(CHECKED_TOKENS, self.longest_row)
-        """Tokens of a pass without gradients while the engine is awake."""
         if micro_batch_tokens is not None and self.longest_row > micro_batch_tokens:
             raise ValueError(
                 f"a prompt of {max_prompt_tokens} and a completion of {sampling.max_tokens} tokens are "

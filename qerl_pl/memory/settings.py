@@ -9,7 +9,7 @@ from qerl_pl.policy.lora import PROJECTIONS
 DEFAULT_BATCHED_TOKENS = 8192
 """Tokens in one forward pass of vLLM on a GPU, where nothing else is said: enough to keep it busy."""
 CHECKED_TOKENS = 4096
-"""Tokens in a pass of the trainer without gradients, where rows are shorter: less than what the engine's own take."""
+"""Tokens that a pass of the trainer without gradients may have: they take less than the engine's own passes."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,18 @@ class RunMemory:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of a pass without gradients while the engine is awake."""
-        return min(max(self.longest_row, CHECKED_TOKENS), self.rows * self.longest_row)
+        """Tokens of the largest pass without gradients while the engine is awake."""
+        return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence that is ever sampled."""
         return self.prompt_tokens + max(self.completion_tokens, self.evaluation_tokens)
+
+
+def check_limit(longest_row: int) -> int:
+    """Most tokens of a pass without gradients while the engine is awake; a row is never cut."""
+    return max(longest_row, CHECKED_TOKENS)
 
 
 def state_bytes(optimizer: str) -> int:

@@ -185,22 +185,21 @@ def draw_rollouts(lines: Iterable[Line], path: Path) -> None:
     """Tokens a second of each sequence by their number, a panel a model; dotted without the adapter."""
     from matplotlib.figure import Figure
 
-    panels: dict[str, dict[tuple[str, bool], list[Line]]] = {}
+    panels: dict[str, dict[tuple[str, bool], dict[int, float]]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
         if shape["rank"] == RANK and shape["engine"] == "ours" and shape["kv"] == "auto":
             curves = panels.setdefault(shape["model"], {})
-            curves.setdefault((shape["base"], shape["adapter"] != "none"), []).append(line)
+            rates = curves.setdefault((shape["base"], shape["adapter"] != "none"), {})
+            rates[shape["sequences"]] = line["tokens_per_s"] / shape["sequences"]  # of several lines, the last
     figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
     for panel, (model, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for (base, adapter), found in sorted(curves.items()):
-            points = {line["shape"]["sequences"]: line for line in found}  # of several, the last
-            rates = [points[count]["tokens_per_s"] / count for count in sorted(points)]
+        for (base, adapter), rates in curves.items():
             style, label = ("o-", f"{base} + LoRA") if adapter else ("o:", None)
-            panel.plot(sorted(points), rates, style, color=COLORS[base], label=label, ms=3)
+            panel.plot(*zip(*sorted(rates.items()), strict=True), style, color=COLORS[base], label=label, ms=3)
         panel.set(title=model, xscale="log", xlabel="sequences")
         panel.set_ylim(bottom=0)
-        panel.set_xticks([1, 8, 32, 64, 128, 256], ["1", "8", "32", "64", "128", "256"], minor=False)
+        panel.set_xticks([1, 8, 32, 64, 128, 256], ["1", "8", "32", "64", "128", "256"])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
         panel.legend()

@@ -12,6 +12,7 @@ KERNELS = "qerl_pl.kernels.lora"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bits of bf16 as if they were integers; on a GPU, fp32 is rounded to tf32.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+REAL = [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))]  # inputs and widths of fused linears
 WIDTHS = [(40,), (33, 33), (70, 20, 9)]  # one linear, gate/up, q/k/v
 
 
@@ -101,7 +102,7 @@ def test_no_token_with_the_adapter_changes_nothing(kernels):
     assert torch.equal(y.view(torch.int16), problem.y.view(torch.int16))
 
 
-@pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))], ids=str)
+@pytest.mark.parametrize("size", REAL, ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 1023])
 def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
     inputs, widths = size
@@ -114,7 +115,7 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
         assert expand.tokens * expand.columns <= 64 * 256  # registers
 
 
-@pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))], ids=str)
+@pytest.mark.parametrize("size", REAL, ids=str)
 @pytest.mark.parametrize("rank", [8, 64])
 def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
     inputs, widths = size

@@ -122,13 +122,11 @@ def test_compiling_runs_every_kernel_and_changes_no_adapter(cuda, monkeypatch):
 def test_what_was_compiled_is_enough_for_any_number_of_tokens(cuda, monkeypatch):
     from triton import knobs
 
-    a, b = (tuple(matrix.cuda() for matrix in matrices) for matrices in operands(1)[2:])
+    y, x, a, b = operands(1100)
+    indices, no_lora = torch.zeros(1100, dtype=torch.int64, device=DEVICE), torch.tensor([False])
     cuda.compile_kernels(a, b)
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
     for num_tokens in range(1, 1100):
-        y, x, _, _ = operands(num_tokens)
-        cuda.add_lora(
-            y, x, [*a], [*b], torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE), torch.tensor([False])
-        )
+        cuda.add_lora(y[:num_tokens], x[:num_tokens], [*a], [*b], indices, no_lora)
     assert not compiled
