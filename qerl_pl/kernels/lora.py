@@ -3,8 +3,8 @@
 A linear that vLLM fused (q/k/v, gate/up) has up to three slices of its output, each with an A and a B of its own, and
 one launch serves them all. The matrices are small (1 MB where the base has 70), so time goes into latency, not work:
 ``shrink`` splits K over the whole GPU and writes one fp32 sum a split, ``expand`` adds the splits up in a fixed order
-(no atomics: equal inputs give equal bits). Both are launched early (``launch``) and load A or B while the kernel before
-still runs. Where there is more work than that, many tokens or a high rank, cuBLAS is faster.
+(no atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic
+dependent launch). Where there is more work than that, many tokens or a high rank, cuBLAS is faster.
 
 Block sizes follow a written rule, as nothing may be tried out while a CUDA graph is captured. They are powers of 2, or
 made of some: each one that is new is compiled, which takes longer than the whole rollout in which that would happen.
@@ -16,7 +16,8 @@ T tokens, K inputs, N outputs of which a slice has n, R rank.
 # Triton's launch options, scalars and static_range are not in its type hints.
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-
-from qerl_pl.kernels.launch import launch_options
 
 MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # from here on cuBLAS
 PROGRAMS = 128  # about one for each multiprocessor
@@ -134,8 +133,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], blocks: ShrinkBlocks | None = None, *
         x: [T, K]; rows may lie apart.
         a: one [R, K] for each slice, contiguous.
         blocks: None follows the rule.
-        early: where the GPU can, start before the kernel that was launched last has ended, and wait for it with A at
-            hand.
+        early: where the GPU can, start before the kernel that was launched last has ended.
 
     Returns:
         [slices, splits, T, R] fp32.
@@ -160,7 +158,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], blocks: ShrinkBlocks | None = None, *
         BLOCK_R=blocks.rank,
         BLOCK_K=blocks.depth,
         num_stages=blocks.stages,
-        **launch_options(x, blocks.warps, early=early),
+        **_options(x, blocks.warps, early=early),
     )
     return partials
 
@@ -206,7 +204,7 @@ def expand(
         BLOCK_T=blocks.tokens,
         BLOCK_R=_power_of_2(rank),
         BLOCK_N=blocks.columns,
-        **launch_options(y, blocks.warps, early=early),
+        **_options(y, blocks.warps, early=early),
     )
 
 
@@ -220,6 +218,16 @@ def _power_of_2(size: int) -> int:
 
 def _power_of_2_below(size: int) -> int:
     return 1 << max(0, size.bit_length() - 1)
+
+
+def _options(tensor: Tensor, warps: int, *, early: bool) -> Mapping[str, int]:
+    early = early and tensor.is_cuda and _can_start_early(tensor.device)
+    return {"num_warps": warps, "EARLY": early} | ({"launch_pdl": True} if early else {})
+
+
+@cache
+def _can_start_early(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -250,21 +258,19 @@ def _shrink_kernel(
     a = _pick(slice, a0, a1, a2)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) % rank_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_x, in_a = (t < num_tokens)[:, None], (r < RANK)[None, :]
-    k = split * CHUNK + tl.arange(0, BLOCK_K)
-    a_tile = tl.load(a + r[None, :] * K + k[:, None], mask=in_a & (k < K)[:, None], other=0.0)
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # before anything that an earlier kernel wrote is read
         tl.extra.cuda.gdc_launch_dependents()
-    x_tile = tl.load(x + t[:, None] * x_stride + k[None, :], mask=in_x & (k < K)[None, :], other=0.0)
-    total = tl.dot(x_tile, a_tile)
-    for start in range(BLOCK_K, CHUNK, BLOCK_K):
+    total = tl.full([BLOCK_T, BLOCK_R], 0.0, tl.float32)
+    for start in range(0, CHUNK, BLOCK_K):
         k = split * CHUNK + start + tl.arange(0, BLOCK_K)
-        x_tile = tl.load(x + t[:, None] * x_stride + k[None, :], mask=in_x & (k < K)[None, :], other=0.0)
-        a_tile = tl.load(a + r[None, :] * K + k[:, None], mask=in_a & (k < K)[:, None], other=0.0)
+        x_tile = tl.load(
+            x + t[:, None] * x_stride + k[None, :], mask=(t < num_tokens)[:, None] & (k < K)[None, :], other=0.0
+        )
+        a_tile = tl.load(a + r[None, :] * K + k[:, None], mask=(r < RANK)[None, :] & (k < K)[:, None], other=0.0)
         total = tl.dot(x_tile, a_tile, total)
     row = (slice * tl.num_programs(0) + split) * num_tokens + t
-    tl.store(partials + row[:, None] * RANK + r[None, :], total, mask=in_x & in_a)
+    tl.store(partials + row[:, None] * RANK + r[None, :], total, mask=(t < num_tokens)[:, None] & (r < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -303,7 +309,6 @@ def _expand_kernel(
     with_adapter = tl.load(indices + t, mask=t < num_tokens, other=-1) >= 0
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     out = y + t[:, None] * y_stride + _pick(slice, 0, n0, n0 + n1)
     inside = with_adapter[:, None] & (n < width)[None, :]
     y_tile = tl.load(out + n[None, :], mask=inside, other=0.0)

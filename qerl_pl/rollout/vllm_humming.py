@@ -45,15 +45,14 @@ def install() -> None:
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
 
     class Schedules(rule):
-        """Humming's rule with ``decoding_schedule`` on top and an early launch, for dense linears."""
+        """Humming's rule with ``decoding_schedule`` on top, for dense linears."""
 
         @classmethod
         def get_config(cls, layer_config: Any, shape_m: int, *args: Any, **more: Any) -> dict[str, Any]:
             config = super().get_config(layer_config, shape_m, *args, **more)
             if layer_config.a_dtype.num_bits != 16 or layer_config.b_dtype.num_bits != 4 or layer_config.num_experts:
                 return config
-            shape = {"outputs": layer_config.shape_n, "inputs": layer_config.shape_k, "tokens": shape_m}
-            return {**decoding_schedule(config, **shape), "use_pdl": True}  # launched early
+            return decoding_schedule(config, outputs=layer_config.shape_n, inputs=layer_config.shape_k, tokens=shape_m)
 
     if tune.heuristics_map[HOPPER] is rule:
         tune.heuristics_map[HOPPER] = Schedules

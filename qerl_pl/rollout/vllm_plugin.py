@@ -1,15 +1,15 @@
 """vLLM's entry point for this project (group ``vllm.general_plugins``): what its CPU and CUDA platforms lack.
 
 vLLM calls ``register`` in each of its processes when the package is installed; the engine calls it too, because an
-entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda``, ``vllm_block``,
-``vllm_humming`` and ``vllm_sampler``, which are imported where they are needed.
+entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda``, ``vllm_humming`` and
+``vllm_sampler``, which are imported where they are needed.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Add fast adapters to vLLM; on a CPU NVFP4 with 16-bit activations; on CUDA other fast kernels and schedules.
+    """Add fast adapters to vLLM; on a CPU NVFP4 with 16-bit activations; on CUDA fast log-probabilities and schedules.
 
     A second call changes nothing.
 
@@ -30,10 +30,10 @@ def register() -> None:
 
         register_quantization_config("compressed-tensors")(NVFP4Config)
     else:
-        from qerl_pl.rollout import vllm_block, vllm_humming, vllm_sampler
+        from qerl_pl.rollout import vllm_humming, vllm_sampler
 
-        for part in (vllm_block, vllm_humming, vllm_sampler):
-            part.install()
+        vllm_humming.install()
+        vllm_sampler.install()
     # The platform names its adapter kernels in this method; it is the only place that vLLM asks.
     platform = type(current_platform)
     platform.get_punica_wrapper = classmethod(lambda cls: wrapper)  # pyright: ignore[reportAttributeAccessIssue]

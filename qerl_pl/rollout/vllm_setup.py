@@ -94,7 +94,7 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "max_loras": 1,
         "lora_target_modules": sorted(targets),
         # A cached graph of plain vLLM would call its own kernels and expect Humming's own table of schedules.
-        "additional_config": {"kernels": "qerl_pl"},
+        "additional_config": {"adapter_kernels": "qerl_pl", "humming_schedules": "qerl_pl"},
         "scheduler_cls": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
@@ -192,12 +192,9 @@ def gpu_arguments(
     With a cache of given size vLLM uses its share of the GPU's memory for nothing, but refuses to start if less than
     that share is free.
     """
-    from qerl_pl.rollout.vllm_block import PRIORITY
-
     free, _total = torch.cuda.mem_get_info()
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
     return {
-        "ir_op_priority": PRIORITY,
         "kv_cache_memory_bytes": min(wanted, free // 2),
         "gpu_memory_utilization": UNUSED_SHARE,
         "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
