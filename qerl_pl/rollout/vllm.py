@@ -44,7 +44,8 @@ class VLLMEngine:
     Greedy completions come with log-probabilities at temperature 1.
 
     Cached prefixes live within one call. So a changed adapter or norm never meets a stale prefix, and equal arguments
-    give equal tokens whatever ran before.
+    give equal tokens whatever ran before. NVFP4 on Hopper is the exception: Humming, which multiplies there, adds
+    partial sums up in any order, and where two tokens are about as likely the other one may be sampled.
 
     Args:
         dtype: compute dtype; "auto" is the policy's.

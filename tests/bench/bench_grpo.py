@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
     command = [sys.executable, "train.py", "fit", "-c", str(config)]
     start = time.perf_counter()
-    with peak_memory() as peak, capped(args.cap):
+    with capped(args.cap), peak_memory() as peak:
         process = subprocess.Popen(command, stdout=sys.stderr, env=child_environment())
         usage = follow(process, args.limit)
     total_s = time.perf_counter() - start

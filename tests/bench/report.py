@@ -19,6 +19,7 @@ from tests.bench.report_rollouts import (
     draw_rollouts,
     draw_steps,
     host_table,
+    layers_table,
     long_runs_table,
     methods_table,
     of_kind,
@@ -143,6 +144,19 @@ Humming's kernels for the fused linears of a 7B block, in microseconds: by its o
 `qerl_pl/rollout/vllm_humming.py` where that differs.
 
 $schedules
+
+Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`): `ours`
+is what the engine runs, `none` has no adapter. `late` starts no kernel before the last one has ended, `beside` computes
+x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to cuBLAS; the others have
+other blocks than the rule's.
+
+$layers
+
+What launching every kernel of a layer early did, norms and the gate too (commit 7e474b8, taken back): linears alone
+gain (`none-early`), and adapters lose more (`all-early` against `ours`), as their programs wait on multiprocessors that
+the base still needs. Humming adds partial sums up in any order: none of these repeats the bits of its last run.
+
+$early
 
 ## Whole steps
 
@@ -284,6 +298,8 @@ def main() -> int:
             rollouts=rollouts_table(lines),
             adapters=adapters_table(lines),
             schedules=schedules_table(lines),
+            layers=layers_table(lines, "layer"),
+            early=layers_table(lines, "layer-early"),
             blocks=blocks_table(lines),
             host=host_table(lines),
             profiles=profiles(lines),

@@ -102,24 +102,46 @@ def schedules_table(lines: Iterable[Line]) -> str:
     return table(["linear", *(f"{size} tokens" for size in sizes)], rows)
 
 
+def layers_table(lines: Iterable[Line], kind: str) -> str:
+    """Microseconds of a layer by who computes it, a column a model and number of tokens."""
+    found = _variants(lines, f"{kind}/", "median_s", "model", "tokens")
+    names = dict.fromkeys(name for times in found.values() for name in times)
+    rows = [
+        [name, *(_shown(1e6 * times[name] if name in times else None, 1) for times in found.values())] for name in names
+    ]
+    return table(["us a layer", *(f"{model}, {tokens} tokens" for model, tokens in found)], rows)
+
+
 def steps_table(lines: Iterable[Line]) -> str:
     """Seconds of whole steps by phase, and their memory; TRL's have no check and no plan."""
     runs, rows = _whole_steps(lines), []
+    dense = {_setting(line): line["spread_s"][0] for line in runs if line["shape"].get("base") == "bf16"}
     for line in runs:
-        memory = line["logged"]
+        memory, base = line["logged"], dense.get(_setting(line))
         rows.append(
             [
                 line["shape"]["model"],
                 _policy(line),
                 line["commit"],
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
+                _shown(base / line["spread_s"][0] if base else None, 2),
                 *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
                 _shown(memory.get("peak_gib"), 2),
                 _shown(memory.get("predicted_peak_gib"), 2),
                 _shown(line["gap"], 3),
             ]
         )
-    header = ["model", "policy", "commit", "step, s (range)", *PHASES, "peak, GiB", "predicted", "gap, nats"]
+    header = [
+        "model",
+        "policy",
+        "commit",
+        "step, s (range)",
+        "speed, bf16 is 1",
+        *PHASES,
+        "peak, GiB",
+        "predicted",
+        "gap, nats",
+    ]
     return "\n\n".join([table(header, rows), *_notes(runs)])
 
 
@@ -208,11 +230,11 @@ def draw_rollouts(lines: Iterable[Line], path: Path) -> None:
 
 
 def draw_steps(lines: Iterable[Line], path: Path) -> None:
-    """Stacked phases beside memory, a bar a run."""
+    """Stacked phases of runs on whole cards; beside them memory, small cards too. A bar a run."""
     from matplotlib.figure import Figure
 
     runs = _whole_steps(lines)
-    names = [f"{run['shape']['model']} {_policy(run)}, {run['commit']}" for run in runs]
+    names = [_bar(run) for run in runs]
     figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     left = [0.0] * len(runs)
@@ -222,13 +244,20 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
         left = [start + value for start, value in zip(left, values, strict=True)]
     seconds.set_xlabel("seconds a step")
     figure.legend(*seconds.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES), fontsize="small")
-    places = range(len(runs))
+    held = [run for run in of_kind(lines, "grpo/") if "peak_gib" in run.get("logged", {})]
+    places = range(len(held))
     for name, key, shift in (("predicted", "predicted_peak_gib", 0.2), ("measured", "peak_gib", -0.2)):
-        memory.barh([place + shift for place in places], [run["logged"].get(key, 0) for run in runs], 0.4, label=name)
-    memory.set_yticks(list(places), names)
+        memory.barh([place + shift for place in places], [run["logged"].get(key, 0) for run in held], 0.4, label=name)
+    memory.set_yticks(list(places), [_bar(run) for run in held])
     memory.set_xlabel("GiB of the GPU, at most")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def _bar(run: Line) -> str:
+    cap = run["shape"].get("cap")
+    card = f"{cap:g} GiB card" if cap else run["commit"]
+    return f"{run['shape']['model']} {_policy(run)}, {card}"
 
 
 def of_kind(lines: Iterable[Line], kind: str) -> list[Line]:
@@ -260,6 +289,10 @@ def _whole_steps(lines: Iterable[Line]) -> list[Line]:
         for line in of_kind(lines, "grpo/")
         if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
     ]
+
+
+def _setting(line: Line) -> tuple[object, ...]:
+    return line["commit"], *(line["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
 
 
 def _notes(runs: Iterable[Line]) -> list[str]:
