@@ -114,14 +114,14 @@ def layers_table(lines: Iterable[Line], kind: str) -> str:
 
 def steps_table(lines: Iterable[Line]) -> str:
     """Seconds of whole steps by phase, and their memory; TRL's have no check and no plan."""
-    runs, rows = _whole_steps(lines), []
+    runs, rows = whole_steps(lines), []
     dense = {_setting(line): line["spread_s"][0] for line in runs if line["shape"].get("base") == "bf16"}
     for line in runs:
         memory, base = line["logged"], dense.get(_setting(line))
         rows.append(
             [
                 line["shape"]["model"],
-                _policy(line),
+                policy(line),
                 line["commit"],
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
                 _shown(base / line["spread_s"][0] if base else None, 2),
@@ -150,7 +150,7 @@ def cards_table(lines: Iterable[Line]) -> str:
     rows = [
         [
             line["shape"]["model"],
-            _policy(line),
+            policy(line),
             f"{line['shape']['cap']:g}",
             line["shape"]["completion"],
             line["steps_done"],
@@ -175,7 +175,7 @@ def long_runs_table(lines: Iterable[Line]) -> str:
             files = " ".join(str(count) for count in quarters["files"])
             shape = line["shape"]
             rows.append(
-                [shape["model"], _policy(line), shape["completion"], line["steps_done"], steps, gpu, host, files]
+                [shape["model"], policy(line), shape["completion"], line["steps_done"], steps, gpu, host, files]
             )
     return table(["model", "policy", "completion", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"], rows)
 
@@ -233,7 +233,7 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
     """Stacked phases of runs on whole cards; beside them memory, small cards too. A bar a run."""
     from matplotlib.figure import Figure
 
-    runs = _whole_steps(lines)
+    runs = whole_steps(lines)
     names = [_bar(run) for run in runs]
     figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
@@ -257,7 +257,7 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
 def _bar(run: Line) -> str:
     cap = run["shape"].get("cap")
     card = f"{cap:g} GiB card" if cap else run["commit"]
-    return f"{run['shape']['model']} {_policy(run)}, {card}"
+    return f"{run['shape']['model']} {policy(run)}, {card}"
 
 
 def of_kind(lines: Iterable[Line], kind: str) -> list[Line]:
@@ -282,7 +282,7 @@ def _variants(lines: Iterable[Line], kind: str, value: str, *fields: str) -> dic
     return found
 
 
-def _whole_steps(lines: Iterable[Line]) -> list[Line]:
+def whole_steps(lines: Iterable[Line]) -> list[Line]:
     """Those of whole cards with a step beside the first (a run of TRL that is stopped has a line too); no long runs."""
     return [
         line
@@ -310,7 +310,7 @@ def _shown(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _policy(line: Line) -> str:
+def policy(line: Line) -> str:
     shape = line["shape"]
     if line["name"] == "grpo/trl":
         return "TRL, bf16 + LoRA" + (", sleep" if shape["sleep"] else "") + (", no vLLM" if shape["no_vllm"] else "")
