@@ -165,16 +165,17 @@ other blocks than the rule's.
 $layers
 
 What launching every kernel of a layer early did, norms and the gate too (commit 7e474b8, taken back): linears alone
-gain (`none-early`), and adapters lose more (`all-early` against `ours`), as their programs wait on multiprocessors that
-the base still needs. Humming adds partial sums up in any order: none of these repeats the bits of its last run.
+gain (`none-early`), and adapters lose more (`all-early` against `ours`), probably because their programs wait on
+multiprocessors that the base still needs. Humming adds partial sums up in any order: none of these repeats the bits of
+its last run.
 
 $early
 
 ## Whole steps
 
 One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
-medians of the steps after the first. `check` is what the canary and the ledger take. Memory is all that the run takes
-of the GPU, and what the plan said before it was started.
+medians of the steps after the first; speeds compare the fastest of them. `check` is what the canary and the ledger
+take. Memory is all that the run takes of the GPU, and what the plan said before it was started.
 
 $steps
 
