@@ -16,7 +16,7 @@ from torch import distributed as dist
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
-from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
+from qerl_pl.rollout import vllm_humming, vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
@@ -133,6 +133,8 @@ class VLLMEngine:
                 arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
             if not self._on_cpu:
                 vllm_setup.check_fused_scales(policy.base)
+                if policy.packed_format is not None:
+                    vllm_humming.load_operators()
             self._group_is_ours = not dist.is_initialized()
             try:
                 with vllm_setup.among_ranks() as more:

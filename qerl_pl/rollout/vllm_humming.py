@@ -2,7 +2,7 @@
 
 Humming has a rule for its block sizes. For few tokens and a wide linear, as the fused gate and up of a block, wider and
 deeper blocks are faster, and for many tokens and a narrow linear smaller ones (`docs/performance.md`, by
-`tests/bench/bench_schedules.py`). Only ``vllm_plugin`` imports this module.
+`tests/bench/bench_schedules.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 HOPPER = 90
 WIDE, FEW, MANY = 16384, 32, 256
@@ -56,3 +58,12 @@ def install() -> None:
 
     if tune.heuristics_map[HOPPER] is rule:
         tune.heuristics_map[HOPPER] = Schedules
+
+
+def load_operators() -> None:
+    """Register Humming's operators where vLLM uses them; a graph that it loads from its cache calls them by name.
+
+    Humming itself does so when it first makes a kernel, which is too late: vLLM would compile the graph again.
+    """
+    if find_spec("humming") is not None and torch.cuda.get_device_capability() == divmod(HOPPER, 10):
+        import_module("humming.ops.utils").init_humming_launcher()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -83,3 +87,23 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
             sampled[:, len(prompt) :] = True
             own = policy.token_stats(row, sampled, temperature=1.0).logprobs[0, len(prompt) :]
             torch.testing.assert_close(torch.tensor(completion.logprobs), own.detach().cpu(), atol=0.1, rtol=0.1)
+
+
+STARTED = """
+import sys
+import torch
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy
+
+engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=8)
+engine.start(make_policy(sys.argv[1], dtype=torch.bfloat16).cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_takes_the_graph_that_the_first_compiled(checkpoints, tmp_path):
+    folders = {"VLLM_CACHE_ROOT": str(tmp_path), "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
+    for more in ({}, {"VLLM_FORCE_AOT_LOAD": "1"}):  # where it is set, a graph that cannot be loaded is an error
+        command = [sys.executable, "-c", STARTED, str(checkpoints["nvfp4"])]
+        subprocess.run(command, env={**os.environ, **folders, **more}, check=True)

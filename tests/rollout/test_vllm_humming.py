@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from qerl_pl.rollout import vllm_humming
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648), (320, 128)]
@@ -43,6 +45,19 @@ def test_narrow_linears_get_smaller_blocks_of_as_many_tokens(shape, tokens):
 @pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(37952, 3584, 8), (37888, 3616, 8), (37888, 3584, 33)])
 def test_what_is_not_wide_even_and_small_keeps_the_rules_blocks(outputs, inputs, tokens):
     assert decoding_schedule(RULE, outputs=outputs, inputs=inputs, tokens=tokens) == RULE
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed"), [((9, 0), True), ((9, 0), False), ((8, 0), True), ((10, 0), True)]
+)
+def test_operators_are_loaded_where_humming_multiplies(monkeypatch, capability, installed):
+    loaded = []
+    operators = SimpleNamespace(init_humming_launcher=lambda: loaded.append("humming"))
+    monkeypatch.setattr(vllm_humming, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(vllm_humming, "import_module", lambda name: {"humming.ops.utils": operators}[name])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    vllm_humming.load_operators()
+    assert loaded == ["humming"] * (capability == (9, 0) and installed)
 
 
 @pytest.mark.gpu
