@@ -157,10 +157,10 @@ Humming's kernels for the fused linears of a 7B block, in microseconds: by its o
 
 $schedules
 
-Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`): `ours`
-is what the engine runs, `none` has no adapter. `late` starts no kernel before the last one has ended, `beside` computes
-x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to cuBLAS; the others have
-other blocks than the rule's.
+Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`, before
+it had tanh where norms would be): `ours` is what the engine runs, `none` has no adapter. `late` starts no kernel before
+the last one has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul`
+leaves adapters to cuBLAS; the others have other blocks than the rule's.
 
 $layers
 
