@@ -133,7 +133,7 @@ class VLLMEngine:
                 arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
             if not self._on_cpu:
                 vllm_setup.check_fused_scales(policy.base)
-                if policy.packed_format is not None:
+                if policy.packed_format is not None and not unpacked:
                     vllm_humming.load_operators()
             self._group_is_ours = not dist.is_initialized()
             try:

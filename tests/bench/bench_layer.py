@@ -24,7 +24,7 @@ from qerl_pl.kernels import lora
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 from tests.bench.bench_rollout_lora import FUSED
 from tests.bench.bench_schedules import LOCKS, multiply, random_linear
-from tests.bench.harness import RANK, emit, linear_shapes, timed
+from tests.bench.harness import RANK, captured, emit, linear_shapes, timed
 
 REPLAYS = 8
 Add = Callable[["Linear", Tensor, Tensor], Tensor]
@@ -125,20 +125,6 @@ def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Te
     return x
 
 
-def captured(run: Callable[[], Tensor]) -> Callable[[], None]:
-    """In a CUDA graph, several replays a call."""
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def replay() -> None:
-        for _ in range(REPLAYS):
-            graph.replay()
-
-    return replay
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -156,8 +142,8 @@ def main(argv: list[str] | None = None) -> None:
         x = torch.randn(tokens, linear_shapes(args.size)["q_proj"][1], device="cuda").bfloat16()
         indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
         runs = {name: captured(partial(decode, layers, add, x, indices)) for name, add in variants().items()}
-        for name, seconds in timed(runs, repeats=args.repeats).items():
-            each = [second / (REPLAYS * args.layers) for second in seconds]
+        for name, seconds in timed(runs, repeats=args.repeats, inner=REPLAYS).items():
+            each = [second / args.layers for second in seconds]
             emit(f"layer/{name}", {"model": args.size, "tokens": tokens, "layers": args.layers}, "bfloat16", each)
 
 

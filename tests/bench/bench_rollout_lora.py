@@ -24,7 +24,7 @@ from triton import cdiv
 from triton.runtime.errors import OutOfResources
 
 from qerl_pl.kernels import lora
-from tests.bench.harness import RANK, check, emit, linear_shapes, relative_error, timed
+from tests.bench.harness import RANK, captured, check, emit, linear_shapes, relative_error, timed
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float16)  # Triton interprets no bf16
@@ -99,7 +99,7 @@ def plain(add: Add | None, linear: Linear, x: Tensor) -> Tensor:
     return y
 
 
-def captured(run: Callable[[Linear, Tensor], Tensor], linears: Sequence[Linear], num_tokens: int) -> Callable[[], None]:
+def decode(run: Callable[[Linear, Tensor], Tensor], linears: Sequence[Linear], num_tokens: int) -> Callable[[], object]:
     """All linears in one CUDA graph; without a GPU, one after another."""
     inputs = {cols: activations(num_tokens, cols) for cols in {linear.weight.shape[1] for linear in linears}}
 
@@ -107,13 +107,7 @@ def captured(run: Callable[[Linear, Tensor], Tensor], linears: Sequence[Linear],
         for linear in linears:
             run(linear, inputs[linear.weight.shape[1]])
 
-    if not HAS_GPU:
-        return step
-    step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return captured(step)
 
 
 def activations(num_tokens: int, cols: int) -> Tensor:
@@ -127,7 +121,7 @@ def compare(size: str, num_tokens: int, linears: Sequence[Linear], *, rank: int,
         x = activations(num_tokens, linear.weight.shape[1])
         exact = linear.reference(x)
         check((name, relative_error(run(linear, x), exact), 2**-8) for name, run in runs.items())
-    steps = {name: captured(run, linears, num_tokens) for name, run in {"base": partial(plain, None), **runs}.items()}
+    steps = {name: decode(run, linears, num_tokens) for name, run in {"base": partial(plain, None), **runs}.items()}
     times = timed(steps, repeats=repeats)
     base = statistics.median(times["base"])
     for name, seconds in times.items():
@@ -167,14 +161,14 @@ def tune(size: str, name: str, num_tokens: int, linears: Sequence[Linear], *, re
     """Better blocks than the rule's, one change after another, each kept if it gains, until the time is over."""
     indices = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     K, rank = linears[0].weight.shape[1], len(linears[0].a[0])
-    base = captured(partial(plain, None), linears, num_tokens)
+    base = decode(partial(plain, None), linears, num_tokens)
 
     def added_us(blocks: Blocks) -> float:
         def add(y: Tensor, x: Tensor, linear: Linear) -> None:
             lora.expand(y, lora.shrink(x, linear.a, blocks.shrink), linear.b, indices, blocks.expand)
 
         try:
-            times = timed({"base": base, "both": captured(partial(plain, add), linears, num_tokens)}, repeats=repeats)
+            times = timed({"base": base, "both": decode(partial(plain, add), linears, num_tokens)}, repeats=repeats)
         except OutOfResources:
             return float("inf")
         return (times["both"][repeats // 4] - times["base"][repeats // 4]) / len(linears) * 1e6

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.rollout.vllm_humming import decoding_schedule
-from tests.bench.harness import check, emit, relative_error, timed
+from tests.bench.harness import captured, check, emit, relative_error, timed
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
@@ -61,16 +61,15 @@ def multiply(config: Any, tensors: dict[str, Tensor], schedule: dict[str, Any], 
     return forward(config, inputs=x, **{name: tensors.get(name) for name in names}, **given)
 
 
-def captured(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Tensor]]) -> Callable[[], None]:
+def rounds(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Tensor]]) -> Callable[[], object]:
     """``CALLS`` rounds over all copies in one CUDA graph."""
-    for tensors in copies:
-        run(tensors)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def calls() -> None:
         for _ in range(CALLS):
             for tensors in copies:
                 run(tensors)
-    return graph.replay
+
+    return captured(calls)
 
 
 def compare(name: str, tokens: int, repeats: int) -> None:
@@ -89,7 +88,7 @@ def compare(name: str, tokens: int, repeats: int) -> None:
     found = {key: multiply(config, tensors, schedule, locks, x) for key, schedule in schedules.items()}
     check((key, relative_error(product, exact), 2**-6) for key, product in found.items())  # sums in another order
     runs = {
-        key: captured(lambda each, schedule=schedule: multiply(config, each, schedule, locks, x), copies)
+        key: rounds(lambda each, schedule=schedule: multiply(config, each, schedule, locks, x), copies)
         for key, schedule in schedules.items()
     }
     for key, seconds in timed(runs, repeats=repeats).items():

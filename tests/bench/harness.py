@@ -157,6 +157,17 @@ def timed(
     return {name: sorted(seconds) for name, seconds in found.items()}
 
 
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """All that a run launches as one CUDA graph, after a run that compiles it; without a GPU, the run itself."""
+    if not torch.cuda.is_available():
+        return run
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None:
     """Seconds that the kernels of one run take on the device, launch gaps left out; None without a GPU."""
     if not torch.cuda.is_available():

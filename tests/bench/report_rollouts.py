@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Line = dict[str, Any]
 
@@ -25,25 +25,47 @@ def methods_table(lines: Iterable[Line]) -> str:
     return table(["model", "format", *methods], rows)
 
 
-def rollouts_table(lines: Iterable[Line]) -> str:
-    """Tokens a second with the adapter and without, a row an engine and number of sequences."""
-    found: dict[tuple[object, ...], dict[bool, Line]] = {}
+class Engine(NamedTuple):
+    """What was measured at one number of sequences, with the adapter and perhaps without."""
+
+    model: str
+    base: str
+    kv: str
+    rank: int
+    kernels: str
+    commit: str
+    sequences: int
+
+
+def rollouts(lines: Iterable[Line]) -> dict[Engine, dict[bool, Line]]:
+    """Lines with the adapter and without it, of each engine and number of sequences."""
+    found: dict[Engine, dict[bool, Line]] = {}
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
-        names = "model", "base", "kv", "rank", "engine"
-        key = *(shape[name] for name in names), line["commit"], shape["sequences"]
+        model, base, kv, rank = (shape[name] for name in ("model", "base", "kv", "rank"))
+        key = Engine(model, base, kv, rank, shape["engine"], line["commit"], shape["sequences"])
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
+    return found
+
+
+def times_bf16(found: Mapping[Engine, Mapping[bool, Line]], key: Engine) -> float | None:
+    """How many times as fast an engine of a 4-bit base is as that of bf16 at the same commit; None without one."""
+    dense = found.get(key._replace(base="bf16")) if key.base != "bf16" else None
+    return found[key][True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None
+
+
+def rollouts_table(lines: Iterable[Line]) -> str:
+    """Tokens a second with the adapter and without, a row an engine and number of sequences."""
+    found = rollouts(lines)
     rows = []
     for key, pair in found.items():
-        model, base, *others = key
-        dense = found.get((model, "bf16", *others)) if base != "bf16" else None
         roof = pair[True]["roof_per_s"]
         rows.append(
             [
                 *key,
                 *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
-                _shown(pair[True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None, 2),
+                _shown(times_bf16(found, key), 2),
                 _shown(pair[True]["decoded_per_s"] / roof, 2),
             ]
         )
@@ -115,16 +137,15 @@ def layers_table(lines: Iterable[Line], kind: str) -> str:
 def steps_table(lines: Iterable[Line]) -> str:
     """Seconds of whole steps by phase, and their memory; TRL's have no check and no plan."""
     runs, rows = whole_steps(lines), []
-    dense = {_setting(line): line["spread_s"][0] for line in runs if line["shape"].get("base") == "bf16"}
-    for line in runs:
-        memory, base = line["logged"], dense.get(_setting(line))
+    for line, speed in zip(runs, step_speeds(runs), strict=True):
+        memory = line["logged"]
         rows.append(
             [
                 line["shape"]["model"],
                 policy(line),
                 line["commit"],
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
-                _shown(base / line["spread_s"][0] if base else None, 2),
+                _shown(speed, 2),
                 *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
                 _shown(memory.get("peak_gib"), 2),
                 _shown(memory.get("predicted_peak_gib"), 2),
@@ -291,8 +312,15 @@ def whole_steps(lines: Iterable[Line]) -> list[Line]:
     ]
 
 
-def _setting(line: Line) -> tuple[object, ...]:
-    return line["commit"], *(line["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
+def step_speeds(runs: Iterable[Line]) -> list[float | None]:
+    """How many times as fast each run's fastest step is as that of bf16 in the same setting and at the same commit."""
+
+    def setting(line: Line) -> tuple[object, ...]:
+        return line["commit"], *(line["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
+
+    runs = list(runs)
+    dense = {setting(line): line["spread_s"][0] for line in runs if line["shape"].get("base") == "bf16"}
+    return [dense[setting(line)] / line["spread_s"][0] if setting(line) in dense else None for line in runs]
 
 
 def _notes(runs: Iterable[Line]) -> list[str]:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.bench.report_rollouts import RANK, Line, of_kind, policy, table, whole_steps
+from tests.bench.report_rollouts import (
+    RANK,
+    Line,
+    of_kind,
+    policy,
+    rollouts,
+    step_speeds,
+    table,
+    times_bf16,
+    whole_steps,
+)
 
 
-def speeds_table(lines: Iterable[Line]) -> str:
+def speeds_table(lines: Sequence[Line]) -> str:
     """How many times as fast an NVFP4 base is as bf16, adapters on both, a row a model; only runs of one commit."""
-    lines = list(lines)
-    rollouts: dict[tuple[Any, ...], dict[str, float]] = {}
-    for line in of_kind(lines, "rollout/generate"):
-        shape = line["shape"]
-        if (shape["rank"], shape["engine"], shape["kv"], shape["adapter"]) == (RANK, "ours", "auto", "ours"):
-            key = line["commit"], shape["model"], shape["sequences"]
-            rollouts.setdefault(key, {})[shape["base"]] = line["tokens_per_s"]
-    steps: dict[tuple[Any, ...], dict[str, float]] = {}
-    for line in whole_steps(lines):
-        if line["name"] == "grpo/step":
-            steps.setdefault((line["commit"], line["shape"]["model"]), {})[line["shape"]["base"]] = line["spread_s"][0]
-    ratios = {key[1:]: found["nvfp4"] / found["bf16"] for key, found in rollouts.items() if len(found) == 2}
-    ratios |= {
-        (model, "step"): found["bf16"] / found["nvfp4"] for (_, model), found in steps.items() if len(found) == 2
+    engines, runs = rollouts(lines), whole_steps(lines)
+    ratios: dict[tuple[str, Any], float] = {
+        (key.model, key.sequences): ratio
+        for key in engines
+        if (key.base, key.kv, key.rank, key.kernels) == ("nvfp4", "auto", RANK, "ours")
+        and (ratio := times_bf16(engines, key))
     }
+    for line, ratio in zip(runs, step_speeds(runs), strict=True):
+        if line["shape"].get("base") == "nvfp4" and ratio:
+            ratios[line["shape"]["model"], "step"] = ratio
     counts = sorted({count for _, count in ratios if count != "step"})
     rows = [
         [model, *(f"{ratios[model, count]:.2f}" if (model, count) in ratios else "" for count in [*counts, "step"])]
