@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from qerl_pl.checkpoint import LAST, PREVIOUS
+from qerl_pl.checkpoint import LAST, PREVIOUS, SafeCheckpointIO
 
 PENDING = "pending.ckpt"
 
@@ -19,22 +19,28 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt`` and the one before it, ``previous.ckpt``.
 
     A checkpoint is written at the end of a step and gets its name when the next step begins: by then the step's scalars
-    are on disk and a validation that was due is over. A run that is killed anywhere goes on from a step of which
-    everything was kept, and does the unfinished one again.
+    are on disk and a validation that was due is over. One that is large is written while the next step runs, and gets
+    its name when that is done. A run that is killed anywhere goes on from a step of which everything was kept, and does
+    what came after it again.
 
     Args:
         every_n_rollouts: RL iterations between two checkpoints. The last iteration is always kept.
+        background_bytes: of the adapter and its optimizer: so many or more are written while the next step runs.
 
     Raises:
-        ValueError: ``every_n_rollouts`` is less than 1.
+        ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
     """
 
-    def __init__(self, every_n_rollouts: int = 1) -> None:
+    def __init__(self, every_n_rollouts: int = 1, background_bytes: int = 2**26) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
+        if background_bytes < 0:
+            raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
         super().__init__(save_top_k=0)  # the parent saves nothing: it resolves the folder and finds last.ckpt again
         self.every_n_rollouts = every_n_rollouts
+        self.background_bytes = background_bytes
         self._pending = False  # a file of that name may be left over from a run that was killed
+        self._step_is_over = False  # and on record: the pending checkpoint may get its name
 
     @property
     def state_key(self) -> str:
@@ -46,14 +52,24 @@ class LastCheckpoint(ModelCheckpoint):
         done = outputs["rollout_index"] + 1
         finished = trainer.should_stop or trainer.global_step >= trainer.max_steps
         if finished or done % self.every_n_rollouts == 0:
-            trainer.save_checkpoint(self._folder / PENDING, weights_only=False)
-            self._pending = True
+            self._commit(trainer)
+            in_background = isinstance(trainer.strategy.checkpoint_io, SafeCheckpointIO)
+            options = {"background_bytes": self.background_bytes} if in_background else None
+            trainer.save_checkpoint(self._folder / PENDING, weights_only=False, storage_options=options)
+            self._pending, self._step_is_over = True, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._commit(trainer)
+        self._step_is_over = True
+        io = trainer.strategy.checkpoint_io
+        if not isinstance(io, SafeCheckpointIO) or io.is_written():
+            self._commit(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._commit(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._step_is_over:
+            self._commit(trainer)
 
     @property
     def _folder(self) -> Path:
@@ -64,6 +80,9 @@ class LastCheckpoint(ModelCheckpoint):
         if not trainer.is_global_zero or not self._pending:
             return
         self._pending = False
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, SafeCheckpointIO):
+            io.wait()
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import psutil
@@ -15,8 +16,25 @@ from qerl_pl.module import QeRLModule
 class Throughput(Callback):
     """Logs seconds a phase, tokens a second, and the peak memory of the GPU (or of the process without one).
 
+    ``time/step_s`` is from the end of the step before, validation left out; what its phases do not have of it is
+    ``time/between_s``: data, logs, the copy of a checkpoint. The first step counts its phases alone.
+
     Seconds and memory are those of the rank that has most of them, tokens those of all ranks together.
     """
+
+    def __init__(self) -> None:
+        self._last_end: float | None = None  # of a step, in seconds of the clock
+        self._validation_start = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._last_end = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        if self._last_end is not None:
+            self._last_end += time.perf_counter() - self._validation_start
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
         if pl_module.device.type == "cuda":
@@ -26,7 +44,11 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         seconds: dict[str, float] = outputs["seconds"]
-        costs = {f"time/{phase}_s": value for phase, value in seconds.items()} | {"time/step_s": sum(seconds.values())}
+        in_phases, now = sum(seconds.values()), time.perf_counter()
+        step = in_phases if self._last_end is None else max(now - self._last_end, in_phases)
+        self._last_end = now
+        costs = {f"time/{phase}_s": value for phase, value in seconds.items()}
+        costs |= {"time/between_s": step - in_phases, "time/step_s": step}
         if pl_module.device.type == "cuda":
             costs["memory/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(pl_module.device))
         else:

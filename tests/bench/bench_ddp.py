@@ -30,7 +30,7 @@ from tests.bench.together import run_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS = 320
-PHASES = ("sync", "rollout", "reward", "check", "logprob", "wait", "train")
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "wait", "train", "between")
 CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "gap/mean_abs")
 
 

@@ -35,7 +35,7 @@ from tests.bench.together import is_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS, GROUP = 256, 8
-PHASES = ("sync", "rollout", "reward", "check", "logprob", "train")
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     finished = process.returncode == 0
     curves = read_curves(folder / "run")
     phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
-    steps = [sum(parts) for parts in zip(*phases.values(), strict=True)]  # the first is a warm-up
+    steps = curves["time/step_s"].values[1:] if "time/step_s" in curves else []  # the first is a warm-up
     if not steps or not (finished or args.limit):
         raise SystemExit(f"the run ended with {process.returncode} after {len(steps) + 1} steps")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}

@@ -18,6 +18,7 @@ from qerl_pl.tools.tiny import make_tiny
 ROOT = Path(__file__).parent.parent.parent
 TOY = ROOT / "tests" / "integration" / "toy.yaml"
 VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
+IN_BACKGROUND = ("--trainer.callbacks+=tests.integration.toy.InBackground",)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.conftest import launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, launch, load_last
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,8 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_goes_on(run, fini
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(finished, bases, tmp_path):
+@pytest.mark.parametrize("how", [(), IN_BACKGROUND])
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(finished, bases, tmp_path, how):
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     before = load_last(run_dir)["global_step"]
@@ -104,7 +105,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(finished, bases, tmp_p
     def no_room() -> None:  # a file may not grow beyond half a checkpoint: the write fails as it does on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
 
-    more = ("--ckpt_path", "last", "--trainer.max_steps", "12")
+    more = ("--ckpt_path", "last", "--trainer.max_steps", "12", *how)
     process = launch("fit", bases["nvfp4"], run_dir, *more, preexec_fn=no_room)
     output, _ = process.communicate()
     assert process.returncode != 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qerl_pl.tools.report import read_curves
-from tests.integration.conftest import VLLM, differences, launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, VLLM, differences, launch, load_last
 
 NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
 KILLS = 4  # each costs the start of a process
@@ -48,7 +48,8 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     draw, kills, run_dir = random.Random(0), 0, tmp_path / "killed"
     while True:
         before = rollouts_seen(run_dir)
-        process = launch("fit", bases["nvfp4"], run_dir, *steps, "--ckpt_path", "last")
+        how = IN_BACKGROUND if kills % 2 else ()  # checkpoints
+        process = launch("fit", bases["nvfp4"], run_dir, *steps, *how, "--ckpt_path", "last")
         if kills < KILLS:
             while rollouts_seen(run_dir) <= before and process.poll() is None:
                 time.sleep(0.005)
@@ -75,9 +76,9 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 2, 5])
-def test_ctrl_c_ends_the_step_and_saves_and_going_on_changes_nothing(run, tmp_path, at):
-    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", f"--trainer.callbacks.at={at}")
+@pytest.mark.parametrize(("at", "how"), [(0, ()), (2, IN_BACKGROUND), (5, ())])
+def test_ctrl_c_ends_the_step_and_saves_and_going_on_changes_nothing(run, tmp_path, at, how):
+    ctrl_c = (*how, "--trainer.callbacks+=tests.integration.toy.CtrlC", f"--trainer.callbacks.at={at}")
     run("fit", tmp_path / "straight")
     run("fit", tmp_path / "stopped", *ctrl_c)
     assert load_last(tmp_path / "stopped")["global_step"] == at + 1

@@ -17,7 +17,7 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.tools.report import read_curves
-from tests.integration.conftest import ROOT, VLLM, load_last
+from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last
 
 DATA = Path(os.environ.get("QERL_DATA", ROOT.parent / "shared" / "data"))
 GSM8K = DATA / "gsm8k_train.jsonl"
@@ -48,6 +48,9 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
     ):
         assert curves[tag].steps == list(range(8)), tag
     assert curves["val/reward"].steps[0] == 0, "validation before the first step"
+    step, rollout, between = (curves[f"time/{name}_s"].values for name in ("step", "rollout", "between"))
+    assert between[0] == 0 < min(between[1:])
+    assert all(whole > part + rest for whole, part, rest in zip(step, rollout, between, strict=True))
     assert [row["reward"] for row in records(finished / "completions" / "train-000000.jsonl")]
     assert len(list((finished / "completions").glob("train-*.jsonl"))) == 8
     assert (finished / "config.yaml").exists()
@@ -70,11 +73,14 @@ def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factor", "at", "found"), [(".nan", 2, "is nan"), ("1e6", 11, "times the usual")])
+@pytest.mark.parametrize(
+    ("factor", "at", "found", "how"),
+    [(".nan", 2, "is nan", ()), (".nan", 2, "is nan", IN_BACKGROUND), ("1e6", 11, "times the usual", ())],
+)
 def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_from_before_it(
-    run, tmp_path, factor, at, found
+    run, tmp_path, factor, at, found, how
 ):
-    more = ("--trainer.max_steps", str(at + 2))
+    more = ("--trainer.max_steps", str(at + 2), *how)
     spoil = ("--trainer.callbacks+", "tests.integration.toy.SpoilGradient", "--trainer.callbacks.at", str(at))
     with pytest.raises(FloatingPointError, match=found) as error:
         run("fit", tmp_path / "a", *more, *spoil, "--trainer.callbacks.factor", factor)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.types import Completion, Prompt
 
 
@@ -45,6 +46,14 @@ class SpoilGradient(Callback):
         if pl_module.rollout_index == self.at:
             matrix = next(p for name, p in pl_module.policy.named_parameters() if "lora_B" in name)
             matrix.register_hook(lambda gradient: gradient * self.factor)
+
+
+class InBackground(Callback):
+    """Every checkpoint is written while the next step runs, however small it is."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        [last] = [callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint)]
+        last.background_bytes = 0
 
 
 class Fails(Callback):
