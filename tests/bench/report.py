@@ -157,10 +157,10 @@ Humming's kernels for the fused linears of a 7B block, in microseconds: by its o
 
 $schedules
 
-Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`, before
-it had tanh where norms would be): `ours` is what the engine runs, `none` has no adapter. `late` starts no kernel before
-the last one has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul`
-leaves adapters to cuBLAS; the others have other blocks than the rule's.
+Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`): `ours`
+is what the engine runs, `none` has no adapter. `late` starts no kernel before the last one has ended, `beside` computes
+x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to cuBLAS; the others have
+other blocks than the rule's.
 
 $layers
 
@@ -175,7 +175,9 @@ $early
 
 One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
 medians of the steps after the first; speeds compare the fastest of them. `check` is what the canary and the ledger
-take. Memory is all that the run takes of the GPU, and what the plan said before it was started.
+take, `between` what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the
+step, though checkpoints (1 GB at 7B) were written there. Memory is all that the run takes of the GPU, and what the plan
+said before it was started.
 
 $steps
 
@@ -196,8 +198,7 @@ $long_runs
 ## Several GPUs
 
 One global batch, 8 completions a prompt; the runs start together and take turns. `wait` is what the fastest rank
-waits for the others. At commit cc0876b the adapter's kernels were compiled for each new number of tokens in a rollout,
-which took seconds of most of these; there are fewer kernels since, and the engine compiles them when it starts.
+waits for the others. Curves are not the same to the last bit: bf16 sums depend on the batch, and Humming's on chance.
 
 $ranks
 

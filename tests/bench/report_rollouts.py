@@ -11,7 +11,7 @@ Line = dict[str, Any]
 
 MISSING = "Not measured yet."
 VARIANTS = ("ours", "ours-late", "vllm", "matmul")
-PHASES = ("sync", "rollout", "reward", "check", "logprob", "train")
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 GIB = 2**30
 RANK = 32
 COLORS = {"nvfp4": "tab:blue", "bf16": "tab:orange"}
@@ -202,7 +202,8 @@ def long_runs_table(lines: Iterable[Line]) -> str:
 
 
 def ranks_table(lines: Iterable[Line]) -> str:
-    """Steps of one global batch on one GPU and on several."""
+    """Steps of one global batch on one GPU and on several, and how far apart they learn."""
+    lines = list(lines)
     found: dict[tuple[Any, ...], dict[int, Line]] = {}
     for line in of_kind(lines, "ddp/step"):
         shape = line["shape"]
@@ -221,7 +222,15 @@ def ranks_table(lines: Iterable[Line]) -> str:
         for gpus, run in sorted(runs.items())
     ]
     header = ["model", "prompts", "completion", "sequences at a time", "commit", "GPUs", "step, s"]
-    return table([*header, "rollout", "check", "train", "wait", "times one", "reward a step"], rows)
+    notes = [
+        f"Commit {line['commit']}: {100 * line['equal_completions']:.0f} % of the first rollout's completions are the "
+        "same on one GPU and on several;\nthe curves are apart by at most "
+        + ", ".join(f"{most:.2g} (`{curve}`)" for curve, most in line["largest_difference"].items())
+        + "."
+        for line in of_kind(lines, "ddp/speedup")
+    ]
+    header += ["rollout", "check", "train", "wait", "times one", "reward a step"]
+    return "\n\n".join([table(header, rows), *notes])
 
 
 def draw_rollouts(lines: Iterable[Line], path: Path) -> None:
@@ -319,7 +328,8 @@ def step_speeds(runs: Iterable[Line]) -> list[float | None]:
         return line["commit"], *(line["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
 
     runs = list(runs)
-    dense = {setting(line): line["spread_s"][0] for line in runs if line["shape"].get("base") == "bf16"}
+    ours = [line for line in runs if line["name"] == "grpo/step"]
+    dense = {setting(line): line["spread_s"][0] for line in ours if line["shape"]["base"] == "bf16"}
     return [dense[setting(line)] / line["spread_s"][0] if setting(line) in dense else None for line in runs]
 
 
