@@ -1,7 +1,7 @@
-"""Schedules of Humming's kernels for few tokens, its rule's and ours: python -m tests.bench.bench_schedules
+"""Humming's kernels for few tokens, by its rule and by ours, and our own: python -m tests.bench.bench_schedules
 
-The fused linears of one 7B block, NVFP4 weights and bf16 inputs, each linear alone in a CUDA graph of many calls; its
-copies take turns, so no weight is in the cache when its turn comes again. Nothing is measured without Humming.
+The fused linears of a block, NVFP4 weights and bf16 inputs, each linear alone in a CUDA graph of many calls; its copies
+take turns, so no weight is in the cache when its turn comes again. Nothing is measured without Humming.
 """
 
 from __future__ import annotations
@@ -12,42 +12,61 @@ import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl_pl.kernels import nvfp4_decode
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 from tests.bench.harness import captured, check, emit, relative_error, timed
 
-SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
+SHAPES = {
+    "7B": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
+    "14B": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (27648, 5120), "down": (5120, 13824)},
+    "32B": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (55296, 5120), "down": (5120, 27648)},
+}
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
 CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096
 
 
 def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, Tensor]]:
-    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them."""
+    """``humming_linear`` of random weights."""
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    return humming_linear(codes, (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn))
+
+
+def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them; the global scale is 1.
+
+    Args:
+        codes: [N, K] uint8, e2m1 in four bits.
+        scales: [N, K / 16] e4m3.
+        bias: [N] bf16.
+    """
     schema: Any = import_module("humming.schema")  # optional
     prepare: Any = import_module("humming.transform").prepare_and_transform_humming_tensors
     about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
     weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
     packed = {
-        "weight_packed": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda"),
-        "weight_scale": (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn),
+        "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": scales,
         "weight_global_scale": torch.ones(1, device="cuda"),
     }
+    outputs, inputs = codes.shape
     weights, tensors = weights.convert_humming(
         tensors=packed, shape_n_stacks=[outputs], shape_k_stacks=[inputs], param_dtype=torch.bfloat16
     )
     return prepare(
-        tensors=tensors,
+        tensors=tensors if bias is None else {**tensors, "bias": bias},
         shape_n=outputs,
         shape_k=inputs,
         weight_schema=weights,
         input_schema=schema.HummingInputSchema(),
         pad_n_to_multiple=256,
         pad_k_to_multiple=128,
-        has_bias=False,
+        has_bias=bias is not None,
         torch_dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )
@@ -72,10 +91,10 @@ def rounds(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Te
     return captured(calls)
 
 
-def compare(name: str, tokens: int, repeats: int) -> None:
+def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     """Check one linear's schedules against each other, and time them."""
     rule: Any = import_module("humming.tune").get_heuristics_config
-    outputs, inputs = SHAPES[name]
+    outputs, inputs = SHAPES[model][name]
     config, tensors = random_linear(outputs, inputs)
     size = sum(tensor.nbytes for tensor in tensors.values())
     copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]
@@ -84,33 +103,41 @@ def compare(name: str, tokens: int, repeats: int) -> None:
     theirs = rule(config, tokens, gemm_type="dense")
     ours = decoding_schedule(theirs, outputs=outputs, inputs=inputs, tokens=tokens)
     schedules = {"rule": theirs, "ours": ours} if ours != theirs else {"rule": theirs}
-    exact = multiply(config, tensors, theirs, locks, x)
-    found = {key: multiply(config, tensors, schedule, locks, x) for key, schedule in schedules.items()}
-    check((key, relative_error(product, exact), 2**-6) for key, product in found.items())  # sums in another order
-    runs = {
-        key: rounds(lambda each, schedule=schedule: multiply(config, each, schedule, locks, x), copies)
+    products: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+        key: lambda each, schedule=schedule: multiply(config, each, schedule, locks, x)
         for key, schedule in schedules.items()
     }
+    how = nvfp4_decode.schedule(tokens, outputs, inputs)
+    if how is not None:
+        nvfp4_decode.prepare(outputs, inputs, x.device)
+        products["decode"] = lambda each: nvfp4_decode.decode_linear(
+            x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
+        )
+        schedules["decode"] = {**how.variant._asdict(), "splits": how.splits}
+    exact = multiply(config, tensors, theirs, locks, x)
+    torch.cuda.synchronize()  # the locks are shared
+    check((key, relative_error(run(tensors), exact), 2**-6) for key, run in products.items())  # sums in another order
+    runs = {key: rounds(run, copies) for key, run in products.items()}
     for key, seconds in timed(runs, repeats=repeats).items():
         calls = CALLS * len(copies)
         each = [second / calls for second in seconds]
-        shape = {"model": "7B", "linear": name, "tokens": tokens}
+        shape = {"model": model, "linear": name, "tokens": tokens}
         emit(f"schedules/{key}", shape, "bfloat16", each, schedule=schedules[key])
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--linears", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--sizes", nargs="*", choices=SHAPES, default=["7B", "14B"])
+    parser.add_argument("--linears", nargs="*", choices=SHAPES["7B"], default=list(SHAPES["7B"]))
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
         print("schedules: nothing is measured without a CUDA GPU and Humming", file=sys.stderr)
         return
-    for name in args.linears:
-        for tokens in args.tokens:
-            compare(name, tokens, args.repeats)
+    for model, name, tokens in product(args.sizes, args.linears, args.tokens):
+        compare(model, name, tokens, args.repeats)
 
 
 if __name__ == "__main__":

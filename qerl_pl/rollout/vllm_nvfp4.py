@@ -1,0 +1,95 @@
+"""vLLM's NVFP4 linears on Hopper: our kernel for few tokens, Humming's for more, on the same weights.
+
+Only ``vllm_plugin`` imports this module, on CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from qerl_pl.kernels import nvfp4_decode
+
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
+_process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
+
+
+def install() -> None:
+    """Let vLLM's class for Humming's NVFP4 linears call our operator."""
+    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
+    HummingNvFp4LinearKernel.apply_weights = apply_weights
+
+
+def process_weights_after_loading(self: Any, layer: Any) -> None:
+    """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
+    _process(self, layer)
+    layer.decoding = None
+    weight: Tensor = layer.weight
+    if nvfp4_decode.is_available(weight.device) and _is_plain(layer, self.layer_config, self.compute_config):
+        nvfp4_decode.prepare(self.layer_config.shape_n, self.layer_config.shape_k, weight.device)
+        layer.decoding = (self.layer_config.to_str(), self.compute_config)
+
+
+def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., K] -> [..., N]."""
+    if layer.decoding is None:
+        return _apply(self, layer, x, bias)
+    given = getattr(layer, "zero_bias" if bias is None else "bias", None)
+    tensors = layer.weight, layer.weight_scale, layer.weight_scale_2, given, self.locks
+    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *tensors, *layer.decoding)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def nvfp4_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    bias: Tensor | None,
+    locks: Tensor,
+    layer_config: str,
+    compute_config: str,
+) -> Tensor:
+    """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile."""
+    how = nvfp4_decode.schedule(len(x), weight_scale.shape[1], x.shape[1])
+    if how is not None:
+        return nvfp4_decode.decode_linear(x, weight, weight_scale, weight_scale_2, bias, how)
+    return import_module("humming.ops").humming_gemm(
+        layer_config=layer_config,
+        compute_config=compute_config,
+        inputs=x,
+        weight=weight,
+        weight_scale=weight_scale,
+        weight_scale_2=weight_scale_2,
+        bias=bias,
+        locks=locks,
+    )
+
+
+def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
+    return x.new_empty(len(x), weight_scale.shape[1])
+
+
+direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
+
+
+def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:
+    """Whether it is bf16 times NVFP4 with one global scale, whose shape Humming did not pad."""
+    global_scale = getattr(layer, "weight_scale_2", None)
+    return (
+        layer.params_dtype == torch.bfloat16
+        and not config.input_quant_mode.should_quantize
+        and (config.b_dtype.num_bits, config.weight_scale_group_size) == (4, nvfp4_decode.SLAB)
+        and getattr(layer, "weight_scale", torch.empty(0)).dtype == torch.float8_e4m3fn
+        and isinstance(global_scale, Tensor)
+        and global_scale.numel() == 1
+        and not (config.pad_shape_n or config.pad_shape_k)
+        and not json.loads(compute_config)["use_batch_invariant"]
+    )

@@ -1,0 +1,157 @@
+"""The decoding kernel: its source compiles, its schedules fit the GPU, its layout is Humming's, its product right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels.nvfp4_decode import (
+    FEW_BLOCKS,
+    MANY_BLOCKS,
+    decode_linear,
+    decode_linear_reference,
+    fragments,
+    humming_bias,
+    schedule,
+)
+
+VARIANTS = [*MANY_BLOCKS, *FEW_BLOCKS]
+SHAPES = [
+    (4608, 3584),
+    (37888, 3584),
+    (3584, 18944),
+    (5120, 5120),
+    (55296, 5120),
+    (256, 128),
+    (2304, 1408),
+    (22016, 2048),
+]
+SHARED_OF_BLOCK, SHARED, REGISTERS = 227 * 1024, 228 * 1024, 65536  # bytes; of a multiprocessor of an H100
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 = torch.tensor([*VALUES, *(-value for value in VALUES)])
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K], and scales [N, K / 16] from zero and the smallest subnormal number to the largest."""
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
+    scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_source_compiles_for_every_variant(variant):
+    assert nvfp4_decode.compiled(variant).startswith(b"\x7fELF")
+
+
+def test_an_error_of_the_compiler_is_shown(monkeypatch):
+    monkeypatch.setattr(nvfp4_decode, "_instance", lambda variant: "no such thing;")
+    with pytest.raises(RuntimeError, match=r"nvfp4_decode\.cu does not compile for sm_90a: .*no such|.*identifier"):
+        nvfp4_decode.compiled(VARIANTS[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_multiprocessor_has_room_for_the_blocks(variant):
+    assert variant.shared_bytes <= SHARED_OF_BLOCK
+    assert variant.blocks * (variant.shared_bytes + 1024) <= SHARED
+    assert variant.tokens * 32 * variant.slabs * variant.groups % 1024 == 0, "tiles begin where wgmma can read them"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64])
+def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
+    how = schedule(tokens, *shape)
+    if how is None:
+        assert tokens > 32
+        return
+    assert tokens <= how.variant.tokens < 2 * max(tokens, 8)
+    assert 1 <= how.splits <= 8
+    assert how.splits <= max(1, shape[1] // 16 // (how.variant.slabs * how.variant.groups))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"), [(0, 256, 128), (65, 256, 128), (8, 320, 128), (8, 256, 192), (64, 37888, 3584)]
+)
+def test_what_does_not_fit_or_does_not_pay_is_left_to_humming(tokens, outputs, inputs):
+    assert schedule(tokens, outputs, inputs) is None
+
+
+def test_a_lanes_weights_lie_side_by_side():
+    codes, scales = random_linear(128, 64)
+    words, ordered = fragments(codes, scales)
+    assert words.shape == (4, 256)
+    assert words.dtype == torch.int32
+    for slab in range(4):
+        for column in range(2):
+            for lane in range(32):
+                g, c = lane // 4, lane % 4
+                for j in range(4):
+                    word = words[slab, (column * 32 + lane) * 4 + j].item() % 2**32
+                    output, first = 64 * column + 16 * j + g, 16 * slab + 2 * c
+                    places = [(0, 0), (0, 8), (8, 0), (8, 8), (0, 1), (0, 9), (8, 1), (8, 9)]
+                    found = [word >> 4 * nibble & 15 for nibble in range(8)]
+                    assert found == [codes[output + row, first + column].item() for row, column in places]
+                    for half in range(2):
+                        byte = ordered.view(torch.uint8)[slab, 64 * column + 8 * g + 2 * j + half]
+                        assert byte == scales.view(torch.uint8)[output + 8 * half, slab]
+
+
+def test_the_kernel_finds_the_bias_in_hummings_order():
+    ordered = humming_bias(torch.arange(128))
+    for n in range(0, 128, 4):  # as the source has it
+        at = (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2
+        assert [ordered[at + i].item() for i in (0, 1, 8, 9)] == [n, n + 1, n + 2, n + 3]
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_is_the_formulas(shape):
+    outputs, inputs = shape
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
+    nvfp4_decode.prepare(outputs, inputs, weight.device)
+    for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64):
+        if (how := schedule(tokens, outputs, inputs)) is None:
+            continue
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
+        for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
+            found, again = (decode_linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
+            assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
+            assert torch.equal(found, again), "sums have a fixed order"
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 5, 8])
+def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
+    outputs, inputs = 768, 2176  # 136 slabs: not whole stages of 16
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    one, how = torch.ones(1, device="cuda"), nvfp4_decode.Schedule(variant, splits)
+    for tokens in (1, variant.tokens - 3, variant.tokens):
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
+        y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
+        decode_linear(x, weight, ordered, one, None, how, out=y[1:-1])
+        assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+        assert (y[[0, -1]] == 7).all()
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_the_layout_is_hummings_bit_for_bit():
+    from tests.bench.bench_schedules import humming_linear
+
+    codes, scales = random_linear(512, 384, "cuda")
+    bias = torch.randn(512, device="cuda").bfloat16()
+    _, tensors = humming_linear(codes, scales, bias)
+    weight, ordered = fragments(codes, scales)
+    assert torch.equal(tensors["weight"].flatten(), weight.flatten())
+    assert torch.equal(tensors["weight_scale"].view(torch.uint8).flatten(), ordered.view(torch.uint8).flatten())
+    assert torch.equal(tensors["bias"].flatten(), humming_bias(bias))
