@@ -61,6 +61,8 @@ class VLLMEngine:
         kv_cache_dtype: of the cache, e.g. "fp8"; "auto" is the compute dtype.
         sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
             keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
+        decoding_kernel: what multiplies by NVFP4 weights on Hopper where a step has up to 64 tokens. "ours" is faster
+            than Humming and repeats its bits. It was measured alone (`docs/performance.md`), not yet in an engine.
 
     Raises:
         ValueError: a value is out of its range.
@@ -77,11 +79,13 @@ class VLLMEngine:
         enable_prefix_caching: bool = True,
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
+        decoding_kernel: Literal["humming", "ours"] = "humming",
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         self.dtype = dtype
         self.sleep_level = sleep_level
+        self.decoding_kernel = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
         """May be set until the engine starts."""
         arguments = {
@@ -104,7 +108,11 @@ class VLLMEngine:
         return EngineMemory(kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
-        """Load vLLM with the policy's base and adapter. Every request carries its own seed, so ``seed`` is not used."""
+        """Load vLLM with the policy's base and adapter. Every request carries its own seed, so ``seed`` is not used.
+
+        Raises:
+            ValueError: ``decoding_kernel`` is "ours" where our kernel cannot run.
+        """
         if self._llm is not None:
             return
         vllm_setup.prepare_environment()
@@ -119,6 +127,12 @@ class VLLMEngine:
             from qerl_pl.rollout.vllm_loader import register_loader
 
             vllm_plugin.register()
+            if vllm_humming.is_used() or self.decoding_kernel == "ours":
+                from qerl_pl.rollout import vllm_nvfp4
+
+                if self.decoding_kernel == "ours":
+                    vllm_nvfp4.check(policy)
+                vllm_nvfp4.install(ours=self.decoding_kernel == "ours")
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len)
             unpacked = policy.packed_linears() if vllm_setup.lacks(policy.packed_format) else {}

@@ -65,5 +65,12 @@ def load_operators() -> None:
 
     Humming itself does so when it first makes a kernel, which is too late: vLLM would compile the graph again.
     """
-    if find_spec("humming") is not None and torch.cuda.get_device_capability() == divmod(HOPPER, 10):
+    if is_used():
         import_module("humming.ops.utils").init_humming_launcher()
+
+
+def is_used() -> bool:
+    """Whether vLLM multiplies by NVFP4 weights with Humming on this machine."""
+    if find_spec("humming") is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() == divmod(HOPPER, 10)

@@ -1,12 +1,13 @@
 """vLLM's NVFP4 linears on Hopper: our kernel for few tokens, Humming's for more, on the same weights.
 
-Only ``vllm_plugin`` imports this module, on CUDA.
+Only the engine imports this module, where it was asked for our kernel or may have been before.
 """
 
 from __future__ import annotations
 
 import json
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,21 +17,39 @@ from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearK
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.nvfp4 import NVFP4
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 
 
-def install() -> None:
-    """Let vLLM's class for Humming's NVFP4 linears call our operator."""
-    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
+def check(policy: Policy) -> None:
+    """Refuse what our kernel cannot serve, before anything is loaded.
+
+    Raises:
+        ValueError: the GPU, the base's format or its compute dtype is another one, or a package is missing.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    lacks = {
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": not nvfp4_decode.is_available(device),
+        "the package humming-kernels": find_spec("humming") is None,
+        "a base in NVFP4": policy.packed_format is not NVFP4,
+    }
+    missing = [what for what, lacking in lacks.items() if lacking]
+    if missing:
+        raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'humming'")
+
+
+def install(*, ours: bool) -> None:
+    """From now on give linears that vLLM loads our kernel, or leave them alone; those that are loaded keep theirs."""
+    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading if ours else _process
     HummingNvFp4LinearKernel.apply_weights = apply_weights
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
     _process(self, layer)
-    layer.decoding = None
     weight: Tensor = layer.weight
     if nvfp4_decode.is_available(weight.device) and _is_plain(layer, self.layer_config, self.compute_config):
         nvfp4_decode.prepare(self.layer_config.shape_n, self.layer_config.shape_k, weight.device)
@@ -39,11 +58,12 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., K] -> [..., N]."""
-    if layer.decoding is None:
+    decoding: tuple[str, str] | None = getattr(layer, "decoding", None)
+    if decoding is None:
         return _apply(self, layer, x, bias)
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
     tensors = layer.weight, layer.weight_scale, layer.weight_scale_2, given, self.locks
-    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *tensors, *layer.decoding)
+    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *tensors, *decoding)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -74,7 +94,7 @@ def nvfp4_linear(
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
-    return x.new_empty(len(x), weight_scale.shape[1])
+    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make a constant of the number of tokens
 
 
 direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)

@@ -1,8 +1,8 @@
 """vLLM's entry point for this project (group ``vllm.general_plugins``): what its CPU and CUDA platforms lack.
 
 vLLM calls ``register`` in each of its processes when the package is installed; the engine calls it too, because an
-entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda``, ``vllm_humming``,
-``vllm_nvfp4`` and ``vllm_sampler``, which are imported where they are needed.
+entry point needs installed metadata. The parts themselves are in ``vllm_cpu``, ``vllm_cuda``, ``vllm_humming`` and
+``vllm_sampler``, which are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ def register() -> None:
 
         register_quantization_config("compressed-tensors")(NVFP4Config)
     else:
-        from qerl_pl.rollout import vllm_humming, vllm_nvfp4, vllm_sampler
+        from qerl_pl.rollout import vllm_humming, vllm_sampler
 
         vllm_humming.install()
-        vllm_nvfp4.install()
         vllm_sampler.install()
     # The platform names its adapter kernels in this method; it is the only place that vLLM asks.
     platform = type(current_platform)

@@ -91,7 +91,8 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     for module in worker.get_model().modules():
         if isinstance(module, LinearBase):
             scheme = getattr(module, "scheme", module.quant_method)  # compressed-tensors has one; other formats do not
-            found[type(getattr(scheme, "kernel", scheme)).__name__] += 1
+            name = type(getattr(scheme, "kernel", scheme)).__name__
+            found[f"nvfp4_decode and {name}" if hasattr(module, "decoding") else name] += 1
     return dict(found)
 
 

@@ -152,8 +152,10 @@ The same with the blocks of 64 tokens that `expand` had before, and with those o
 
 $blocks
 
-Humming's kernels for the fused linears of a 7B block, in microseconds: by its own rule / by
-`qerl_pl/rollout/vllm_humming.py` where that differs.
+Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
+with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, and `qerl_pl/kernels/nvfp4_decode.cu`, which an
+engine uses with `decoding_kernel: ours` and leaves to Humming what is empty here. All other numbers of this page were
+measured with Humming's.
 
 $schedules
 

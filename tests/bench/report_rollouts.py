@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ Line = dict[str, Any]
 
 MISSING = "Not measured yet."
 VARIANTS = ("ours", "ours-late", "vllm", "matmul")
+KERNELS = {"rule": "Humming", "ours": "Humming, our blocks", "decode": "nvfp4_decode"}
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 GIB = 2**30
 RANK = 32
@@ -112,16 +114,30 @@ def blocks_table(lines: Iterable[Line]) -> str:
 
 
 def schedules_table(lines: Iterable[Line]) -> str:
-    """Microseconds of a linear by Humming's rule and by ours, where that differs; a row a linear, a column a size."""
-    found = _variants(lines, "schedules/", "median_s", "linear", "tokens")
-    sizes = sorted({tokens for _, tokens in found})
+    """Microseconds of NVFP4 linears by kernel, and of a block's four together; a column a number of tokens."""
+    found = _variants(lines, "schedules/", "median_s", "model", "linear", "tokens")
+    sizes = sorted({tokens for _, _, tokens in found})
+    linears: dict[str, list[str]] = {}
+    for model, linear, _ in found:
+        linears.setdefault(model, []).append(linear)
     rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        cells = [found.get((name, size), {}) for size in sizes]
-        rows.append(
-            [name, *(" / ".join(f"{1e6 * cell[who]:.1f}" for who in ("rule", "ours") if who in cell) for cell in cells)]
-        )
-    return table(["linear", *(f"{size} tokens" for size in sizes)], rows)
+    for model, names in linears.items():
+        names = list(dict.fromkeys(names))
+        for linear, (who, kernel) in product(names, KERNELS.items()):
+            times = [found.get((model, linear, size), {}).get(who) for size in sizes]
+            if any(times):
+                rows.append([model, linear, kernel, *(_shown(time and 1e6 * time, 1) for time in times)])
+        for kernels in (["rule", "ours"], list(KERNELS)):
+            best = [[_best(found.get((model, linear, size), {}), kernels) for linear in names] for size in sizes]
+            sums = [None if None in times or len(times) < 4 else 1e6 * sum(filter(None, times)) for times in best]
+            label = "best of all" if "decode" in kernels else "best of Humming's"
+            if any(sums):
+                rows.append([model, "all four", label, *(_shown(time, 1) for time in sums)])
+    return table(["model", "linear", "kernel", *(f"{size} tokens" for size in sizes)], rows)
+
+
+def _best(times: dict[str, float], kernels: Iterable[str]) -> float | None:
+    return min((times[who] for who in kernels if who in times), default=None)
 
 
 def layers_table(lines: Iterable[Line], kind: str) -> str:

@@ -1,0 +1,159 @@
+"""Our decoding kernel in vLLM's linears: where it is used, and how torch.compile sees it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels.nvfp4_decode import fragments
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.kernels.test_nvfp4_decode import E2M1, random_linear
+from tests.rollout.conftest import make_policy
+
+pytestmark = pytest.mark.vllm
+N, K = 512, 256
+CODES, SCALES = random_linear(N, K)
+DENSE = E2M1[CODES.long()] * SCALES.float().repeat_interleave(16, 1) * 2**-9  # of moderate size
+
+
+@dataclass
+class Config:
+    """What is looked at of Humming's."""
+
+    shape_n: int = N
+    shape_k: int = K
+    pad_shape_n: int = 0
+    pad_shape_k: int = 0
+    weight_scale_group_size: int = 16
+    b_dtype: Any = field(default_factory=lambda: SimpleNamespace(num_bits=4))
+    input_quant_mode: Any = field(default_factory=lambda: SimpleNamespace(should_quantize=False))
+
+    def to_str(self) -> str:
+        return "layer"
+
+
+class Kernel:
+    """vLLM's for one linear."""
+
+    def __init__(self, config: Config, batch_invariant: bool = False) -> None:
+        self.layer_config = config
+        self.compute_config = json.dumps({"use_batch_invariant": batch_invariant})
+        self.locks = torch.zeros(4, dtype=torch.int32)
+
+
+class Linear(nn.Module):
+    """As it is after vLLM's part of the loading."""
+
+    def __init__(self, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, scales: int = 1) -> None:
+        super().__init__()
+        self.params_dtype = dtype
+        self.weight, self.weight_scale = fragments(CODES, SCALES)
+        self.weight_scale_2 = torch.full((scales,), 2.0**-9)
+        if bias is not None:
+            self.bias, self.zero_bias = bias, torch.zeros_like(bias)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, int]]:
+    """Which kernel served how many tokens; both multiply by the dense weight here."""
+    from qerl_pl.rollout import vllm_nvfp4
+
+    found: list[tuple[str, int]] = []
+
+    def decode(x: Tensor, *tensors: Any) -> Tensor:
+        found.append(("ours", len(x)))
+        bias = tensors[3]
+        return (x.float() @ DENSE.T + (0 if bias is None else bias)).to(x.dtype)
+
+    def humming(*, inputs: Tensor, bias: Tensor | None, layer_config: str, **_: Any) -> Tensor:
+        assert layer_config == "layer"
+        found.append(("humming", len(inputs)))
+        return (inputs.float() @ DENSE.T + (0 if bias is None else bias)).to(inputs.dtype)
+
+    ops = SimpleNamespace(humming_gemm=humming)
+    monkeypatch.setattr(vllm_nvfp4, "import_module", lambda name: {"humming.ops": ops}[name])
+    monkeypatch.setattr(vllm_nvfp4, "_process", lambda kernel, layer: None)
+    monkeypatch.setattr(vllm_nvfp4, "_apply", lambda *_: found.append(("vllm", 0)))
+    monkeypatch.setattr(nvfp4_decode, "decode_linear", decode)
+    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: True)
+    monkeypatch.setattr(nvfp4_decode, "prepare", lambda *shape: found.append(("prepare", shape[0])))
+    # The operator is for CUDA; here the same function serves a CPU.
+    library = torch.library.Library("qerl_pl", "IMPL")
+    library.impl("nvfp4_linear", vllm_nvfp4.nvfp4_linear, "CPU")
+    monkeypatch.setattr(vllm_nvfp4, "_CPU", library, raising=False)  # lives as long as the test
+    return found
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, with_bias):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    bias = torch.randn(N).bfloat16() if with_bias else None
+    kernel, layer = Kernel(Config()), Linear(bias)
+    vllm_nvfp4.process_weights_after_loading(kernel, layer)
+    assert calls == [("prepare", N)]
+    calls.clear()
+
+    def run(x: Tensor) -> Tensor:
+        return torch.relu(vllm_nvfp4.apply_weights(kernel, layer, x * 2, bias))
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
+    for tokens in (8, 64, 65, 200):
+        x = torch.randn(tokens, K).bfloat16()
+        if compile:
+            torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
+        expected = torch.relu((2 * x).float() @ DENSE.T + (0 if bias is None else bias)).bfloat16()
+        assert torch.equal(function(x), expected)
+    assert calls == [("ours", 8), ("ours", 64), ("humming", 65), ("humming", 200)], "compiled once, chosen each time"
+    calls.clear()
+    skipped = vllm_nvfp4.apply_weights(kernel, layer, x.view(2, 100, K))
+    assert torch.equal(skipped, (x.float() @ DENSE.T).bfloat16().view(2, 100, N)), "without the bias, for any shape"
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "invariant"),
+    [
+        (Config(pad_shape_n=64), {}, False),
+        (Config(pad_shape_k=32), {}, False),
+        (Config(weight_scale_group_size=32), {}, False),
+        (Config(b_dtype=SimpleNamespace(num_bits=8)), {}, False),
+        (Config(input_quant_mode=SimpleNamespace(should_quantize=True)), {}, False),
+        (Config(), {"dtype": torch.float16}, False),
+        (Config(), {"scales": 2}, False),
+        (Config(), {}, True),
+    ],
+)
+def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    linear, kernel = Linear(**layer), Kernel(config, invariant)
+    vllm_nvfp4.process_weights_after_loading(kernel, linear)
+    vllm_nvfp4.apply_weights(kernel, linear, torch.zeros(3, K))
+    assert calls == [("vllm", 0)]
+
+
+def test_an_engine_that_did_not_ask_for_it_gets_hummings():
+    from qerl_pl.rollout import vllm_nvfp4
+
+    vllms: Any = import_module("vllm.model_executor.kernels.linear.nvfp4.humming").HummingNvFp4LinearKernel
+    before = vllms.process_weights_after_loading
+    vllm_nvfp4.install(ours=True)
+    assert vllms.process_weights_after_loading is vllm_nvfp4.process_weights_after_loading
+    vllm_nvfp4.install(ours=False)
+    assert vllms.process_weights_after_loading is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_asking_for_it_where_it_cannot_run_is_an_error_before_anything_is_loaded(checkpoints):
+    policy = make_policy(checkpoints["dense"])
+    with pytest.raises(ValueError, match=r"decoding_kernel is 'ours', which needs a Hopper GPU .* and a base in NVFP4"):
+        VLLMEngine(decoding_kernel="ours").start(policy, max_model_len=64, seed=0)
