@@ -91,7 +91,7 @@ def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
 
 def is_available(device: torch.device) -> bool:
     """Whether the GPU has the instructions, and the machine what compiles and starts kernels."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -62,7 +62,7 @@ class VLLMEngine:
         sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
             keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
         decoding_kernel: what multiplies by NVFP4 weights on Hopper where a step has up to 64 tokens. "ours" is faster
-            than Humming and repeats its bits. It was measured alone (`docs/performance.md`), not yet in an engine.
+            than Humming where it was measured, which is alone (`docs/performance.md`) and not yet in an engine.
 
     Raises:
         ValueError: a value is out of its range.
@@ -127,12 +127,6 @@ class VLLMEngine:
             from qerl_pl.rollout.vllm_loader import register_loader
 
             vllm_plugin.register()
-            if vllm_humming.is_used() or self.decoding_kernel == "ours":
-                from qerl_pl.rollout import vllm_nvfp4
-
-                if self.decoding_kernel == "ours":
-                    vllm_nvfp4.check(policy)
-                vllm_nvfp4.install(ours=self.decoding_kernel == "ours")
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len)
             unpacked = policy.packed_linears() if vllm_setup.lacks(policy.packed_format) else {}
@@ -151,7 +145,7 @@ class VLLMEngine:
                     vllm_humming.load_operators()
             self._group_is_ours = not dist.is_initialized()
             try:
-                with vllm_setup.among_ranks() as more:
+                with self._kernels(policy), vllm_setup.among_ranks() as more:
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
@@ -289,6 +283,14 @@ class VLLMEngine:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _kernels(self, policy: Policy) -> AbstractContextManager[None]:
+        """In it vLLM loads linears with the kernels that this engine is to have."""
+        if self.decoding_kernel == "humming":
+            return nullcontext()
+        from qerl_pl.rollout import vllm_nvfp4
+
+        return vllm_nvfp4.for_linears_of(policy)
 
     @contextmanager
     def _trainers_group(self) -> Iterator[None]:

@@ -65,12 +65,5 @@ def load_operators() -> None:
 
     Humming itself does so when it first makes a kernel, which is too late: vLLM would compile the graph again.
     """
-    if is_used():
+    if find_spec("humming") is not None and torch.cuda.get_device_capability() == divmod(HOPPER, 10):
         import_module("humming.ops.utils").init_humming_launcher()
-
-
-def is_used() -> bool:
-    """Whether vLLM multiplies by NVFP4 weights with Humming on this machine."""
-    if find_spec("humming") is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability() == divmod(HOPPER, 10)

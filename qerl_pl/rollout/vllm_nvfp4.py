@@ -1,11 +1,13 @@
 """vLLM's NVFP4 linears on Hopper: our kernel for few tokens, Humming's for more, on the same weights.
 
-Only the engine imports this module, where it was asked for our kernel or may have been before.
+Only the engine imports this module, where it was asked for our kernel.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -24,27 +26,28 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 
 
-def check(policy: Policy) -> None:
-    """Refuse what our kernel cannot serve, before anything is loaded.
+@contextmanager
+def for_linears_of(policy: Policy) -> Iterator[None]:
+    """The linears that vLLM loads meanwhile get our kernel, and keep it.
 
     Raises:
-        ValueError: the GPU, the base's format or its compute dtype is another one, or a package is missing.
+        ValueError: the GPU or the base's format is another one, or a package is missing.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    lacks = {
-        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": not nvfp4_decode.is_available(device),
-        "the package humming-kernels": find_spec("humming") is None,
-        "a base in NVFP4": policy.packed_format is not NVFP4,
+    hopper = nvfp4_decode.is_available(torch.device("cuda"))
+    needs = {
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper,
+        "the package humming-kernels": find_spec("humming") is not None,
+        "a base in NVFP4": policy.packed_format is NVFP4,
     }
-    missing = [what for what, lacking in lacks.items() if lacking]
+    missing = [what for what, found in needs.items() if not found]
     if missing:
         raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'humming'")
-
-
-def install(*, ours: bool) -> None:
-    """From now on give linears that vLLM loads our kernel, or leave them alone; those that are loaded keep theirs."""
-    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading if ours else _process
-    HummingNvFp4LinearKernel.apply_weights = apply_weights
+    HummingNvFp4LinearKernel.apply_weights = apply_weights  # asks each linear
+    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
+    try:
+        yield
+    finally:
+        HummingNvFp4LinearKernel.process_weights_after_loading = _process
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:

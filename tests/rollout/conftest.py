@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +34,20 @@ BLOCK_SIZE = 32  # of vLLM's cache; prompts longer than this can meet a stale pr
 END_TOKENS = {5, 6, 7}  # of the config, the generation config and the tokenizer
 
 
-def save_dense(path: Path) -> None:
-    """A random Qwen2 whose generation config would change every distribution, if it were obeyed."""
+def save_dense(path: Path, **sizes: Any) -> None:
+    """A random Qwen2 whose generation config would change every distribution, if it were obeyed.
+
+    Args:
+        path: folder to write to.
+        sizes: of the configuration, where they are other ones.
+    """
     torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2} | sizes
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=192,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,  # heads of 32, the smallest that vLLM has on a CPU
-        num_key_value_heads=2,
+        **shape,
         max_position_embeddings=256,
         initializer_range=0.15,
         tie_word_embeddings=False,

@@ -9,9 +9,12 @@ import sys
 import pytest
 import torch
 
+from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout import vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, save_dense, some_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,8 +81,28 @@ def test_embeddings_and_head_exist_once(engine):
 
 def test_what_is_sampled_is_what_the_trainer_says(engine):
     engine.set_norm_noise(0.0, 0)
+    assert_sampled_by_its_policy(engine, SAMPLING)
+
+
+@pytest.mark.skipif(not nvfp4_decode.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_so_it_is_with_our_kernel_for_few_tokens(tmp_path, enforce_eager):
+    save_dense(tmp_path / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4)  # none is padded
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "nvfp4")
+    policy = make_policy(str(tmp_path / "nvfp4"), dtype=torch.bfloat16)
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    settings = {"kv_cache_bytes": CACHE_BYTES, "max_num_seqs": 128, "enforce_eager": enforce_eager}
+    engine = VLLMEngine(decoding_kernel="ours", **settings)
+    engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
+    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
+    for copies in (1, 8, 20, 40):  # 3 to 120 tokens at a time
+        assert_sampled_by_its_policy(engine, Sampling(num_completions=copies, max_tokens=12))
+    engine.close()
+
+
+def assert_sampled_by_its_policy(engine, sampling):
     policy = engine._policy
-    groups = engine.generate(PROMPTS, SAMPLING, 1)
+    groups = engine.generate(PROMPTS, sampling, 1)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             row = torch.tensor([[*prompt, *completion.tokens]], device="cuda")

@@ -55,7 +55,6 @@ def test_operators_are_loaded_where_humming_multiplies(monkeypatch, capability, 
     operators = SimpleNamespace(init_humming_launcher=lambda: loaded.append("humming"))
     monkeypatch.setattr(vllm_humming, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(vllm_humming, "import_module", lambda name: {"humming.ops.utils": operators}[name])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     vllm_humming.load_operators()
     assert loaded == ["humming"] * (capability == (9, 0) and installed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
@@ -141,15 +142,22 @@ def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
     assert calls == [("vllm", 0)]
 
 
-def test_an_engine_that_did_not_ask_for_it_gets_hummings():
+@pytest.mark.parametrize("fails", [False, True])
+def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, checkpoints, fails):
     from qerl_pl.rollout import vllm_nvfp4
 
     vllms: Any = import_module("vllm.model_executor.kernels.linear.nvfp4.humming").HummingNvFp4LinearKernel
+    monkeypatch.setattr(vllm_nvfp4, "find_spec", lambda name: object())
     before = vllms.process_weights_after_loading
-    vllm_nvfp4.install(ours=True)
-    assert vllms.process_weights_after_loading is vllm_nvfp4.process_weights_after_loading
-    vllm_nvfp4.install(ours=False)
+    monkeypatch.setattr(vllm_nvfp4, "_process", before)
+    monkeypatch.setattr(vllms, "apply_weights", vllms.apply_weights)  # put back after the test
+    with suppress(KeyError), vllm_nvfp4.for_linears_of(make_policy(checkpoints["nvfp4"])):
+        assert vllms.process_weights_after_loading is vllm_nvfp4.process_weights_after_loading
+        if fails:
+            raise KeyError
     assert vllms.process_weights_after_loading is before
+    vllms.apply_weights(Kernel(Config()), Linear(), torch.zeros(3, K))
+    assert calls == [("vllm", 0)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
