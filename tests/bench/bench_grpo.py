@@ -67,6 +67,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 3}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
+    engine["decoding_kernel"] = args.decoding_kernel
     trainer = {"max_steps": args.steps, "limit_val_batches": 0, "enable_progress_bar": False}
     turn = [{"class_path": "tests.bench.together.Turn"}]
     trainer["callbacks+"] = [*(aqn if args.aqn else []), *(turn if is_together() else [])]
@@ -168,7 +169,7 @@ def quarters(steps: Sequence[float], usage: Sequence[Usage]) -> dict[str, list[f
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """What tells a line from the others."""
     names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
-    names += "micro_batch_tokens", "eager"
+    names += "micro_batch_tokens", "eager", "decoding_kernel"
     return {"model" if name == "size" else name: getattr(args, name) for name in names}
 
 
@@ -220,6 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sleep-level", type=int, default=0)
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument("--decoding-kernel", default="humming", choices=["humming", "ours"], help="of an NVFP4 base")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")

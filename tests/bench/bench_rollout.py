@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -67,7 +68,8 @@ def measure(args: argparse.Namespace, base: str) -> None:
     warnings.filterwarnings("ignore", message="Unsupported layer type")
     dummy = base.endswith(DUMMY)
     policy = shell_policy(base, args.size, args.rank)
-    engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype)
+    kernel = decoding_kernel(args)
+    engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
     if dummy:
         engine._arguments["load_format"] = "dummy"
     if args.stock_adapter:
@@ -140,7 +142,13 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
         "engine": "stock" if args.stock_adapter else "ours",
         "sequences": count,
         "kv": args.kv_cache_dtype,
+        "decoding": decoding_kernel(args),
     }
+
+
+def decoding_kernel(args: argparse.Namespace) -> Literal["humming", "ours"]:
+    """Of the engine; only an NVFP4 base has a choice."""
+    return args.decoding_kernel if args.base == "nvfp4" else "humming"
 
 
 def step_bytes(args: argparse.Namespace, count: int, *, adapter: bool) -> float:
@@ -196,6 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--decoding-kernel", default="humming", choices=["humming", "ours"], help="of NVFP4 bases")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
@@ -229,6 +238,7 @@ def spawn(args: argparse.Namespace, sequences: list[int]) -> bool:
     one = {"size": args.size, "base": args.base, "rank": args.rank, "stock": args.stock_adapter, "path": str(path)}
     command = [sys.executable, "-m", "tests.bench.bench_rollout", "--child", json.dumps(one)]
     command += ["--repeats", str(args.repeats), "--kv-cache-dtype", args.kv_cache_dtype]
+    command += ["--decoding-kernel", args.decoding_kernel]
     command += ["--sequences", *map(str, sequences)]
     flags = {"--profile": args.profile, "--adapter-only": args.adapter_only}
     command += [flag for flag, wanted in flags.items() if wanted]

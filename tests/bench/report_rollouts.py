@@ -35,6 +35,7 @@ class Engine(NamedTuple):
     kv: str
     rank: int
     kernels: str
+    decoding: str
     commit: str
     sequences: int
 
@@ -45,14 +46,15 @@ def rollouts(lines: Iterable[Line]) -> dict[Engine, dict[bool, Line]]:
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
         model, base, kv, rank = (shape[name] for name in ("model", "base", "kv", "rank"))
-        key = Engine(model, base, kv, rank, shape["engine"], line["commit"], shape["sequences"])
+        kernels = shape["engine"], shape.get("decoding", "humming")
+        key = Engine(model, base, kv, rank, *kernels, line["commit"], shape["sequences"])
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     return found
 
 
 def times_bf16(found: Mapping[Engine, Mapping[bool, Line]], key: Engine) -> float | None:
     """How many times as fast an engine of a 4-bit base is as that of bf16 at the same commit; None without one."""
-    dense = found.get(key._replace(base="bf16")) if key.base != "bf16" else None
+    dense = found.get(key._replace(base="bf16", decoding="humming")) if key.base != "bf16" else None
     return found[key][True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None
 
 
@@ -64,14 +66,15 @@ def rollouts_table(lines: Iterable[Line]) -> str:
         roof = pair[True]["roof_per_s"]
         rows.append(
             [
-                *key,
+                *key._replace(decoding=key.decoding if key.base == "nvfp4" else ""),
                 *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
                 _shown(times_bf16(found, key), 2),
                 _shown(pair[True]["decoded_per_s"] / roof, 2),
             ]
         )
-    header = ["model", "base", "cache", "rank", "adapter kernels", "commit", "sequences", "with adapter", "without"]
+    header = ["model", "base", "cache", "rank", "adapter kernels", "decoding kernel", "commit", "sequences"]
+    header += ["with adapter", "without"]
     return table([*header, "added", "times bf16", "of the roof"], rows)
 
 
@@ -368,4 +371,5 @@ def policy(line: Line) -> str:
     shape = line["shape"]
     if line["name"] == "grpo/trl":
         return "TRL, bf16 + LoRA" + (", sleep" if shape["sleep"] else "") + (", no vLLM" if shape["no_vllm"] else "")
-    return f"{shape['base']} + LoRA" + (" + AQN" if shape["aqn"] else "")
+    kernel = ", decoding kernel: ours" if shape.get("decoding_kernel") == "ours" else ""
+    return f"{shape['base']} + LoRA" + (" + AQN" if shape["aqn"] else "") + kernel
