@@ -122,16 +122,16 @@ FUNCTION void keep(float (&sums)[4][SIZE]) {
     for (int j = 0; j < SIZE; j++) asm volatile("" : "+f"(sums[i][j]));
 }
 
+#define FOUR(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define EIGHT(c, i) FOUR(c, i), FOUR(c, i + 4)
+
 // c [64 outputs, tokens] += a (registers) times x (shared memory, inputs contiguous, swizzled by 128 bytes)
 FUNCTION void wgmma(float (&c)[4], const u32 (&a)[4], u64 x) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : FOUR(c, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-
-#define EIGHT(c, i) \
-  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 
 FUNCTION void wgmma(float (&c)[8], const u32 (&a)[4], u64 x) {
   asm volatile(
@@ -186,9 +186,8 @@ FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
 // Shared memory: STAGES times [x: tiles of 64 inputs, [TOKENS][128 bytes]; of each warp: SLABS x 512 bytes of weights
 // and 64 of scales], then of each warp SLABS x 128 bytes of bf16 scales. Sums take the place of all at the end.
 template <int TOKENS, int GROUPS, int SLABS, int STAGES>
-FUNCTION void
-    nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias,
-                 u16 *y, int tokens, int N, int K, int splits) {
+FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
+                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_SLABS = SLABS * GROUPS;
   constexpr int TILE = TOKENS * 128, X_BYTES = STAGE_SLABS / 4 * TILE, WARP_BYTES = SLABS * 576;
@@ -241,7 +240,8 @@ FUNCTION void
       if (STAGE_SLABS <= 8 || (stage + 1) * STAGE_SLABS <= slabs) {  // K is a multiple of 8 slabs
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-          if (row + i * ROWS < tokens) copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);
+          if (row + i * ROWS < tokens)
+            copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);
 #pragma unroll
         for (int i = 0; i < SLABS; i++)
           copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_slab));
