@@ -53,15 +53,14 @@ class LastCheckpoint(ModelCheckpoint):
         finished = trainer.should_stop or trainer.global_step >= trainer.max_steps
         if finished or done % self.every_n_rollouts == 0:
             self._commit(trainer)
-            in_background = isinstance(trainer.strategy.checkpoint_io, SafeCheckpointIO)
-            options = {"background_bytes": self.background_bytes} if in_background else None
+            options = {"background_bytes": self.background_bytes} if _writer(trainer) else None
             trainer.save_checkpoint(self._folder / PENDING, weights_only=False, storage_options=options)
             self._pending, self._step_is_over = True, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._step_is_over = True
-        io = trainer.strategy.checkpoint_io
-        if not isinstance(io, SafeCheckpointIO) or io.is_written():
+        writer = _writer(trainer)
+        if writer is None or writer.is_written():
             self._commit(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,9 +79,8 @@ class LastCheckpoint(ModelCheckpoint):
         if not trainer.is_global_zero or not self._pending:
             return
         self._pending = False
-        io = trainer.strategy.checkpoint_io
-        if isinstance(io, SafeCheckpointIO):
-            io.wait()
+        if writer := _writer(trainer):
+            writer.wait()
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):
@@ -95,3 +93,9 @@ class LastCheckpoint(ModelCheckpoint):
             os.link(last, link)
             os.replace(link, self._folder / PREVIOUS)
         os.replace(self._folder / PENDING, last)
+
+
+def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
+    """What may write in the background; another plugin has written when it returns."""
+    io = trainer.strategy.checkpoint_io
+    return io if isinstance(io, SafeCheckpointIO) else None

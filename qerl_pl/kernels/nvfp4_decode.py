@@ -98,8 +98,9 @@ def is_available(device: torch.device) -> bool:
 
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
     """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
-    for variant in {how.variant for count in (8, 16, 32, 64) if (how := schedule(count, outputs, inputs))}:
-        _kernel(variant, device.index)
+    for most in FEW_BLOCKS:  # the numbers of tokens are the same for many blocks
+        if how := schedule(most.tokens, outputs, inputs):
+            _kernel(how.variant, device.index)
 
 
 def decode_linear(

@@ -53,9 +53,8 @@ def for_linears_of(policy: Policy) -> Iterator[None]:
 def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
     _process(self, layer)
-    weight: Tensor = layer.weight
-    if nvfp4_decode.is_available(weight.device) and _is_plain(layer, self.layer_config, self.compute_config):
-        nvfp4_decode.prepare(self.layer_config.shape_n, self.layer_config.shape_k, weight.device)
+    if _is_plain(layer, self.layer_config, self.compute_config):
+        nvfp4_decode.prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
         layer.decoding = (self.layer_config.to_str(), self.compute_config)
 
 

@@ -26,11 +26,11 @@ from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import model_settings
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import emit
+from tests.bench.report_rollouts import PHASES
 from tests.bench.together import run_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS = 320
-PHASES = ("sync", "rollout", "reward", "check", "logprob", "wait", "train", "between")
 CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "gap/mean_abs")
 
 
@@ -84,7 +84,7 @@ def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], 
     folder = folder_of(args, gpus)
     curves = read_curves(folder)
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up
-    phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in PHASES}
+    phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
     names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
     shape = {name: getattr(args, name) for name in names} | {"gpus": gpus}
     found = {name: curves[name].values for name in CURVES}

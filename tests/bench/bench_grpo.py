@@ -31,11 +31,11 @@ from qerl_pl.tools.report import read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import RANK, child_environment, emit
+from tests.bench.report_rollouts import PHASES
 from tests.bench.together import is_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS, GROUP = 256, 8
-PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from qerl_pl.kernels import lora
 from qerl_pl.rollout.vllm_humming import decoding_schedule
-from tests.bench.bench_rollout_lora import FUSED
 from tests.bench.bench_schedules import LOCKS, multiply, random_linear
-from tests.bench.harness import RANK, captured, emit, linear_shapes, timed
+from tests.bench.harness import FUSED, RANK, captured, emit, linear_shapes, timed
 
 REPLAYS = 8
 Add = Callable[["Linear", Tensor, Tensor], Tensor]

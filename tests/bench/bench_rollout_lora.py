@@ -24,16 +24,10 @@ from triton import cdiv
 from triton.runtime.errors import OutOfResources
 
 from qerl_pl.kernels import lora
-from tests.bench.harness import RANK, captured, check, emit, linear_shapes, relative_error, timed
+from tests.bench.harness import FUSED, RANK, captured, check, emit, linear_shapes, relative_error, timed
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float16)  # Triton interprets no bf16
-FUSED = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 Add = Callable[[Tensor, Tensor, "Linear"], None]
 
 

@@ -19,14 +19,10 @@ import torch
 from torch import Tensor
 
 from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.quant.formats import pack
 from qerl_pl.rollout.vllm_humming import decoding_schedule
-from tests.bench.harness import captured, check, emit, relative_error, timed
+from tests.bench.harness import FUSED, SIZES, captured, check, emit, linear_shapes, relative_error, timed
 
-SHAPES = {
-    "7B": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
-    "14B": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (27648, 5120), "down": (5120, 13824)},
-    "32B": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (55296, 5120), "down": (5120, 27648)},
-}
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
 CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096
 
@@ -50,7 +46,7 @@ def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) ->
     about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
     weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
     packed = {
-        "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_packed": pack(codes),
         "weight_scale": scales,
         "weight_global_scale": torch.ones(1, device="cuda"),
     }
@@ -94,7 +90,8 @@ def rounds(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Te
 def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     """Check one linear's schedules against each other, and time them."""
     rule: Any = import_module("humming.tune").get_heuristics_config
-    outputs, inputs = SHAPES[model][name]
+    rows, columns = zip(*(linear_shapes(model)[part] for part in FUSED[name]), strict=True)
+    outputs, inputs = sum(rows), columns[0]
     config, tensors = random_linear(outputs, inputs)
     size = sum(tensor.nbytes for tensor in tensors.values())
     copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]
@@ -128,8 +125,8 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", choices=SHAPES, default=["7B", "14B"])
-    parser.add_argument("--linears", nargs="*", choices=SHAPES["7B"], default=list(SHAPES["7B"]))
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["7B", "14B"])
+    parser.add_argument("--linears", nargs="*", choices=FUSED, default=list(FUSED))
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)

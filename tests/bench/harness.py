@@ -67,6 +67,14 @@ def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
     )
 
 
+FUSED = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
 def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
     """The linears of one block: name to (out, in)."""
     size = SIZES[name]

@@ -120,27 +120,26 @@ def schedules_table(lines: Iterable[Line]) -> str:
     """Microseconds of NVFP4 linears by kernel, and of a block's four together; a column a number of tokens."""
     found = _variants(lines, "schedules/", "median_s", "model", "linear", "tokens")
     sizes = sorted({tokens for _, _, tokens in found})
-    linears: dict[str, list[str]] = {}
+    linears: dict[str, dict[str, None]] = {}
     for model, linear, _ in found:
-        linears.setdefault(model, []).append(linear)
+        linears.setdefault(model, {})[linear] = None
     rows = []
     for model, names in linears.items():
-        names = list(dict.fromkeys(names))
         for linear, (who, kernel) in product(names, KERNELS.items()):
             times = [found.get((model, linear, size), {}).get(who) for size in sizes]
             if any(times):
                 rows.append([model, linear, kernel, *(_shown(time and 1e6 * time, 1) for time in times)])
-        for kernels in (["rule", "ours"], list(KERNELS)):
-            best = [[_best(found.get((model, linear, size), {}), kernels) for linear in names] for size in sizes]
-            sums = [None if None in times or len(times) < 4 else 1e6 * sum(filter(None, times)) for times in best]
-            label = "best of all" if "decode" in kernels else "best of Humming's"
-            if any(sums):
-                rows.append([model, "all four", label, *(_shown(time, 1) for time in sums)])
+        if len(names) == 4:
+            blocks = [[found.get((model, linear, size), {}) for linear in names] for size in sizes]
+            for label, kernels in {"best of Humming's": ["rule", "ours"], "best of all": list(KERNELS)}.items():
+                rows.append([model, "all four", label, *(_shown(_together_us(block, kernels), 1) for block in blocks)])
     return table(["model", "linear", "kernel", *(f"{size} tokens" for size in sizes)], rows)
 
 
-def _best(times: dict[str, float], kernels: Iterable[str]) -> float | None:
-    return min((times[who] for who in kernels if who in times), default=None)
+def _together_us(block: Sequence[Mapping[str, float]], kernels: Iterable[str]) -> float | None:
+    """Of linears, each by the fastest of these kernels; None where one was measured with none of them."""
+    times = [measured for linear in block if (measured := [linear[who] for who in kernels if who in linear])]
+    return 1e6 * sum(map(min, times)) if len(times) == len(block) else None
 
 
 def layers_table(lines: Iterable[Line], kind: str) -> str:

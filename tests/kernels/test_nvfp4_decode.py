@@ -15,6 +15,7 @@ from qerl_pl.kernels.nvfp4_decode import (
     humming_bias,
     schedule,
 )
+from qerl_pl.quant.nvfp4 import E2M1_CODES
 
 VARIANTS = [*MANY_BLOCKS, *FEW_BLOCKS]
 SHAPES = [
@@ -27,9 +28,8 @@ SHAPES = [
     (2304, 1408),
     (22016, 2048),
 ]
-SHARED_OF_BLOCK, SHARED, REGISTERS = 227 * 1024, 228 * 1024, 65536  # bytes; of a multiprocessor of an H100
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E2M1 = torch.tensor([*VALUES, *(-value for value in VALUES)])
+SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes; of a multiprocessor of an H100
+E2M1 = torch.tensor(E2M1_CODES)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

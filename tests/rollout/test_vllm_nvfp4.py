@@ -62,6 +62,11 @@ class Linear(nn.Module):
             self.bias, self.zero_bias = bias, torch.zeros_like(bias)
 
 
+def product(x: Tensor, bias: Tensor | None) -> Tensor:
+    """In x's dtype."""
+    return (x.float() @ DENSE.T + (0 if bias is None else bias)).to(x.dtype)
+
+
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
     """Which kernel served how many tokens; both multiply by the dense weight here."""
@@ -69,15 +74,16 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 
     found: list[tuple[str, int]] = []
 
-    def decode(x: Tensor, *tensors: Any) -> Tensor:
+    def decode(
+        x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor, bias: Tensor | None, how: Any
+    ) -> Tensor:
         found.append(("ours", len(x)))
-        bias = tensors[3]
-        return (x.float() @ DENSE.T + (0 if bias is None else bias)).to(x.dtype)
+        return product(x, bias)
 
     def humming(*, inputs: Tensor, bias: Tensor | None, layer_config: str, **_: Any) -> Tensor:
         assert layer_config == "layer"
         found.append(("humming", len(inputs)))
-        return (inputs.float() @ DENSE.T + (0 if bias is None else bias)).to(inputs.dtype)
+        return product(inputs, bias)
 
     ops = SimpleNamespace(humming_gemm=humming)
     monkeypatch.setattr(vllm_nvfp4, "import_module", lambda name: {"humming.ops": ops}[name])
@@ -112,12 +118,11 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
-        expected = torch.relu((2 * x).float() @ DENSE.T + (0 if bias is None else bias)).bfloat16()
-        assert torch.equal(function(x), expected)
+        assert torch.equal(function(x), torch.relu(product(2 * x, bias)))
     assert calls == [("ours", 8), ("ours", 64), ("humming", 65), ("humming", 200)], "compiled once, chosen each time"
     calls.clear()
     skipped = vllm_nvfp4.apply_weights(kernel, layer, x.view(2, 100, K))
-    assert torch.equal(skipped, (x.float() @ DENSE.T).bfloat16().view(2, 100, N)), "without the bias, for any shape"
+    assert torch.equal(skipped, product(x, None).view(2, 100, N)), "without the bias, for any shape"
 
 
 @pytest.mark.parametrize(
