@@ -42,14 +42,14 @@ def save_dense(path: Path, **sizes: Any) -> None:
         sizes: of the configuration, where they are other ones.
     """
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2} | sizes
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2}
+    shape = {**shape, "initializer_range": 0.15, **sizes}
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,  # heads of 32, the smallest that vLLM has on a CPU
         **shape,
         max_position_embeddings=256,
-        initializer_range=0.15,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=5,
