@@ -16,6 +16,7 @@ from torch import distributed as dist
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout import vllm_humming, vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
@@ -61,8 +62,9 @@ class VLLMEngine:
         kv_cache_dtype: of the cache, e.g. "fp8"; "auto" is the compute dtype.
         sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
             keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
-        decoding_kernel: what multiplies by NVFP4 weights on Hopper where a step has up to 64 tokens. "ours" is faster
-            than Humming where it was measured, which is alone (`docs/performance.md`) and not yet in an engine.
+        decoding_kernel: what multiplies by NVFP4 weights where a step has up to 64 tokens. "auto" is our kernel where
+            it can run, on Hopper with Humming and cuda-bindings in bfloat16, and what vLLM chooses elsewhere; on Hopper
+            that is Humming, which is slower (`docs/performance.md`).
 
     Raises:
         ValueError: a value is out of its range.
@@ -79,13 +81,13 @@ class VLLMEngine:
         enable_prefix_caching: bool = True,
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
-        decoding_kernel: Literal["humming", "ours"] = "humming",
+        decoding_kernel: Literal["auto", "ours", "humming"] = "auto",
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         self.dtype = dtype
         self.sleep_level = sleep_level
-        self.decoding_kernel = decoding_kernel
+        self.decoding_kernel: Literal["auto", "ours", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
         """May be set until the engine starts."""
         arguments = {
@@ -128,8 +130,12 @@ class VLLMEngine:
 
             vllm_plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-            arguments = vllm_setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len)
-            unpacked = policy.packed_linears() if vllm_setup.lacks(policy.packed_format) else {}
+            fmt = policy.packed_format
+            kernel = vllm_setup.decoding_kernel(self.decoding_kernel, fmt, dtype)
+            arguments = vllm_setup.policy_arguments(
+                policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel
+            )
+            unpacked = policy.packed_linears() if vllm_setup.lacks(fmt) else {}
             arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked)
             if unpacked:
                 arguments["hf_overrides"] = {"quantization_config": None}
@@ -141,11 +147,13 @@ class VLLMEngine:
                 arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
             if not self._on_cpu:
                 vllm_setup.check_fused_scales(policy.base)
-                if policy.packed_format is not None and not unpacked:
+                if fmt is not None and not unpacked:
                     vllm_humming.load_operators()
+                if fmt is NVFP4 and self.decoding_kernel == "auto":
+                    vllm_setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                with self._kernels(policy), vllm_setup.among_ranks() as more:
+                with _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more:
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
@@ -284,14 +292,6 @@ class VLLMEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _kernels(self, policy: Policy) -> AbstractContextManager[None]:
-        """In it vLLM loads linears with the kernels that this engine is to have."""
-        if self.decoding_kernel == "humming":
-            return nullcontext()
-        from qerl_pl.rollout import vllm_nvfp4
-
-        return vllm_nvfp4.for_linears_of(policy)
-
     @contextmanager
     def _trainers_group(self) -> Iterator[None]:
         """Keeps the process group that was there before the engine, and no other, when vLLM destroys those it knows."""
@@ -367,6 +367,15 @@ class VLLMEngine:
         for name, weight in noisy.items():
             live[name].copy_(weight)
         return noisy
+
+
+def _kernels(kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """In it vLLM loads linears with the decoding kernel that they are to have."""
+    if kernel == "humming":
+        return nullcontext()
+    from qerl_pl.rollout import vllm_nvfp4
+
+    return vllm_nvfp4.for_linears_of(policy, dtype)
 
 
 def _completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:

@@ -1,6 +1,6 @@
 """vLLM's NVFP4 linears on Hopper: our kernel for few tokens, Humming's for more, on the same weights.
 
-Only the engine imports this module, where it was asked for our kernel.
+Only the engine imports this module, where it has our kernel: vLLM's for Humming is imported with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,28 +19,21 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from qerl_pl.kernels import nvfp4_decode
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout.vllm_setup import decoding_lacks
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 
 
 @contextmanager
-def for_linears_of(policy: Policy) -> Iterator[None]:
-    """The linears that vLLM loads meanwhile get our kernel, and keep it.
+def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
+    """The linears that vLLM loads meanwhile, to compute in a dtype, get our kernel, and keep it.
 
     Raises:
-        ValueError: the GPU or the base's format is another one, or a package is missing.
+        ValueError: the GPU, the base's format or the dtype is another one, or a package is missing.
     """
-    hopper = nvfp4_decode.is_available(torch.device("cuda"))
-    needs = {
-        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper,
-        "the package humming-kernels": find_spec("humming") is not None,
-        "a base in NVFP4": policy.packed_format is NVFP4,
-    }
-    missing = [what for what, found in needs.items() if not found]
-    if missing:
-        raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'humming'")
+    if missing := decoding_lacks(policy.packed_format, dtype):
+        raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'auto'")
     HummingNvFp4LinearKernel.apply_weights = apply_weights  # asks each linear
     HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
     try:

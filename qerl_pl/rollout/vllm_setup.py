@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_args
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 from transformers import PretrainedConfig
 
+from qerl_pl.kernels import nvfp4_decode
 from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
@@ -32,6 +36,7 @@ DEFAULT_ENVIRONMENT = {
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
 CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
 UNUSED_SHARE = 0.001
+HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM
 
 
 def prepare_environment() -> None:
@@ -71,7 +76,9 @@ def among_ranks() -> Iterator[dict[str, Any]]:
         os.environ.update(before)
 
 
-def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) -> dict[str, Any]:
+def policy_arguments(
+    policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["ours", "humming"]
+) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that follow from the policy.
 
     Raises:
@@ -93,8 +100,12 @@ def policy_arguments(policy: Policy, *, dtype: torch.dtype, max_model_len: int) 
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(targets),
-        # A cached graph of plain vLLM would call its own kernels and expect Humming's own table of schedules.
-        "additional_config": {"adapter_kernels": "qerl_pl", "humming_schedules": "qerl_pl"},
+        # vLLM hashes this: a cached graph of other kernels would call those, or expect Humming's own schedules.
+        "additional_config": {
+            "adapter_kernels": "qerl_pl",
+            "humming_schedules": "qerl_pl",
+            "decoding_kernel": decoding_kernel,
+        },
         "scheduler_cls": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
@@ -126,6 +137,37 @@ def lacks(fmt: Format | None) -> bool:
     if fmt is None or fmt is NVFP4:
         return False
     return fmt is NF4 or not current_platform.is_cuda() or current_platform.has_device_capability(100)
+
+
+def decoding_kernel(
+    wanted: Literal["auto", "ours", "humming"], fmt: Format | None, dtype: torch.dtype
+) -> Literal["ours", "humming"]:
+    """What "auto" is here, for a base of a format (None: dense) and a compute dtype; "humming" is what vLLM chooses."""
+    if wanted != "auto":
+        return wanted
+    return "humming" if decoding_lacks(fmt, dtype) else "ours"
+
+
+def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
+    """What our kernel for few tokens needs in an engine and does not find. Nothing of vLLM is imported to tell."""
+    vllm = find_spec("vllm")
+    folders = (vllm and vllm.submodule_search_locations) or ()
+    hopper = nvfp4_decode.is_available(torch.device("cuda"))
+    needs = {
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper,
+        "NVRTC (the package nvidia-cuda-nvrtc)": _has_nvrtc(),
+        "the package humming-kernels": find_spec("humming") is not None,
+        "a vLLM that has Humming's kernel for NVFP4": any(Path(folder, HUMMINGS_KERNEL).exists() for folder in folders),
+        "a base in NVFP4": fmt is NVFP4,
+        "bfloat16 as compute dtype": dtype == torch.bfloat16,
+    }
+    return [what for what, found in needs.items() if not found]
+
+
+def log_decoding_lacks(dtype: torch.dtype) -> None:
+    """Say why an NVFP4 base is not decoded with our kernel, if it is not."""
+    if missing := decoding_lacks(NVFP4, dtype):
+        rank_zero_info(f"vLLM decodes without our NVFP4 kernel, which needs {', and '.join(missing)}")
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
@@ -199,6 +241,17 @@ def gpu_arguments(
         "gpu_memory_utilization": UNUSED_SHARE,
         "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
     }
+
+
+def _has_nvrtc() -> bool:
+    """Whether cuda-bindings finds the library that compiles CUDA, which is a package of its own."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return False
+    try:
+        import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except RuntimeError:  # names the places where it looked
+        return False
+    return True
 
 
 def _cache_bytes(

@@ -93,7 +93,7 @@ def test_so_it_is_with_our_kernel_for_few_tokens(tmp_path, enforce_eager):
     policy = make_policy(str(tmp_path / "nvfp4"), dtype=torch.bfloat16)
     policy.load_adapter_state(random_adapter(policy, seed=1))
     settings = {"kv_cache_bytes": CACHE_BYTES, "max_num_seqs": 128, "enforce_eager": enforce_eager}
-    engine = VLLMEngine(decoding_kernel="ours", **settings)
+    engine = VLLMEngine(**settings)  # which chooses our kernel by itself
     engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
     assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
     for copies in (1, 8, 20, 40):  # 3 to 120 tokens at a time

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +20,9 @@ from torch import Tensor, nn
 
 from qerl_pl.kernels import nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
+from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout import vllm_setup
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.kernels.test_nvfp4_decode import E2M1, random_linear
 from tests.rollout.conftest import make_policy
@@ -68,6 +76,17 @@ def product(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.fixture
+def hopper(monkeypatch) -> None:
+    """A machine that has all that our kernel needs."""
+
+    def found(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name == "humming" else find_spec(name)
+
+    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: True)
+    monkeypatch.setattr(vllm_setup, "find_spec", found)
+
+
+@pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
     """Which kernel served how many tokens; both multiply by the dense weight here."""
     from qerl_pl.rollout import vllm_nvfp4
@@ -90,7 +109,6 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_nvfp4, "_process", lambda kernel, layer: None)
     monkeypatch.setattr(vllm_nvfp4, "_apply", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(nvfp4_decode, "decode_linear", decode)
-    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: True)
     monkeypatch.setattr(nvfp4_decode, "prepare", lambda *shape: found.append(("prepare", shape[0])))
     # The operator is for CUDA; here the same function serves a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
@@ -148,21 +166,72 @@ def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, checkpoints, fails):
+def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, hopper, checkpoints, fails):
     from qerl_pl.rollout import vllm_nvfp4
 
     vllms: Any = import_module("vllm.model_executor.kernels.linear.nvfp4.humming").HummingNvFp4LinearKernel
-    monkeypatch.setattr(vllm_nvfp4, "find_spec", lambda name: object())
     before = vllms.process_weights_after_loading
     monkeypatch.setattr(vllm_nvfp4, "_process", before)
     monkeypatch.setattr(vllms, "apply_weights", vllms.apply_weights)  # put back after the test
-    with suppress(KeyError), vllm_nvfp4.for_linears_of(make_policy(checkpoints["nvfp4"])):
+    with suppress(KeyError), vllm_nvfp4.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16):
         assert vllms.process_weights_after_loading is vllm_nvfp4.process_weights_after_loading
         if fails:
             raise KeyError
     assert vllms.process_weights_after_loading is before
     vllms.apply_weights(Kernel(Config()), Linear(), torch.zeros(3, K))
     assert calls == [("vllm", 0)]
+
+
+def test_an_engine_has_our_kernel_where_it_can_run(hopper, monkeypatch, caplog):
+    def chosen(fmt: Any = NVFP4, dtype: torch.dtype = torch.bfloat16) -> str:
+        return vllm_setup.decoding_kernel(VLLMEngine().decoding_kernel, fmt, dtype)
+
+    assert chosen() == "ours"
+    with caplog.at_level(logging.INFO):
+        vllm_setup.log_decoding_lacks(torch.bfloat16)
+    assert not caplog.text
+    assert chosen(fmt=None) == chosen(fmt=NF4) == chosen(dtype=torch.float32) == "humming"
+    assert vllm_setup.decoding_kernel("humming", NVFP4, torch.bfloat16) == "humming"
+    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: False)
+    assert chosen() == "humming"
+
+
+MISSING = {"humming": "humming-kernels", "vllm": "a vLLM that has Humming's", "cuda.bindings": "nvidia-cuda-nvrtc"}
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_package_that_is_missing_is_named(hopper, monkeypatch, caplog, checkpoints, package):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    found = vllm_setup.find_spec
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: None if name == package else found(name))
+    assert vllm_setup.decoding_kernel("auto", NVFP4, torch.bfloat16) == "humming"
+    with caplog.at_level(logging.INFO):
+        vllm_setup.log_decoding_lacks(torch.bfloat16)
+    assert MISSING[package] in caplog.text
+    before = vllm_nvfp4.HummingNvFp4LinearKernel.apply_weights
+    ours = vllm_nvfp4.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16)
+    with pytest.raises(ValueError, match=MISSING[package]), ours:
+        pass
+    assert vllm_nvfp4.HummingNvFp4LinearKernel.apply_weights is before
+
+
+@pytest.mark.slow
+def test_to_choose_a_kernel_imports_nothing_of_vllm():
+    choice = "vllm_setup.decoding_kernel('auto', NVFP4, torch.bfloat16)"
+    imports = "import sys, torch; from qerl_pl.quant.nvfp4 import NVFP4; from qerl_pl.rollout import vllm_setup"
+    subprocess.run([sys.executable, "-c", f"{imports}; {choice}; assert 'vllm' not in sys.modules"], check=True)
+
+
+def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints):
+    from vllm.config import VllmConfig
+
+    policy = make_policy(checkpoints["nvfp4"])
+    keys = set()
+    for kernel in ("ours", "humming"):
+        arguments = vllm_setup.policy_arguments(policy, dtype=torch.bfloat16, max_model_len=64, decoding_kernel=kernel)
+        keys.add(VllmConfig(additional_config=arguments["additional_config"]).compute_hash())
+    assert len(keys) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
