@@ -23,9 +23,9 @@ import torch
 
 from qerl_pl.tools.report import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
-from tests.bench.bench_grpo import model_settings
+from tests.bench.bench_grpo import DTYPE, model_settings
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import emit
+from tests.bench.harness import decoding_kernel, emit
 from tests.bench.report_rollouts import PHASES
 from tests.bench.together import run_together
 
@@ -86,7 +86,8 @@ def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], 
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up
     phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
     names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
-    shape = {name: getattr(args, name) for name in names} | {"gpus": gpus}
+    shape = {name: getattr(args, name) for name in names}
+    shape |= {"gpus": gpus, "decoding_kernel": decoding_kernel("auto", "nvfp4", DTYPE)}
     found = {name: curves[name].values for name in CURVES}
     emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found)
     rows = (folder / "completions" / "train-000000.jsonl").read_text().splitlines()

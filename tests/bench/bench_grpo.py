@@ -30,11 +30,12 @@ from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.report import read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import RANK, child_environment, emit
+from tests.bench.harness import DECODING_KERNELS, RANK, child_environment, decoding_kernel, emit
 from tests.bench.report_rollouts import PHASES
 from tests.bench.together import is_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PROMPT_TOKENS, GROUP = 256, 8
 
 
@@ -48,7 +49,7 @@ def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], 
     """Of the policy in a benchmark of whole steps; the engine's arguments and the reward, by its path, are its own."""
     return {
         "base": base,
-        "dtype": "bfloat16" if DEVICE == "cuda" else "float32",
+        "dtype": str(DTYPE).removeprefix("torch."),
         "engine": {"class_path": "qerl_pl.rollout.vllm.VLLMEngine", "init_args": engine},
         "rewards": [{"name": reward.rpartition(".")[2], "weight": 1.0, "reward": reward}],
         "sampling": {"num_completions": GROUP, "max_tokens": args.completion, "temperature": 1.0},
@@ -67,7 +68,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 3}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
-    engine["decoding_kernel"] = args.decoding_kernel
+    engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
     trainer = {"max_steps": args.steps, "limit_val_batches": 0, "enable_progress_bar": False}
     turn = [{"class_path": "tests.bench.together.Turn"}]
     trainer["callbacks+"] = [*(aqn if args.aqn else []), *(turn if is_together() else [])]
@@ -169,8 +170,9 @@ def quarters(steps: Sequence[float], usage: Sequence[Usage]) -> dict[str, list[f
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """What tells a line from the others."""
     names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
-    names += "micro_batch_tokens", "eager", "decoding_kernel"
-    return {"model" if name == "size" else name: getattr(args, name) for name in names}
+    names += "micro_batch_tokens", "eager"
+    shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
+    return {**shape, "decoding_kernel": decoding_kernel(args.decoding_kernel, args.base, DTYPE)}
 
 
 @contextmanager
@@ -221,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sleep-level", type=int, default=0)
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
-    parser.add_argument("--decoding-kernel", default="humming", choices=["humming", "ours"], help="of an NVFP4 base")
+    parser.add_argument("--decoding-kernel", default="auto", choices=DECODING_KERNELS, help="of an NVFP4 base")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")

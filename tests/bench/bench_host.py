@@ -53,7 +53,7 @@ def measure(who: str, base: str, sequences: list[int], repeats: int) -> None:
 
     engine = VLLMEngine(max_num_seqs=max(sequences))
     engine._arguments["scheduler_cls"] = SCHEDULERS[who]
-    engine.start(shell_policy(base, "tiny", RANK), max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
+    engine.start(shell_policy(base, "tiny", RANK, None), max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
     seconds = defaultdict[str, float](float)
     scheduler = engine._core().engine_core.scheduler
     for owner, name in (

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -34,12 +33,14 @@ from qerl_pl.memory.parts import adapter_values, kv_token_bytes
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout import vllm_plugin
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm_worker import linear_kernels
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import check, emit, model_config, timed
+from tests.bench.harness import DECODING_KERNELS, check, decoding_kernel, emit, model_config, pack_linears, timed
 from tests.bench.together import is_together, turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,10 +50,13 @@ PROFILED_TOKENS, PROFILED_NAMES = (64 if DEVICE == "cuda" else 16), 25
 DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
 
 
-def shell_policy(base: str, size: str, rank: int) -> Policy:
-    """What an engine needs of a policy: its adapter. The base is on the meta device."""
+def shell_policy(base: str, size: str, rank: int, fmt: Format | None) -> Policy:
+    """What an engine needs of a policy: its adapter, and of its base the format (None: dense), on the meta device."""
+    assert fmt in (None, NVFP4)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(size), dtype=DTYPE)
+    if fmt:
+        pack_linears(model, DTYPE, "meta")
     lora = LoraSettings(rank=rank, alpha=rank)
     policy = make_policy(model.requires_grad_(False), base=base, dtype=DTYPE, lora=lora, seed=0)
     for module in policy.modules():
@@ -67,17 +71,20 @@ def measure(args: argparse.Namespace, base: str) -> None:
     """Start one engine and print its lines."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
     dummy = base.endswith(DUMMY)
-    policy = shell_policy(base, args.size, args.rank)
-    kernel = decoding_kernel(args)
+    policy = shell_policy(base, args.size, args.rank, format_of(args))
+    kernel = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
     engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
     if dummy:
         engine._arguments["load_format"] = "dummy"
     if args.stock_adapter:
         vllm_plugin.register = lambda: None
-        engine._arguments["additional_config"] = {"adapter_kernels": "stock"}  # a cached graph calls other kernels
+        # vLLM hashes this: a cached graph calls other kernels.
+        engine._arguments["additional_config"] = {"adapter_kernels": "stock", "decoding_kernel": kernel}
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
     start_s = time.perf_counter() - start
+    found = engine._call(linear_kernels)
+    assert any("nvfp4_decode" in name for name in found) == (kernel == "ours"), found
     if is_together():
         engine.sleep()  # the others may need the room of its cache
     with turn():
@@ -142,18 +149,18 @@ def shape_of(args: argparse.Namespace, count: int, *, adapter: bool) -> dict[str
         "engine": "stock" if args.stock_adapter else "ours",
         "sequences": count,
         "kv": args.kv_cache_dtype,
-        "decoding": decoding_kernel(args),
+        "decoding": decoding_kernel(args.decoding_kernel, args.base, DTYPE),
     }
 
 
-def decoding_kernel(args: argparse.Namespace) -> Literal["humming", "ours"]:
-    """Of the engine; only an NVFP4 base has a choice."""
-    return args.decoding_kernel if args.base == "nvfp4" else "humming"
+def format_of(args: argparse.Namespace) -> Format | None:
+    """Of the base; None is dense."""
+    return NVFP4 if args.base == "nvfp4" else None
 
 
 def step_bytes(args: argparse.Namespace, count: int, *, adapter: bool) -> float:
     """What a decoding step reads at least, halfway through: blocks, head, keys and values, and the adapter."""
-    shape = config_shape(model_config(args.size), NVFP4 if args.base == "nvfp4" else None, DTYPE)
+    shape = config_shape(model_config(args.size), format_of(args), DTYPE)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
     values = adapter_values(shape, rank=args.rank, targets=PROJECTIONS, train_norms=False) if adapter else 0
@@ -204,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapters", nargs="*", default=["ours"], choices=["ours", "stock"])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--decoding-kernel", default="humming", choices=["humming", "ours"], help="of NVFP4 bases")
+    parser.add_argument("--decoding-kernel", default="auto", choices=DECODING_KERNELS, help="of NVFP4 bases")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")

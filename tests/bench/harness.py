@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import fill_computed_buffers
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout import vllm_setup
 
 
 class Size(NamedTuple):
@@ -42,6 +43,7 @@ SIZES = {
     "32B": Size(5120, 27648, 64, 40, 8, 152064),
 }
 RANK = 32
+DECODING_KERNELS = ("auto", "ours", "humming")
 PROJECTION_INPUTS = {  # the activation that each linear of a block reads
     "q_proj": "attention",
     "k_proj": "attention",
@@ -97,16 +99,28 @@ def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
     return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
 
 
+def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
+    """Put random NVFP4 linears in the place of dense ones, the head excepted; on the meta device they have no values.
+
+    Args:
+        model: with its linears on any device; changed in place.
+        dtype: of biases, which are 0.
+        device: of the new linears.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
+            weight = random_weight(module.out_features, module.in_features, device)
+            model.set_submodule(name, FrozenLinear.from_weight(weight, bias))
+
+
 def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """A frozen random model, its linears packed as NVFP4, or dense for None; the head stays dense."""
     assert fmt in (None, NVFP4)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for name, module in list(model.named_modules()):
-        if fmt and isinstance(module, nn.Linear) and name != "lm_head":
-            bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
-            weight = random_weight(module.out_features, module.in_features, device)
-            model.set_submodule(name, FrozenLinear.from_weight(weight, bias))
+    if fmt:
+        pack_linears(model, dtype, device)
     for name, module in model.named_modules():
         for leaf, meta in list(module.named_parameters(recurse=False)):
             if name == "lm_head" and config.tie_word_embeddings:
@@ -201,6 +215,13 @@ def check(errors: Iterable[tuple[str, float, float]]) -> None:
     wrong = [f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if error > bound]
     if wrong:
         raise SystemExit("no result, the check is red: " + "; ".join(wrong))
+
+
+def decoding_kernel(
+    wanted: Literal["auto", "ours", "humming"], base: str, dtype: torch.dtype
+) -> Literal["ours", "humming"]:
+    """What an engine decodes with, by its option; a base that is not "nvfp4" has no choice, and vLLM's kernels."""
+    return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 
 
 def child_environment() -> dict[str, str]:
