@@ -2,9 +2,9 @@
 
 What a change of their kernels is worth in place, in seconds and without an engine: layers one after another in a CUDA
 graph, NVFP4 weights by Humming, elementwise kernels where norms and attention would be. Nothing is measured without
-Humming. ``ours`` is what the engine runs. ``late`` starts no kernel before the last one has ended, ``beside`` computes
-x A^T on a second stream while the base runs, ``before`` computes it first, ``matmul`` leaves adapters to cuBLAS, and
-the others have other blocks than the rule's.
+Humming. ``ours`` has the engine's adapter kernels. ``late`` starts no kernel before the last one has ended, ``beside``
+computes x A^T on a second stream while the base runs, ``before`` computes it first, ``matmul`` leaves adapters to
+cuBLAS, and the others have other blocks than the rule's.
 """
 
 from __future__ import annotations

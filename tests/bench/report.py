@@ -16,6 +16,7 @@ from tests.bench.report_rollouts import (
     adapters_table,
     blocks_table,
     cards_table,
+    decoding_note,
     draw_rollouts,
     draw_steps,
     host_table,
@@ -47,7 +48,8 @@ $origins
 ## In short
 
 How many times as fast a 4-bit base is as bf16 on the same code, adapters on both: rollouts by the number of sequences,
-and whole GRPO steps of 8 rows of up to 2048 tokens. What is empty has not been measured in one run.
+and whole GRPO steps of 8 rows of up to 2048 tokens. What is empty has not been measured in one run. Decoding kernels
+are compared below.
 
 $speeds
 
@@ -153,16 +155,16 @@ The same with the blocks of 64 tokens that `expand` had before, and with those o
 $blocks
 
 Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
-with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, and `qerl_pl/kernels/nvfp4_decode.cu`, which an
-engine uses with `decoding_kernel: ours` and leaves to Humming what is empty here. All other numbers of this page were
-measured with Humming's.
+with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, and `qerl_pl/kernels/nvfp4_decode.cu`, with
+which an engine decodes where it can, and which leaves to Humming what is empty here.
+$decoding
 
 $schedules
 
-Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`): `ours`
-is what the engine runs, `none` has no adapter. `late` starts no kernel before the last one has ended, `beside` computes
-x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to cuBLAS; the others have
-other blocks than the rule's.
+Layers of NVFP4 linears by Humming with their adapters one after another in a CUDA graph, without attention
+(`bench_layer`): `ours` has the adapter kernels of the engine, `none` has no adapter. `late` starts no kernel before the
+last one has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul` leaves
+adapters to cuBLAS; the others have other blocks than the rule's.
 
 $layers
 
@@ -316,6 +318,7 @@ def main() -> int:
             rollouts=rollouts_table(lines),
             adapters=adapters_table(lines),
             schedules=schedules_table(lines),
+            decoding=decoding_note(lines),
             layers=layers_table(lines, "layer"),
             early=layers_table(lines, "layer-early"),
             blocks=blocks_table(lines),

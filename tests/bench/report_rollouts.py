@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ KERNELS = {"rule": "Humming", "ours": "Humming, our blocks", "decode": "nvfp4_de
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 GIB = 2**30
 RANK = 32
-COLORS = {"nvfp4": "tab:blue", "bf16": "tab:orange"}
+COLORS = {"bf16": "tab:orange", "nvfp4 (humming)": "tab:blue", "nvfp4 (ours)": "tab:green"}
 
 
 def methods_table(lines: Iterable[Line]) -> str:
@@ -46,15 +47,14 @@ def rollouts(lines: Iterable[Line]) -> dict[Engine, dict[bool, Line]]:
     for line in of_kind(lines, "rollout/generate"):
         shape = line["shape"]
         model, base, kv, rank = (shape[name] for name in ("model", "base", "kv", "rank"))
-        kernels = shape["engine"], shape.get("decoding", "humming")
-        key = Engine(model, base, kv, rank, *kernels, line["commit"], shape["sequences"])
+        key = Engine(model, base, kv, rank, shape["engine"], decoding(line), line["commit"], shape["sequences"])
         found.setdefault(key, {})[shape["adapter"] != "none"] = line
     return found
 
 
 def times_bf16(found: Mapping[Engine, Mapping[bool, Line]], key: Engine) -> float | None:
     """How many times as fast an engine of a 4-bit base is as that of bf16 at the same commit; None without one."""
-    dense = found.get(key._replace(base="bf16", decoding="humming")) if key.base != "bf16" else None
+    dense = found.get(key._replace(base="bf16", decoding="")) if key.base != "bf16" else None
     return found[key][True]["tokens_per_s"] / dense[True]["tokens_per_s"] if dense else None
 
 
@@ -66,7 +66,7 @@ def rollouts_table(lines: Iterable[Line]) -> str:
         roof = pair[True]["roof_per_s"]
         rows.append(
             [
-                *key._replace(decoding=key.decoding if key.base == "nvfp4" else ""),
+                *key,
                 *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
                 _shown(times_bf16(found, key), 2),
@@ -86,7 +86,7 @@ def profiles(lines: Iterable[Line]) -> str:
 def _profile(line: Line) -> str:
     shape, step = line["shape"], line["step_us"]
     on = "host, under a profiler" if line["name"] == "rollout/host" else f"GPU, busy {100 * line['busy_share']:.0f} %"
-    title = f"{shape['model']}, {shape['base']}, {shape['sequences']} sequences, {on}; {step / 1e3:.2f} ms a step:"
+    title = f"{shape['model']}, {base_of(line)}, {shape['sequences']} sequences, {on}; {step / 1e3:.2f} ms a step:"
     names = {re.sub(" at 0x[0-9a-f]+", "", name): us for name, us in line["us"].items()}
     rows = [[f"`{name}`", f"{us:.0f}", f"{100 * us / step:.0f} %"] for name, us in list(names.items())[:12]]
     return f"{title}\n\n{table(['what', 'us', 'share'], rows)}"
@@ -226,7 +226,7 @@ def ranks_table(lines: Iterable[Line]) -> str:
     for line in of_kind(lines, "ddp/step"):
         shape = line["shape"]
         batch = tuple(shape[name] for name in ("size", "prompts", "completion", "max_num_seqs"))
-        found.setdefault((*batch, line["commit"]), {})[shape["gpus"]] = line
+        found.setdefault((*batch, line["commit"], decoding(line)), {})[shape["gpus"]] = line
     rows = [
         [
             *key,
@@ -239,7 +239,7 @@ def ranks_table(lines: Iterable[Line]) -> str:
         for key, runs in found.items()
         for gpus, run in sorted(runs.items())
     ]
-    header = ["model", "prompts", "completion", "sequences at a time", "commit", "GPUs", "step, s"]
+    header = ["model", "prompts", "completion", "sequences at a time", "commit", "decoding kernel", "GPUs", "step, s"]
     notes = [
         f"Commit {line['commit']}: {100 * line['equal_completions']:.0f} % of the first rollout's completions are the "
         "same on one GPU and on several;\nthe curves are apart by at most "
@@ -260,7 +260,7 @@ def draw_rollouts(lines: Iterable[Line], path: Path) -> None:
         shape = line["shape"]
         if shape["rank"] == RANK and shape["engine"] == "ours" and shape["kv"] == "auto":
             curves = panels.setdefault(shape["model"], {})
-            rates = curves.setdefault((shape["base"], shape["adapter"] != "none"), {})
+            rates = curves.setdefault((base_of(line), shape["adapter"] != "none"), {})
             rates[shape["sequences"]] = line["tokens_per_s"] / shape["sequences"]  # of several lines, the last
     figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
     for panel, (model, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -283,7 +283,7 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
 
     runs = whole_steps(lines)
     names = [_bar(run) for run in runs]
-    figure = Figure(figsize=(11, 1.4 + 0.6 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(14, 1.4 + 0.6 * len(runs)), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     left = [0.0] * len(runs)
     for phase in PHASES:
@@ -370,5 +370,29 @@ def policy(line: Line) -> str:
     shape = line["shape"]
     if line["name"] == "grpo/trl":
         return "TRL, bf16 + LoRA" + (", sleep" if shape["sleep"] else "") + (", no vLLM" if shape["no_vllm"] else "")
-    kernel = ", decoding kernel: ours" if shape.get("decoding_kernel") == "ours" else ""
-    return f"{shape['base']} + LoRA" + (" + AQN" if shape["aqn"] else "") + kernel
+    return f"{base_of(line)} + LoRA" + (" + AQN" if shape["aqn"] else "")
+
+
+def base_of(line: Line) -> str:
+    """Its format, and the decoding kernel in parentheses where it has one."""
+    kernel = decoding(line)
+    return line["shape"]["base"] + (f" ({kernel})" if kernel else "")
+
+
+def decoding(line: Line) -> str:
+    """Whose kernel an NVFP4 base had for few tokens; empty for another base. What does not say is from before ours."""
+    shape = line["shape"]
+    if shape.get("base", "nvfp4") != "nvfp4":
+        return ""
+    return shape.get("decoding") or shape.get("decoding_kernel") or "humming"
+
+
+def decoding_note(lines: Iterable[Line]) -> str:
+    """How many results of engines are by which kernel."""
+    engines = ("rollout/generate", "grpo/step", "ddp/step")
+    found = Counter(decoding(line) for line in lines if line["name"] in engines)
+    ours, hummings = found["ours"], found["humming"]
+    return (
+        f"Engines with an NVFP4 base had it in {ours} of the results on this page (`ours`), and Humming's alone in\n"
+        f"{hummings} (`humming`)."
+    )
