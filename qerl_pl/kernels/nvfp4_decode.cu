@@ -5,184 +5,6 @@
 // wgmma number j takes the j-th fragment of each warp's 64 outputs from registers and the tokens from shared memory.
 // Blocks that share 256 outputs, and split the inputs, are one cluster, which adds its sums up in shared memory.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define FUNCTION static __device__ __forceinline__
-
-// ---- instructions --------------------------------------------------------------------------------------------------
-
-FUNCTION u32 multiply_pair(u32 a, u32 b) {  // bf16 x 2; subnormals are kept
-  u32 result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
-FUNCTION u32 low_twice(u32 pair) {
-  u32 result;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(result) : "r"(pair));
-  return result;
-}
-
-FUNCTION u32 high_twice(u32 pair) {
-  u32 result;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(result) : "r"(pair));
-  return result;
-}
-
-FUNCTION u16 to_bf16(float value) {
-  u16 result;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
-  return result;
-}
-
-FUNCTION float from_bf16(u16 value) { return __uint_as_float((u32)value << 16); }
-
-FUNCTION void copy_async(u32 to, const void *from) {  // 16 bytes, to shared memory
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-
-FUNCTION void copy_async_or_zero(u32 to, const void *from, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copy ? 16 : 0));
-}
-
-FUNCTION void end_copies() { asm volatile("cp.async.commit_group;"); }
-
-template <int LEFT>
-FUNCTION void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-FUNCTION const char *advance(const void *pointer, u32 steps, u32 bytes) {
-  u64 result;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(steps), "r"(bytes), "l"((u64)pointer));
-  return (const char *)result;
-}
-
-FUNCTION uint4 load_shared_16(u32 from) {
-  uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"(from)
-               : "memory");
-  return r;
-}
-
-FUNCTION uint2 load_shared_8(u32 from) {
-  uint2 r;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(from) : "memory");
-  return r;
-}
-
-FUNCTION void store_shared_16(u32 to, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-FUNCTION void make_visible_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-FUNCTION void begin_wgmmas() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-FUNCTION void end_wgmmas() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-FUNCTION void wait_for_wgmmas() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-FUNCTION void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // of the same address in the block of that rank
-  u32 there;
-  float4 r;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
-               : "r"(there)
-               : "memory");
-  return r;
-}
-
-// The compiler must neither move what an unfinished wgmma reads or writes nor compute an address anew in the loop.
-FUNCTION void keep(u32 &value) { asm volatile("" : "+r"(value)); }
-
-FUNCTION void keep(u32 (&fragments)[4][4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    asm volatile("" : "+r"(fragments[i][0]), "+r"(fragments[i][1]), "+r"(fragments[i][2]), "+r"(fragments[i][3]));
-}
-
-template <int SIZE>
-FUNCTION void keep(float (&sums)[4][SIZE]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-#pragma unroll
-    for (int j = 0; j < SIZE; j++) asm volatile("" : "+f"(sums[i][j]));
-}
-
-#define FOUR(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define EIGHT(c, i) FOUR(c, i), FOUR(c, i + 4)
-
-// c [64 outputs, tokens] += a (registers) times x (shared memory, inputs contiguous, swizzled by 128 bytes)
-FUNCTION void wgmma(float (&c)[4], const u32 (&a)[4], u64 x) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-      : FOUR(c, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-}
-
-FUNCTION void wgmma(float (&c)[8], const u32 (&a)[4], u64 x) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-      : EIGHT(c, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-}
-
-FUNCTION void wgmma(float (&c)[16], const u32 (&a)[4], u64 x) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-      : EIGHT(c, 0), EIGHT(c, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-}
-
-FUNCTION void wgmma(float (&c)[32], const u32 (&a)[4], u64 x) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : EIGHT(c, 0), EIGHT(c, 8), EIGHT(c, 16), EIGHT(c, 24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-}
-
-// ---- NVFP4 ---------------------------------------------------------------------------------------------------------
-
-// A lane's eight weights of a fragment, times 2^-14: rows g and g + 8 of it have the scales of ``row`` and ``row_8``.
-// A product moves a nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16; the moved bits do
-// not overlap, so nothing carries. These are the values times 2^-126, subnormal ones too, and the scale does the rest.
-FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
-  const u32 kept = 0x81C081C0u, high = word >> 8;
-  fragment[0] = multiply_pair(((word & 0x000F000Fu) * 0x1040u) & kept, row);
-  fragment[2] = multiply_pair(((word & 0x00F000F0u) * 0x0104u) & kept, row);
-  fragment[1] = multiply_pair(((high & 0x000F000Fu) * 0x1040u) & kept, row_8);
-  fragment[3] = multiply_pair(((high & 0x00F000F0u) * 0x0104u) & kept, row_8);
-}
-
-constexpr float TO_VALUE = 16384.f;  // 2^14
-
-// Four e4m3 without sign to bf16, times 2^112: bytes 0 and 2 to ``even``, 1 and 3 to ``odd``. Exact, as all values are
-// multiples of 2^-9 below 2^9; 2^232 is no bf16, so it is multiplied by twice.
-FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
-  const u32 two_127 = 0x7F007F00u, two_105 = 0x74007400u;
-  even = multiply_pair(multiply_pair((bytes << 4) & 0x07F007F0u, two_127), two_105);
-  odd = multiply_pair(multiply_pair((bytes >> 4) & 0x07F007F0u, two_127), two_105);
-}
-
-// ---- the kernel ----------------------------------------------------------------------------------------------------
-
 // Shared memory: STAGES times [x: tiles of 64 inputs, [TOKENS][128 bytes]; of each warp: SLABS x 512 bytes of weights
 // and 64 of scales], then of each warp SLABS x 128 bytes of bf16 scales. Sums take the place of all at the end.
 template <int TOKENS, int GROUPS, int SLABS, int STAGES>
@@ -327,7 +149,9 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
   wait_for_wgmmas<0>();
-  keep(fragments[0]), keep(fragments[1]), keep(sums);
+  keep(fragments[0]), keep(fragments[1]);
+#pragma unroll
+  for (int j = 0; j < 4; j++) keep(sums[j]);
   wait_for_copies<0>();
   __syncthreads();
 
@@ -352,23 +176,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const float factor = TO_VALUE * global_scale[0];
   for (int part = blockIdx.y * THREADS + thread; part < tokens * 64; part += splits * THREADS) {
     const int token = part / 64, output = part % 64 * 4;
-    const u32 address = memory + (token * PITCH + output) * 4;
-    float4 sum = load_from_cluster(address, 0);
-#pragma unroll 4
-    for (int rank = 1; rank < splits; rank++) {
-      const float4 more = load_from_cluster(address, rank);
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
-    const int n = blockIdx.x * 256 + output;
-    if (bias) {  // Humming's order: of 32 outputs those whose remainder by 8 is 0 or 1, then 2 or 3, ...
-      const u16 *from = bias + (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2;
-      sum.x += from_bf16(from[0]), sum.y += from_bf16(from[1]);
-      sum.z += from_bf16(from[8]), sum.w += from_bf16(from[9]);
-    }
-    const uint2 four = make_uint2((u32)to_bf16(sum.x) | ((u32)to_bf16(sum.y) << 16),
-                                  (u32)to_bf16(sum.z) | ((u32)to_bf16(sum.w) << 16));
-    *(uint2 *)(y + (size_t)token * N + n) = four;
+    store_outputs(y, bias, token, blockIdx.x * 256 + output, N, factor,
+                  sum_of_cluster(memory + (token * PITCH + output) * 4, splits));
   }
   if (splits > 1) synchronize_cluster();  // others may still read this block's sums
 }

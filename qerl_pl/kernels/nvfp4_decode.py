@@ -1,4 +1,4 @@
-"""y = x W^T for NVFP4 weights and up to 64 tokens: what a decoding step spends most of its time on, on Hopper.
+"""y = x W^T for NVFP4 weights and up to 32 tokens: what a decoding step spends most of its time on, on Hopper.
 
 At so few tokens reading the weights should take all of the time, but turning them into bf16 takes more: these kernels
 are bound by the instructions that they issue. So the CUDA source beside this file has few of them: one multiplication
@@ -6,36 +6,32 @@ moves the bits of two weights to where bf16 has them, a scale is converted once 
 cores take 64 outputs at a time from registers (wgmma). Sums are fp32 and added up in a fixed order: equal inputs give
 equal bits. T tokens, K inputs, N outputs.
 
-Weights lie as Humming 0.1.17 lays them out, whose kernel serves the other numbers of tokens; ``fragments`` says how.
+Weights lie as Humming 0.1.17 lays them out, whose kernels serve prompts; ``fragments`` says how. `nvfp4_batch.py` has
+the kernel for more tokens.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 64
+from qerl_pl.kernels import hopper
+
+MOST_TOKENS = 32
 BLOCK_OUTPUTS, SLAB = 256, 16  # of a block of threads; inputs of a tensor core's product, and of a scale
-WIDE = 64  # blocks of outputs from which on there is enough to do without splitting K finely
-PROCESSORS, CLUSTERS, CLUSTER_PROCESSORS = 132, 8, 16  # multiprocessors; groups of them that can hold a cluster, each
+WIDE, WIDE_SPLITS = 64, 4  # more blocks of outputs than these have enough to do without splitting K finely
+CLUSTERS, CLUSTER_PROCESSORS = 8, 16  # groups of multiprocessors that can hold a cluster; of each
 MOST_SPLITS = 8  # blocks of a portable cluster
-FULL = 0.75  # of the GPU: below that 64 tokens of a wide linear are left to Humming
-SOURCE = Path(__file__).with_suffix(".cu")
 
 
 class Variant(NamedTuple):
     """What a kernel is compiled for."""
 
     tokens: int
-    """8, 16, 32 or 64: at most so many."""
+    """8, 16 or 32: at most so many."""
     groups: int
     """Of four warps, which share the inputs of a stage."""
     slabs: int
@@ -64,8 +60,8 @@ class Schedule(NamedTuple):
     splits: int
 
 
-MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4), Variant(64, 1, 8, 2, 2)]
-FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4, 4, 2), Variant(64, 2, 4, 4, 1)]
+MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4)]
+FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4, 4, 2)]
 
 
 def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
@@ -75,32 +71,31 @@ def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
     blocks = outputs // BLOCK_OUTPUTS
     wide = blocks > WIDE
     variant = next(v for v in (MANY_BLOCKS if wide else FEW_BLOCKS) if num_tokens <= v.tokens)
-    if not wide:
-        # One block on a multiprocessor, and whole clusters on each group of them.
-        fitting = (s for s in range(MOST_SPLITS, 0, -1) if CLUSTERS * (CLUSTER_PROCESSORS // s) >= blocks)
-        splits = next(fitting)
-    elif num_tokens <= 32:
-        splits = 4
-    else:
-        places = PROCESSORS * variant.blocks
-        splits = min(places // blocks, MOST_SPLITS)
-        if splits * blocks < FULL * places:
-            return None
+    # Of few blocks there is one on a multiprocessor, and whole clusters are on each group of them.
+    fitting = (s for s in range(MOST_SPLITS, 0, -1) if CLUSTERS * (CLUSTER_PROCESSORS // s) >= blocks)
+    splits = WIDE_SPLITS if wide else next(fitting)
     return Schedule(variant, min(splits, inputs // SLAB // (variant.slabs * variant.groups) or 1))
 
 
-def is_available(device: torch.device) -> bool:
-    """Whether the GPU has the instructions, and the machine what compiles and starts kernels."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+@cache
+def kernel(variant: Variant) -> hopper.Kernel:
+    """An instance of the template in `nvfp4_decode.cu`."""
+    name, parameters = "nvfp4_decode_" + "_".join(map(str, variant)), ", ".join(map(str, variant[:-1]))
+    code = f"""
+extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
+    {name}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias, u16 *y,
+    int tokens, int N, int K, int splits) {{
+  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits);
+}}
+"""
+    return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
 
 
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
     """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
     for most in FEW_BLOCKS:  # the numbers of tokens are the same for many blocks
         if how := schedule(most.tokens, outputs, inputs):
-            _kernel(how.variant, device.index)
+            hopper.load(kernel(how.variant), device.index)
 
 
 def decode_linear(
@@ -130,7 +125,14 @@ def decode_linear(
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     y = x.new_empty(num_tokens, outputs) if out is None else out
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, how.splits]
-    _launch(_kernel(how.variant, x.device.index), how, outputs // BLOCK_OUTPUTS, x.device, arguments)
+    hopper.launch(
+        kernel(how.variant),
+        grid=(outputs // BLOCK_OUTPUTS, how.splits, 1),
+        threads=how.variant.threads,
+        cluster=how.splits,
+        device=x.device,
+        arguments=arguments,
+    )
     return y
 
 
@@ -163,84 +165,3 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def humming_bias(bias: Tensor) -> Tensor:
     """[N] in the order in which Humming keeps a bias: of 32 those with remainder 0 or 1 by 8, then 2 or 3, ..."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)
-
-
-@cache
-def _kernel(variant: Variant, device: int) -> Any:
-    """Compiled and loaded."""
-    driver: Any = import_module("cuda.bindings.driver")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # CUDA is initialised
-        [module] = _checked(driver.cuModuleLoadData(compiled(variant)))
-        [function] = _checked(driver.cuModuleGetFunction(module, _name(variant).encode()))
-        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, shared, variant.shared_bytes))
-    return function
-
-
-def _launch(function: Any, how: Schedule, blocks: int, device: torch.device, arguments: Sequence[Any]) -> None:
-    driver: Any = import_module("cuda.bindings.driver")
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, how.splits, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = how.variant.threads, 1, 1
-    config.sharedMemBytes = how.variant.shared_bytes
-    config.hStream = torch.cuda.current_stream(device).cuda_stream
-    cluster = driver.CUlaunchAttribute()
-    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    shape = cluster.value.clusterDim
-    shape.x, shape.y, shape.z = 1, how.splits, 1
-    config.attrs, config.numAttrs = [cluster], 1
-    values = [a if isinstance(a, int) else a.data_ptr() if isinstance(a, Tensor) else 0 for a in arguments]
-    types = [ctypes.c_int if isinstance(a, int) else ctypes.c_void_p for a in arguments]
-    _checked(driver.cuLaunchKernelEx(config, function, (tuple(values), tuple(types)), 0))
-
-
-def compiled(variant: Variant, architecture: str = "sm_90a") -> bytes:
-    """A cubin of the variant's kernel; NVRTC takes about a second for it, and needs no GPU.
-
-    Raises:
-        RuntimeError: the source does not compile, and why.
-    """
-    nvrtc: Any = import_module("cuda.bindings.nvrtc")
-    source = SOURCE.read_text() + _instance(variant)
-    [program] = _checked(nvrtc.nvrtcCreateProgram(source.encode(), SOURCE.name.encode(), 0, [], []))
-    options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17"]
-    failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
-    [size] = _checked(nvrtc.nvrtcGetProgramLogSize(program))
-    log = b" " * size
-    _checked(nvrtc.nvrtcGetProgramLog(program, log))
-    if failed:
-        raise RuntimeError(f"{SOURCE} does not compile for {architecture}: {log.decode().strip()}")
-    [size] = _checked(nvrtc.nvrtcGetCUBINSize(program))
-    cubin = b" " * size
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    return cubin
-
-
-def _name(variant: Variant) -> str:
-    return "nvfp4_decode_" + "_".join(map(str, variant))
-
-
-def _instance(variant: Variant) -> str:
-    """A kernel of a plain name, which calls the template."""
-    parameters = ", ".join(map(str, variant[:-1]))
-    return f"""
-extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
-    {_name(variant)}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias,
-    u16 *y, int tokens, int N, int K, int splits) {{
-  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits);
-}}
-"""
-
-
-def _checked(result: Any) -> tuple[Any, ...]:
-    """What a call of CUDA gave.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    error, *values = result
-    if int(error):
-        raise RuntimeError(f"CUDA: {error!r}")
-    return tuple(values)

@@ -62,9 +62,9 @@ class VLLMEngine:
         kv_cache_dtype: of the cache, e.g. "fp8"; "auto" is the compute dtype.
         sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
             keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
-        decoding_kernel: what multiplies by NVFP4 weights where a step has up to 64 tokens. "auto" is our kernel where
-            it can run, on Hopper with Humming and cuda-bindings in bfloat16, and what vLLM chooses elsewhere; on Hopper
-            that is Humming, which is slower (`docs/performance.md`).
+        decoding_kernel: what multiplies by NVFP4 weights where a step has up to 256 tokens. "auto" is our kernels where
+            they can run, on Hopper with Humming and cuda-bindings in bfloat16, and what vLLM chooses elsewhere; on
+            Hopper that is Humming, which is slower (`docs/performance.md`).
 
     Raises:
         ValueError: a value is out of its range.

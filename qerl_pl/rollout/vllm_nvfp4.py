@@ -1,6 +1,6 @@
-"""vLLM's NVFP4 linears on Hopper: our kernel for few tokens, Humming's for more, on the same weights.
+"""vLLM's NVFP4 linears on Hopper: our kernels for decoding, Humming's for prompts, on the same weights.
 
-Only the engine imports this module, where it has our kernel: vLLM's for Humming is imported with it.
+Only the engine imports this module, where it has our kernels: vLLM's for Humming is imported with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.library import Library
 from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm_setup import decoding_lacks
 
@@ -27,7 +27,7 @@ _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, Hummi
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """The linears that vLLM loads meanwhile, to compute in a dtype, get our kernel, and keep it.
+    """The linears that vLLM loads meanwhile, to compute in a dtype, get our kernels, and keep them.
 
     Raises:
         ValueError: the GPU, the base's format or the dtype is another one, or a package is missing.
@@ -46,7 +46,8 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
-        nvfp4_decode.prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
+        for kernel in (nvfp4_decode, nvfp4_batch):
+            kernel.prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
         layer.decoding = (self.layer_config.to_str(), self.compute_config)
 
 
@@ -72,9 +73,11 @@ def nvfp4_linear(
     compute_config: str,
 ) -> Tensor:
     """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile."""
-    how = nvfp4_decode.schedule(len(x), weight_scale.shape[1], x.shape[1])
-    if how is not None:
-        return nvfp4_decode.decode_linear(x, weight, weight_scale, weight_scale_2, bias, how)
+    shape = len(x), weight_scale.shape[1], x.shape[1]
+    if few := nvfp4_decode.schedule(*shape):
+        return nvfp4_decode.decode_linear(x, weight, weight_scale, weight_scale_2, bias, few)
+    if more := nvfp4_batch.schedule(*shape):
+        return nvfp4_batch.batch_linear(x, weight, weight_scale, weight_scale_2, bias, more)
     return import_module("humming.ops").humming_gemm(
         layer_config=layer_config,
         compute_config=compute_config,

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 from transformers import PretrainedConfig
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import hopper
 from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
@@ -149,12 +149,13 @@ def decoding_kernel(
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
-    """What our kernel for few tokens needs in an engine and does not find. Nothing of vLLM is imported to tell."""
+    """What our kernels for decoding need in an engine and do not find. Nothing of vLLM is imported to tell."""
     vllm = find_spec("vllm")
     folders = (vllm and vllm.submodule_search_locations) or ()
-    hopper = nvfp4_decode.is_available(torch.device("cuda"))
     needs = {
-        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper,
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper.is_available(
+            torch.device("cuda")
+        ),
         "NVRTC (the package nvidia-cuda-nvrtc)": _has_nvrtc(),
         "the package humming-kernels": find_spec("humming") is not None,
         "a vLLM that has Humming's kernel for NVFP4": any(Path(folder, HUMMINGS_KERNEL).exists() for folder in folders),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 from tests.bench.harness import FUSED, SIZES, captured, check, emit, linear_shapes, relative_error, timed
@@ -104,13 +104,14 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
         key: lambda each, schedule=schedule: multiply(config, each, schedule, locks, x)
         for key, schedule in schedules.items()
     }
-    how = nvfp4_decode.schedule(tokens, outputs, inputs)
-    if how is not None:
-        nvfp4_decode.prepare(outputs, inputs, x.device)
-        products["decode"] = lambda each: nvfp4_decode.decode_linear(
-            x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
-        )
-        schedules["decode"] = {**how.variant._asdict(), "splits": how.splits}
+    own = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
+    for key, (kernel, linear) in own.items():
+        if how := kernel.schedule(tokens, outputs, inputs):
+            kernel.prepare(outputs, inputs, x.device)
+            products[key] = lambda each, linear=linear, how=how: linear(
+                x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
+            )
+            schedules[key] = {**how.variant._asdict(), "splits": how.splits}
     exact = multiply(config, tensors, theirs, locks, x)
     torch.cuda.synchronize()  # the locks are shared
     check((key, relative_error(run(tensors), exact), 2**-6) for key, run in products.items())  # sums in another order

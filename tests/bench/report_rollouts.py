@@ -13,7 +13,7 @@ Line = dict[str, Any]
 
 MISSING = "Not measured yet."
 VARIANTS = ("ours", "ours-late", "vllm", "matmul")
-KERNELS = {"rule": "Humming", "ours": "Humming, our blocks", "decode": "nvfp4_decode"}
+KERNELS = {"rule": "Humming", "ours": "Humming, our blocks", "decode": "nvfp4_decode", "batch": "nvfp4_batch"}
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")
 GIB = 2**30
 RANK = 32

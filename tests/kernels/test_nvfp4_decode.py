@@ -1,11 +1,11 @@
-"""The decoding kernel: its source compiles, its schedules fit the GPU, its layout is Humming's, its product right."""
+"""The kernel for few tokens: it compiles, its schedules fit the GPU, its layout is Humming's, its product right."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
     FEW_BLOCKS,
     MANY_BLOCKS,
@@ -42,13 +42,13 @@ def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_source_compiles_for_every_variant(variant):
-    assert nvfp4_decode.compiled(variant).startswith(b"\x7fELF")
+    assert hopper.compiled(nvfp4_decode.kernel(variant)).startswith(b"\x7fELF")
 
 
-def test_an_error_of_the_compiler_is_shown(monkeypatch):
-    monkeypatch.setattr(nvfp4_decode, "_instance", lambda variant: "no such thing;")
+def test_an_error_of_the_compiler_is_shown():
+    kernel = nvfp4_decode.kernel(VARIANTS[0])._replace(code="no such thing;")
     with pytest.raises(RuntimeError, match=r"nvfp4_decode\.cu does not compile for sm_90a: .*no such|.*identifier"):
-        nvfp4_decode.compiled(VARIANTS[0])
+        hopper.compiled(kernel)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -59,21 +59,17 @@ def test_a_multiprocessor_has_room_for_the_blocks(variant):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32])
 def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
     how = schedule(tokens, *shape)
-    if how is None:
-        assert tokens > 32
-        return
+    assert how is not None
     assert tokens <= how.variant.tokens < 2 * max(tokens, 8)
     assert 1 <= how.splits <= 8
     assert how.splits <= max(1, shape[1] // 16 // (how.variant.slabs * how.variant.groups))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs"), [(0, 256, 128), (65, 256, 128), (8, 320, 128), (8, 256, 192), (64, 37888, 3584)]
-)
-def test_what_does_not_fit_or_does_not_pay_is_left_to_humming(tokens, outputs, inputs):
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 256, 128), (33, 256, 128), (8, 320, 128), (8, 256, 192)])
+def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
     assert schedule(tokens, outputs, inputs) is None
 
 
@@ -113,9 +109,9 @@ def test_the_product_is_the_formulas(shape):
     weight, ordered = fragments(codes, scales)
     global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
     nvfp4_decode.prepare(outputs, inputs, weight.device)
-    for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64):
-        if (how := schedule(tokens, outputs, inputs)) is None:
-            continue
+    for tokens in (1, 3, 8, 9, 16, 27, 32):
+        how = schedule(tokens, outputs, inputs)
+        assert how is not None
         x = torch.randn(tokens, inputs, device="cuda").bfloat16()
         exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
         for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import hopper
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout import vllm_worker
 from qerl_pl.rollout.base import Sampling
@@ -84,7 +84,7 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
     assert_sampled_by_its_policy(engine, SAMPLING)
 
 
-@pytest.mark.skipif(not nvfp4_decode.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+@pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_so_it_is_with_our_kernel_for_few_tokens(tmp_path, enforce_eager):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}  # none is padded

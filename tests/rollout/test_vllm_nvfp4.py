@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.kernels import nvfp4_decode
+from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -76,13 +77,13 @@ def product(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.fixture
-def hopper(monkeypatch) -> None:
+def capable(monkeypatch) -> None:
     """A machine that has all that our kernel needs."""
 
     def found(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name == "humming" else find_spec(name)
 
-    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: True)
+    monkeypatch.setattr(hopper, "is_available", lambda device: True)
     monkeypatch.setattr(vllm_setup, "find_spec", found)
 
 
@@ -93,10 +94,10 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 
     found: list[tuple[str, int]] = []
 
-    def decode(
-        x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor, bias: Tensor | None, how: Any
+    def ours(
+        name: str, x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor, bias: Tensor | None, how: Any
     ) -> Tensor:
-        found.append(("ours", len(x)))
+        found.append((name, len(x)))
         return product(x, bias)
 
     def humming(*, inputs: Tensor, bias: Tensor | None, layer_config: str, **_: Any) -> Tensor:
@@ -108,8 +109,9 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_nvfp4, "import_module", lambda name: {"humming.ops": ops}[name])
     monkeypatch.setattr(vllm_nvfp4, "_process", lambda kernel, layer: None)
     monkeypatch.setattr(vllm_nvfp4, "_apply", lambda *_: found.append(("vllm", 0)))
-    monkeypatch.setattr(nvfp4_decode, "decode_linear", decode)
-    monkeypatch.setattr(nvfp4_decode, "prepare", lambda *shape: found.append(("prepare", shape[0])))
+    for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
+        monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
+        monkeypatch.setattr(module, "prepare", lambda *shape: found.append(("prepare", shape[0])))
     # The operator is for CUDA; here the same function serves a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
     library.impl("nvfp4_linear", vllm_nvfp4.nvfp4_linear, "CPU")
@@ -125,22 +127,23 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     bias = torch.randn(N).bfloat16() if with_bias else None
     kernel, layer = Kernel(Config()), Linear(bias)
     vllm_nvfp4.process_weights_after_loading(kernel, layer)
-    assert calls == [("prepare", N)]
+    assert calls == [("prepare", N)] * 2
     calls.clear()
 
     def run(x: Tensor) -> Tensor:
         return torch.relu(vllm_nvfp4.apply_weights(kernel, layer, x * 2, bias))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
-    for tokens in (8, 64, 65, 200):
+    for tokens in (8, 32, 33, 256, 257):
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
         assert torch.equal(function(x), torch.relu(product(2 * x, bias)))
-    assert calls == [("ours", 8), ("ours", 64), ("humming", 65), ("humming", 200)], "compiled once, chosen each time"
+    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 256), ("humming", 257)]
+    assert calls == chosen, "compiled once, chosen each time"
     calls.clear()
-    skipped = vllm_nvfp4.apply_weights(kernel, layer, x.view(2, 100, K))
-    assert torch.equal(skipped, product(x, None).view(2, 100, N)), "without the bias, for any shape"
+    skipped = vllm_nvfp4.apply_weights(kernel, layer, x[:200].view(2, 100, K))
+    assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, hopper, checkpoints, fails):
+def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, capable, checkpoints, fails):
     from qerl_pl.rollout import vllm_nvfp4
 
     vllms: Any = import_module("vllm.model_executor.kernels.linear.nvfp4.humming").HummingNvFp4LinearKernel
@@ -182,7 +185,7 @@ def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, hopper, 
     assert calls == [("vllm", 0)]
 
 
-def test_an_engine_has_our_kernel_where_it_can_run(hopper, monkeypatch, caplog):
+def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog):
     def chosen(fmt: Any = NVFP4, dtype: torch.dtype = torch.bfloat16) -> str:
         return vllm_setup.decoding_kernel(VLLMEngine().decoding_kernel, fmt, dtype)
 
@@ -192,7 +195,7 @@ def test_an_engine_has_our_kernel_where_it_can_run(hopper, monkeypatch, caplog):
     assert not caplog.text
     assert chosen(fmt=None) == chosen(fmt=NF4) == chosen(dtype=torch.float32) == "humming"
     assert vllm_setup.decoding_kernel("humming", NVFP4, torch.bfloat16) == "humming"
-    monkeypatch.setattr(nvfp4_decode, "is_available", lambda device: False)
+    monkeypatch.setattr(hopper, "is_available", lambda device: False)
     assert chosen() == "humming"
 
 
@@ -200,7 +203,7 @@ MISSING = {"humming": "humming-kernels", "vllm": "a vLLM that has Humming's", "c
 
 
 @pytest.mark.parametrize("package", MISSING)
-def test_a_package_that_is_missing_is_named(hopper, monkeypatch, caplog, checkpoints, package):
+def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkpoints, package):
     from qerl_pl.rollout import vllm_nvfp4
 
     found = vllm_setup.find_spec

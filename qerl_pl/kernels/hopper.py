@@ -1,0 +1,138 @@
+"""CUDA sources for Hopper: compiled by NVRTC, kept on disk, started by the driver. No compiler has to be installed."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER, COMMON = Path(__file__).parent, "nvfp4.cuh"
+ARCHITECTURE = "sm_90a"
+
+
+class Kernel(NamedTuple):
+    """One instance of a template, under a plain name."""
+
+    source: str
+    """A file beside this one."""
+    name: str
+    code: str
+    """What defines it, after the source."""
+    shared_bytes: int
+    """Shared memory of a block."""
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether the GPU has the instructions, and the machine what compiles and starts kernels."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+def compiled(kernel: Kernel) -> bytes:
+    """Its cubin; NVRTC takes about a second for it, and needs no GPU.
+
+    Raises:
+        RuntimeError: the source does not compile, and why.
+    """
+    nvrtc: Any = import_module("cuda.bindings.nvrtc")
+    [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
+    options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
+    failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
+    [size] = checked(nvrtc.nvrtcGetProgramLogSize(program))
+    log = b" " * size
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    if failed:
+        raise RuntimeError(f"{kernel.source} does not compile for {ARCHITECTURE}: {log.decode().strip()}")
+    [size] = checked(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = b" " * size
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    checked(nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+@cache
+def load(kernel: Kernel, device: int) -> Any:
+    """What ``launch`` starts; compiled once a machine. Nothing may be captured in a CUDA graph meanwhile."""
+    from triton.runtime.cache import get_cache_manager
+
+    driver: Any = import_module("cuda.bindings.driver")
+    version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
+    kept = get_cache_manager(hashlib.sha256(f"{_text(kernel)} {ARCHITECTURE} {version}".encode()).hexdigest())
+    name = f"{kernel.name}.cubin"
+    path = kept.get_file(name) or kept.put(compiled(kernel), name)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # CUDA is initialised
+        [module] = checked(driver.cuModuleLoadData(Path(path).read_bytes()))
+        [function] = checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
+        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(function, shared, kernel.shared_bytes))
+    return function
+
+
+def launch(
+    kernel: Kernel,
+    *,
+    grid: tuple[int, int, int],
+    threads: int,
+    cluster: int,
+    device: torch.device,
+    arguments: Sequence[Any],
+) -> None:
+    """Start a kernel on the current stream.
+
+    Args:
+        kernel: loaded before, where the call is captured in a CUDA graph.
+        grid: blocks in x, y and z.
+        threads: of a block.
+        cluster: blocks in y that share their shared memory.
+        device: of the tensors.
+        arguments: integers, tensors, None for a null pointer, and structures of the driver.
+
+    Raises:
+        RuntimeError: CUDA refuses it.
+    """
+    driver: Any = import_module("cuda.bindings.driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = kernel.shared_bytes
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    shape = attribute.value.clusterDim
+    shape.x, shape.y, shape.z = 1, cluster, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    values, types = zip(*map(_argument, arguments), strict=True)
+    checked(driver.cuLaunchKernelEx(config, load(kernel, device.index), (values, types), 0))
+
+
+def checked(result: Any) -> tuple[Any, ...]:
+    """What a call of CUDA gave.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA: {error!r}")
+    return tuple(values)
+
+
+def _text(kernel: Kernel) -> str:
+    return "\n".join([(FOLDER / COMMON).read_text(), (FOLDER / kernel.source).read_text(), kernel.code])
+
+
+def _argument(value: Any) -> tuple[Any, Any]:
+    """A value and its type, as the driver's bindings take them."""
+    if value is None or isinstance(value, Tensor):
+        return (0 if value is None else value.data_ptr()), ctypes.c_void_p
+    return value, ctypes.c_int if isinstance(value, int) else None

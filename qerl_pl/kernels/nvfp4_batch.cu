@@ -1,0 +1,162 @@
+// y = x W^T for NVFP4 weights and a batch of tokens, on Hopper. See nvfp4_batch.py for what it is given.
+//
+// Names: a slab is 16 inputs, a column 64 outputs, a stage 8 slabs of all columns of a block of threads. Each column
+// has a warpgroup, of which a warp turns 16 outputs of a slab to bf16: one wgmma takes the four warps' outputs from
+// registers and all the block's tokens from shared memory. Warpgroups wait for stages and not for each other, so the
+// tensor cores multiply for some while others convert. Blocks that share columns and tokens, and split the inputs, are
+// one cluster, which adds its sums up in shared memory.
+
+struct alignas(64) TensorMap {  // of the driver: a tensor in memory, and the boxes that are copied of it
+  char bytes[128];
+};
+
+FUNCTION void begin_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+FUNCTION void arrive_and_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+FUNCTION void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+FUNCTION void wait_for(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra READY;\nbra AGAIN;\n"
+      "READY:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+FUNCTION void prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // zeros past the tensor's end
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// Shared memory: STAGES times [x: two tiles of 64 inputs, [TOKENS][128 bytes]; weights [8][COLUMNS][512 bytes]; scales
+// [8][COLUMNS][64 bytes]], then of each warp 8 slabs x 32 bytes of bf16 scales, then of each stage a barrier that opens
+// when it is full and one that opens when it has been read. Sums take the place of the stages at the end.
+template <int TOKENS, int COLUMNS, int STAGES>
+FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const TensorMap *scale,
+                          const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits) {
+  extern __shared__ __align__(1024) uint4 shared[];
+  constexpr int WARPS = COLUMNS * 4, THREADS = WARPS * 32, SLABS = 8;
+  constexpr int TILE = TOKENS * 128, WEIGHTS = 2 * TILE, SCALES = WEIGHTS + SLABS * COLUMNS * 512;
+  constexpr int BYTES = SCALES + SLABS * COLUMNS * 64, STAGE = (BYTES + 1023) / 1024 * 1024, CONVERTED = SLABS * 32;
+  constexpr int BUFFERS = COLUMNS < 5 ? 4 : 2;  // of converted weights: one is filled while others are multiplied
+
+  const int thread = threadIdx.x, lane = thread & 31;
+  const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), column = warp / 4;
+  const int stages = K / (SLABS * 16);
+  const int first = (int)((long long)stages * blockIdx.y / splits);
+  const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
+  const int first_column = blockIdx.x * COLUMNS, first_token = blockIdx.z * TOKENS;
+  const u32 memory = (u32)__cvta_generic_to_shared(shared);
+  const u32 full = memory + STAGES * STAGE + WARPS * CONVERTED, read = full + STAGES * 8;
+
+  auto copy_stage = [&](int stage, u32 slot) {  // one thread asks for it
+    const u32 to = memory + slot * STAGE, barrier = full + slot * 8;
+    arrive_and_expect(barrier, BYTES);
+    copy_box(to, x, 0, first_token, stage * (SLABS / 4), barrier);
+    copy_box(to + WEIGHTS, weight, 0, first_column, stage * SLABS, barrier);
+    copy_box(to + SCALES, scale, 0, first_column, stage * SLABS, barrier);
+  };
+  if (thread == 0) {
+    prefetch(x), prefetch(weight), prefetch(scale);
+    for (int i = 0; i < STAGES; i++) begin_barrier(full + i * 8, 1), begin_barrier(read + i * 8, WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    make_visible_to_wgmma();  // and to copies
+    for (int i = 0; i < STAGES && first + i < last; i++) copy_stage(first + i, i);
+  }
+  __syncthreads();
+
+  float sums[TOKENS / 2];
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0.f;
+  u32 fragments[BUFFERS][1][4];
+#pragma unroll
+  for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][0][i % 4] = 0;
+
+  // A lane reads its word of the warp's 16 outputs; it converts scales of slab lane / 4 and two rows of those outputs.
+  u32 word_at = memory + WEIGHTS + column * 512 + lane * 16 + warp % 4 * 4;
+  const u32 scale_at = memory + SCALES + (lane >> 2) * (COLUMNS * 64) + column * 64 + (lane & 3) * 16 + warp % 4 * 2;
+  const u32 converted = memory + STAGES * STAGE + warp * CONVERTED;
+  const u32 pair_to = converted + lane * 8;
+  u32 pair_at = converted + (lane >> 2) * 4;  // of rows g and g + 8
+  keep(word_at), keep(pair_at);
+  // wgmma's description of x: its address, 1024 bytes from 8 tokens to the next 8, swizzled by 128 bytes
+  const u32 x_low = ((memory & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
+
+  u32 slot = 0, parity = 0;
+#pragma unroll 1
+  for (int stage = first; stage < last; stage++) {
+    const u32 base = slot * STAGE, before = slot ? slot - 1 : STAGES - 1;
+    wait_for(full + slot * 8, parity);
+    u32 even, odd;
+    scales_to_bf16(load_shared_2(scale_at + base) | (load_shared_2(scale_at + base + 8) << 16), even, odd);
+    store_shared_8(pair_to, __byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+    __syncwarp();
+    u32 next_word = load_shared_4(word_at + base), next_pair = load_shared_4(pair_at);
+#pragma unroll
+    for (int i = 0; i < SLABS; i++) {
+      const u32 word = next_word, pair = next_pair;
+      if (i + 1 < SLABS) {
+        next_word = load_shared_4(word_at + base + (i + 1) * (COLUMNS * 512));
+        next_pair = load_shared_4(pair_at + (i + 1) * 32);
+      }
+      u32(&fragment)[1][4] = fragments[i % BUFFERS];
+      dequantize(fragment[0], word, low_twice(pair), high_twice(pair));
+      keep(fragment);
+      begin_wgmmas();
+      wgmma(sums, fragment[0], ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (TILE >> 4) + (i & 3) * 2));
+      end_wgmmas();
+      wait_for_wgmmas<BUFFERS - 1>();
+      keep(fragments[(i + 1) % BUFFERS]);
+      if (i == BUFFERS - 2 && lane == 0 && stage > first) arrive(read + before * 8);
+    }
+    __syncwarp();  // this stage's pairs have been read
+    if (thread == 0 && stage > first && stage - 1 + STAGES < last) {
+      wait_for(read + before * 8, slot ? parity : parity ^ 1);
+      copy_stage(stage - 1 + STAGES, before);
+    }
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+  wait_for_wgmmas<0>();
+#pragma unroll
+  for (int i = 0; i < BUFFERS; i++) keep(fragments[i]);
+  keep(sums);
+  __syncthreads();  // all stages have been read
+
+  constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
+  float *block_sums = (float *)shared;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) {
+    const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+    block_sums[token * PITCH + warp * 16 + (lane >> 2) + (i >> 1 & 1) * 8] = sums[i];
+  }
+  __syncthreads();
+  const int here = min(tokens - first_token, TOKENS);
+  const float factor = TO_VALUE * global_scale[0];
+  y += (size_t)first_token * N;
+  if (splits == 1) {
+#pragma unroll 4
+    for (int part = thread; part < here * FOURS; part += THREADS) {
+      const int token = part / FOURS, output = part % FOURS * 4;
+      store_outputs(y, bias, token, first_column * 64 + output, N, factor,
+                    *(const float4 *)(block_sums + token * PITCH + output));
+    }
+    return;
+  }
+  synchronize_cluster();
+  for (int part = blockIdx.y * THREADS + thread; part < here * FOURS; part += splits * THREADS) {
+    const int token = part / FOURS, output = part % FOURS * 4;
+    store_outputs(y, bias, token, first_column * 64 + output, N, factor,
+                  sum_of_cluster(memory + (token * PITCH + output) * 4, splits));
+  }
+  synchronize_cluster();  // others may still read this block's sums
+}

@@ -1,0 +1,189 @@
+"""y = x W^T for NVFP4 weights and 33 to 256 tokens: the decoding of large batches, on Hopper.
+
+So many tokens keep the tensor cores busy, if turning weights into bf16 does not hold them up. So each warpgroup has
+outputs of its own, converts them in registers and waits for no other one; the copy engine (TMA) brings tokens, weights
+and scales. Sums are fp32 and added up in a fixed order: equal inputs give equal bits. T tokens, K inputs, N outputs.
+
+Weights lie as Humming 0.1.17 lays them out: see ``nvfp4_decode.fragments``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels import hopper
+
+MOST_TOKENS = 256
+COLUMN, SLAB, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; of what is copied at a time
+SHARED_BYTES = 227 * 1024  # of a block, at most
+TILES = 2  # of tokens, at most
+
+# What costs how much on an H200. A sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens found these:
+# for each of them the rule chooses the fastest schedule.
+SLAB_CYCLES = {64: 48, 96: 61, 128: 74}  # by a block's tokens: a warpgroup's share of a multiprocessor for a slab
+HERTZ, FEW_COLUMNS = 1.755e9, 1.2  # two warpgroups do not keep a multiprocessor busy
+BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of being in a cluster; of its sums, at 512 x 64 of them
+# Clusters of so many blocks that run at a time, where a multiprocessor has room for one block.
+AT_A_TIME = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    tokens: int
+    """64, 96 or 128: of a block."""
+    columns: int
+    """2 to 5, each 64 outputs: of a block. Each has a warpgroup."""
+
+    @property
+    def stage_bytes(self) -> int:
+        """What is copied at a time: 128 inputs of tokens, weights and scales."""
+        return -(-(self.tokens * 2 * STAGE_INPUTS + self.columns * 576 * STAGE_INPUTS // SLAB) // 1024) * 1024
+
+    @property
+    def stages(self) -> int:
+        """In shared memory at a time."""
+        return min(6, (SHARED_BYTES - self._other_bytes) // (self.stage_bytes + 16))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        stages = self.stages * (self.stage_bytes + 16) + self._other_bytes
+        return max(stages, self.tokens * (self.columns * COLUMN + 4) * 4)
+
+    @property
+    def _other_bytes(self) -> int:
+        """The bf16 scales of each warp."""
+        return self.columns * 4 * STAGE_INPUTS * 2
+
+
+class Schedule(NamedTuple):
+    """A kernel, and how many blocks share the inputs of the same outputs and tokens."""
+
+    variant: Variant
+    splits: int
+
+
+VARIANTS = [Variant(tokens, columns) for tokens in SLAB_CYCLES for columns in range(2, 6)]
+
+
+@cache
+def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
+    """What to run; None where this kernel cannot."""
+    if not 0 < num_tokens <= MOST_TOKENS or outputs % COLUMN or inputs % STAGE_INPUTS:
+        return None
+    fitting = [variant for variant in VARIANTS if variant.tokens * TILES >= num_tokens]
+    all_of_them = (Schedule(variant, splits) for variant in fitting for splits in AT_A_TIME)
+    return min(all_of_them, key=lambda how: _seconds(how, num_tokens, outputs, inputs))
+
+
+def _seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
+    (tokens, columns), splits = how
+    clusters = -(-outputs // (COLUMN * columns)) * -(-num_tokens // tokens)
+    if splits > 1 and (clusters > AT_A_TIME[splits] or splits > inputs // STAGE_INPUTS):
+        return math.inf  # more clusters than fit at a time were never faster
+    slabs = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // SLAB
+    cycles = slabs * columns * SLAB_CYCLES[tokens] * (FEW_COLUMNS if columns == 2 else 1)
+    sums = CLUSTER_S + SUM_S * (splits - 1) / splits * columns * tokens / 512 if splits > 1 else 0.0
+    return -(-clusters // AT_A_TIME[splits]) * (cycles / HERTZ + BLOCK_S) + sums
+
+
+@cache
+def kernel(variant: Variant) -> hopper.Kernel:
+    """An instance of the template in `nvfp4_batch.cu`."""
+    name = "nvfp4_batch_" + "_".join(map(str, variant))
+    code = f"""
+extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
+    {name}(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+    const __grid_constant__ TensorMap scale, const float *global_scale, const u16 *bias, u16 *y, int tokens, int N,
+    int K, int splits) {{
+  nvfp4_batch<{variant.tokens}, {variant.columns}, {variant.stages}>(&x, &weight, &scale, global_scale, bias, y, tokens,
+                                                                     N, K, splits);
+}}
+"""
+    return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
+
+
+def prepare(outputs: int, inputs: int, device: torch.device) -> None:
+    """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
+    for num_tokens in range(1, MOST_TOKENS + 1):
+        if how := schedule(num_tokens, outputs, inputs):
+            hopper.load(kernel(how.variant), device.index)
+
+
+def batch_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    how: Schedule,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias, rounded to bf16 once.
+
+    Args:
+        x: [T, K] bf16, from an address that is a multiple of 16.
+        weight: [K / 16, 2 N] int32, as ``nvfp4_decode.fragments`` orders it.
+        scales: [K / 16, N] e4m3, as it orders them; none is negative.
+        global_scale: [1] fp32, by which all is multiplied.
+        bias: [N] bf16 in Humming's order (``nvfp4_decode.humming_bias``), or None.
+        how: of ``schedule``.
+        out: [T, N] bf16 to write to, contiguous.
+
+    Returns:
+        [T, N] bf16.
+    """
+    x = x.contiguous()
+    (num_tokens, inputs), outputs = x.shape, scales.shape[1]
+    (tokens, columns), splits = how
+    y = x.new_empty(num_tokens, outputs) if out is None else out
+    slabs, all_columns = inputs // SLAB, outputs // COLUMN
+    # Rows of 128 bytes of x, swizzled as wgmma reads them; 512 bytes of weights and 64 of scales of a column and slab.
+    x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
+    weight_map = _tensor_map(weight.data_ptr(), (64, all_columns, slabs), (512, outputs * 8), (64, columns, 8), False)
+    scale_map = _tensor_map(scales.data_ptr(), (8, all_columns, slabs), (64, outputs), (8, columns, 8), False)
+    hopper.launch(
+        kernel(how.variant),
+        grid=(-(-all_columns // columns), splits, -(-num_tokens // tokens)),
+        threads=128 * columns,
+        cluster=splits,
+        device=x.device,
+        arguments=[x_map, weight_map, scale_map, global_scale, bias, y, num_tokens, outputs, inputs, splits],
+    )
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
+) -> Any:
+    """What the copy engine needs to know of a tensor: sizes and box in elements, bf16 or of 8 bytes; strides in bytes.
+
+    Raises:
+        RuntimeError: the driver refuses it, for an address that is not a multiple of 16, say.
+    """
+    driver: Any = import_module("cuda.bindings.driver")
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    [tensor_map] = hopper.checked(
+        driver.cuTensorMapEncodeTiled(
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if swizzled_bf16 else kinds.CU_TENSOR_MAP_DATA_TYPE_INT64,
+            len(sizes),
+            address,
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled_bf16 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return tensor_map

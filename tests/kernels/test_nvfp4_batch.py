@@ -1,0 +1,157 @@
+"""The kernel for a batch of tokens: it compiles, its schedules fit the GPU, its product is right."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.kernels import hopper, nvfp4_batch
+from qerl_pl.kernels.nvfp4_batch import AT_A_TIME, MOST_TOKENS, VARIANTS, Schedule, Variant, batch_linear, schedule
+from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments, humming_bias
+from tests.kernels.test_nvfp4_decode import E2M1, SHAPES, SHARED_OF_BLOCK, on_gpu, random_linear
+
+TOKENS = (1, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256)
+
+
+def chosen(tokens: int, outputs: int, inputs: int) -> Schedule:
+    """Where there is one."""
+    how = schedule(tokens, outputs, inputs)
+    assert how is not None
+    return how
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_source_compiles_for_every_variant(variant):
+    assert hopper.compiled(nvfp4_batch.kernel(variant)).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_multiprocessor_has_room_for_a_block_and_copies_run_ahead(variant):
+    assert variant.shared_bytes <= SHARED_OF_BLOCK
+    assert variant.stage_bytes % 1024 == 0, "tiles begin where wgmma can read them"
+    assert variant.stages >= 4
+    kept = variant.stages * (variant.stage_bytes + 16) + 4 * variant.columns * 256  # barriers, bf16 scales
+    assert kept <= variant.shared_bytes
+    assert variant.tokens * (64 * variant.columns + 4) * 4 <= variant.shared_bytes, "the sums"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, tokens):
+    outputs, inputs = shape
+    variant, splits = chosen(tokens, outputs, inputs)
+    tiles = -(-tokens // variant.tokens)
+    clusters = -(-outputs // (64 * variant.columns)) * tiles
+    assert tiles <= 2
+    assert 1 <= splits <= inputs // 128
+    assert splits == 1 or clusters <= AT_A_TIME[splits]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_more_tokens_never_take_less_time(shape):
+    times = [nvfp4_batch._seconds(chosen(tokens, *shape), tokens, *shape) for tokens in TOKENS]
+    assert all(few <= many for few, many in pairwise(times))
+
+
+def test_the_rule_is_what_the_sweep_found():
+    """Of the schedules that were measured on an H200, the fastest ones."""
+    found = {
+        (128, 37888, 3584): (128, 5, 1),
+        (256, 37888, 3584): (128, 3, 1),
+        (128, 3584, 18944): (128, 4, 8),
+        (256, 3584, 18944): (128, 4, 4),
+        (64, 3584, 3584): (64, 2, 4),
+        (128, 4608, 3584): (128, 3, 4),
+        (256, 4608, 3584): (128, 5, 4),
+        (64, 27648, 5120): (64, 4, 1),
+        (256, 5120, 27648): (128, 3, 2),
+    }
+    for shape, (tokens, columns, splits) in found.items():
+        assert schedule(*shape) == Schedule(Variant(tokens, columns), splits), shape
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"), [(0, 256, 128), (MOST_TOKENS + 1, 256, 128), (40, 288, 128), (40, 256, 192)]
+)
+def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
+    assert schedule(tokens, outputs, inputs) is None
+
+
+@pytest.mark.parametrize("variant", sorted({*VARIANTS} - {Variant(128, 5)}), ids=str)
+def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
+    """A compiler does so where registers are few. They are for 5 x 128 tokens; there four other warpgroups multiply."""
+    disassembler = Path(str(import_module("triton").__file__)).parent / "backends/nvidia/bin/nvdisasm"
+    (tmp_path / "cubin").write_bytes(hopper.compiled(nvfp4_batch.kernel(variant)))
+    text = subprocess.run([disassembler, tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    left = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)", text)
+    assert text.count("HGMMA") == 8
+    assert left.count("0") == 1, "all products are waited for at the end alone"
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_is_the_formulas(shape):
+    outputs, inputs = shape
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
+    nvfp4_batch.prepare(outputs, inputs, weight.device)
+    for tokens in TOKENS:
+        how = chosen(tokens, outputs, inputs)
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
+        for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
+            found, again = (batch_linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
+            assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
+            assert torch.equal(found, again), "sums have a fixed order"
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 5, 8])
+def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
+    outputs, inputs = 704, 2176  # 11 columns: the last block has some beyond the end
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    one, how = torch.ones(1, device="cuda"), Schedule(variant, splits)
+    for tokens in (1, variant.tokens - 3, variant.tokens, 2 * variant.tokens - 5):
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
+        y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
+        batch_linear(x, weight, ordered, one, None, how, out=y[1:-1])
+        assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+        assert (y[[0, -1]] == 7).all()
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_a_cuda_graph_repeats_it():
+    codes, scales = random_linear(512, 1024, "cuda")
+    weight, ordered = fragments(codes, scales)
+    one, how = torch.ones(1, device="cuda"), chosen(100, 512, 1024)
+    nvfp4_batch.prepare(512, 1024, weight.device)
+    x = torch.randn(100, 1024, device="cuda").bfloat16()
+    y = batch_linear(x, weight, ordered, one, None, how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch_linear(x, weight, ordered, one, None, how, out=y)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, batch_linear(x, weight, ordered, one, None, how))
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_an_address_that_the_copy_engine_cannot_take_is_an_error():
+    weight, ordered = fragments(*random_linear(256, 128, "cuda"))
+    x = torch.zeros(40 * 128 + 4, device="cuda", dtype=torch.bfloat16)[4:].view(40, 128)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        batch_linear(x, weight, ordered, torch.ones(1, device="cuda"), None, chosen(40, 256, 128))
