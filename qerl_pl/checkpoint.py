@@ -9,7 +9,9 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames, so that a full disk or a kill leaves the old file as it was; a damaged
     ``last.ckpt`` falls back to the one before it.
 
-    A large checkpoint may be written while training goes on: with Adam, a 7B policy's adapter of rank 32 takes 1 GB.
+    A large checkpoint may be written while training goes on: with Adam, a 7B policy's adapter of rank 32 takes 1 GB. It
+    is copied to host memory first, which is kept for the next one until ``teardown``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._host: list[Tensor] = []  # of the last copy, tensor by tensor; read while it is written
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, whole or not at all.
@@ -52,13 +56,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
-        if background_bytes is None or _tensor_bytes(checkpoint) < background_bytes:
+        if background_bytes is None or sum(tensor.nbytes for tensor in _tensors(checkpoint)) < background_bytes:
             _write(checkpoint, Path(path))
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        self._writing = self._thread.submit(_write, copy, Path(path))
+        self._writing = self._thread.submit(_write, self._copy(checkpoint), Path(path))
 
     def is_written(self) -> bool:
         """Whether ``wait`` returns at once."""
@@ -70,18 +73,35 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the checkpoint that was written in the background could not be written.
         """
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is not None:
+            wait_for([writing])  # Ctrl-C may cut this short, and the file is still being written then
+            self._writing = None
             writing.result()
 
     def teardown(self) -> None:
-        """Write what is left to write, and end the thread."""
+        """Write what is left to write, end the thread, and let go of the host memory."""
         try:
             self.wait()
         finally:
+            self._host = []
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
+
+    def _copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """On the host, in the memory of the copy before it, which must have been written.
+
+        A tensor whose forerunner had another shape or dtype gets new memory.
+        """
+        tensors = _tensors(checkpoint)
+        self._host = [_host_memory(*pair) for pair in zip(tensors, chain(self._host, repeat(None)), strict=False)]
+        for host, tensor in zip(self._host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        copies = iter(self._host)
+        return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
@@ -117,10 +137,18 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _tensor_bytes(checkpoint: dict[str, Any]) -> int:
-    sizes: list[int] = []
-    apply_to_collection(checkpoint, Tensor, lambda tensor: sizes.append(tensor.nbytes))
-    return sum(sizes)
+def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(checkpoint, Tensor, lambda tensor: found.append(tensor.detach()))
+    return found
+
+
+def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
+    """For a copy of the tensor: pinned for one on a GPU, which then copies without the host."""
+    wanted = (tensor.shape, tensor.dtype, tensor.is_cuda)
+    if before is not None and (before.shape, before.dtype, before.is_pinned()) == wanted:
+        return before
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:

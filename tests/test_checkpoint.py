@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +57,87 @@ def test_it_returns_before_the_file_is_there_from_so_many_bytes_on(io, tmp_path,
     io.wait()
     assert io.is_written()
     assert (tmp_path / "a.ckpt").exists()
+
+
+def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, monkeypatch):
+    free, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: free.wait(20) and save(*args))
+    io.save_checkpoint(checkpoint(), tmp_path / "a.ckpt", IN_BACKGROUND)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        io.wait()
+    assert not io.is_written()
+    free.set()
+    io.wait()
+    assert (tmp_path / "a.ckpt").exists()
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """What was written: for each file its tensors, by weak references, of which a tensor has one."""
+    written, save = [], torch.save
+
+    def note(checkpoint, path):
+        state = checkpoint["state"]
+        written.append([weakref.ref(tensor) for tensor in (state["weight"], *state["moments"])])
+        save(checkpoint, path)
+
+    monkeypatch.setattr(torch, "save", note)
+    return written
+
+
+def test_copies_of_the_same_structure_share_their_memory_and_files_do_not(io, tmp_path, copies):
+    weight, other = torch.arange(6.0), torch.arange(6.0, requires_grad=True) * 2
+    for name, tensor in {"a": weight, "b": other}.items():
+        io.save_checkpoint({"state": {"weight": tensor, "moments": [tensor + 1]}}, tmp_path / name, IN_BACKGROUND)
+        io.wait()
+    assert copies[0] == copies[1]
+    for name, tensor in {"a": weight, "b": other}.items():
+        state = io.load_checkpoint(tmp_path / name)["state"]
+        assert torch.equal(state["weight"], tensor)
+        assert torch.equal(state["moments"][0], tensor + 1)
+        assert not state["weight"].requires_grad
+    io.teardown()
+    assert [ref() for ref in copies[0]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("moments", "shared"),
+    [
+        ([torch.ones(3, 2), torch.tensor(7)], [True, False, True]),  # another shape
+        ([torch.ones(2, 3).bool(), torch.tensor(7)], [True, False, True]),  # another dtype
+        ([torch.ones(3, 2).t(), torch.tensor(7)], [True, True, True]),  # other strides only
+        ([torch.ones(2, 3)], [True, True]),
+        ([torch.ones(2, 3), torch.tensor(7), torch.ones(4, 0)], [True, True, True, False]),
+    ],
+)
+def test_another_structure_gets_memory_where_it_differs(io, tmp_path, copies, moments, shared):
+    io.save_checkpoint(checkpoint(), tmp_path / "a", IN_BACKGROUND)
+    io.wait()
+    state = {"weight": torch.zeros(6), "moments": moments}
+    io.save_checkpoint({"state": state}, tmp_path / "b", IN_BACKGROUND)
+    io.wait()
+    assert [any(ref is before for before in copies[0]) for ref in copies[1]] == shared
+    loaded = io.load_checkpoint(tmp_path / "b")["state"]
+    for found, expected in zip([loaded["weight"], *loaded["moments"]], [state["weight"], *moments], strict=True):
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
+@pytest.mark.gpu
+def test_copies_from_a_gpu_are_whole_and_in_pinned_memory(io, tmp_path, copies):
+    for step in range(2):
+        weight = torch.full((2**26,), float(step), device="cuda")
+        state = {"weight": weight, "moments": [weight[:8].view(2, 4).t(), torch.tensor(step)]}
+        io.save_checkpoint({"state": state}, tmp_path / str(step), IN_BACKGROUND)
+        weight.fill_(-1)  # the next step
+        assert [ref().is_pinned() for ref in copies[-1]] == [True, True, False]
+        io.wait()
+    assert copies[0] == copies[1]
+    for step in range(2):
+        state = io.load_checkpoint(tmp_path / str(step))["state"]
+        assert bool((state["weight"] == step).all())
+        assert torch.equal(state["moments"][0], torch.full((4, 2), float(step)))
 
 
 @pytest.mark.parametrize("then", ["wait", "teardown", "save"])
