@@ -20,9 +20,9 @@ from qerl_pl.module import QeRLModule
 class GradientGuard(Callback):
     """Stops the run before an optimizer step whose gradient is not finite, or far larger than those before it.
 
-    A loss that is not finite has such a gradient. Adapter, optimizer and schedule stay as they were, ``last.ckpt`` is
-    the state after the iteration before, and the rollout that led there is written to ``RUN/faults``. Steps without a
-    gradient (no group had a signal) are not counted.
+    A loss that is not finite has such a gradient. Adapter, optimizer and schedule stay as they were, ``last.ckpt`` is a
+    state from before it, and the rollout that led there is written to ``RUN/faults``. Steps without a gradient (no
+    group had a signal) are not counted.
 
     Args:
         max_ratio: norm before clipping, over the median of the last steps', above which the run stops.
@@ -71,8 +71,8 @@ class GradientGuard(Callback):
         found = f"{norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise FloatingPointError(
             f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
-            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last goes on from the iteration before "
-            "it: with a lower learning rate, or with a higher GradientGuard.max_ratio where this is no fault"
+            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last goes on from before it: "
+            "with a lower learning rate, or with a higher GradientGuard.max_ratio where this is no fault"
         )
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:

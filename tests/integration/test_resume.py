@@ -100,6 +100,16 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_whole_step(run, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(run, tmp_path):
+    run("fit", tmp_path / "straight")
+    stopped = "--trainer.callbacks+=tests.integration.toy.StoppedByValidation"
+    run("fit", tmp_path / "stopped", stopped, "--trainer.callbacks.at=3")
+    assert load_last(tmp_path / "stopped")["global_step"] == 3
+    run("fit", tmp_path / "stopped", "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
 def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
     updates = ("--model.updates_per_rollout", "2", "--trainer.max_steps", "12")
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")

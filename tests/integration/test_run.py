@@ -87,7 +87,7 @@ def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_fro
     file = tmp_path / "a" / "faults" / f"rollout_{at:06}_rank_0.jsonl"
     assert str(file) in str(error.value)
     assert all(row["prompt"] and row["completion"] for row in records(file))
-    assert load_last(tmp_path / "a")["global_step"] == at
+    assert load_last(tmp_path / "a")["global_step"] in (at - len(how), at)  # one in the background may be left out
     run("fit", tmp_path / "a", *more, "--ckpt_path", "last")
     run("fit", tmp_path / "b", *more)
     left, right = (load_last(tmp_path / name)["state_dict"] for name in "ab")

@@ -49,11 +49,30 @@ class SpoilGradient(Callback):
 
 
 class InBackground(Callback):
-    """Every checkpoint is written while the next step runs, however small it is."""
+    """Every checkpoint is written while training goes on, however small it is."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        [last] = [callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint)]
-        last.background_bytes = 0
+        last_checkpoint(trainer).background_bytes = 0
+
+
+class StoppedByValidation(Callback):
+    """Validation ends the run after a step that is due no checkpoint."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        last_checkpoint(trainer).every_n_rollouts = self.at + 1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.should_stop = True
+
+
+def last_checkpoint(trainer: Any) -> LastCheckpoint:
+    """The trainer's one."""
+    [last] = [callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint)]
+    return last
 
 
 class Fails(Callback):

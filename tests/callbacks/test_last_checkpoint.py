@@ -1,0 +1,199 @@
+"""What is kept of a run, and that training does not wait for it to be written."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from callbacks.last_checkpoint import LastCheckpoint
+from qerl_pl.checkpoint import SafeCheckpointIO
+
+IN_BACKGROUND = {"background_bytes": 0}
+AT_ONCE = {"background_bytes": 2**30}
+
+
+class Counts(LightningModule):
+    """Its parameter is the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.count = torch.nn.Parameter(torch.zeros(3))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(100))  # pyright: ignore[reportArgumentType]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(1))  # pyright: ignore[reportArgumentType]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing to see."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.count], lr=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, int]:
+        index = self.trainer.global_step
+        self.count.grad = -torch.ones(3)
+        self.optimizers().step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        return {"rollout_index": index}
+
+
+class Disk(Callback):
+    """Writes nothing until one of some steps is about to end, and is done with it then; and when the run ends.
+
+    What waits for it at another time gets an error after 20 seconds.
+    """
+
+    def __init__(self, at: tuple[int, ...] = (), is_full: bool = False) -> None:
+        self.at = at
+        self.is_full = is_full
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.writes = threading.Event()  # not before: a callback is sent to the processes of a run as it is
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"disk": _Block(self)}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step in self.at:
+            self.writes.set()
+            trainer.strategy.checkpoint_io.wait()  # pyright: ignore[reportAttributeAccessIssue]
+            self.writes.clear()
+        if trainer.global_step == trainer.max_steps:
+            self.writes.set()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.should_stop:
+            self.writes.set()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.writes.set()
+
+
+class _Block:
+    """Is pickled, as an empty dict, when the disk writes."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        assert self.disk.writes.wait(20), "training waits for the disk"
+        if self.disk.is_full:
+            raise OSError("no space left on device")
+        return OrderedDict, ()
+
+
+class Stops(Callback):
+    """Fails when a step begins, or in the middle of it; or has validation stop the run after it."""
+
+    def __init__(self, how: str, at: int) -> None:
+        self.how = how
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if (self.how, self.at) == ("begins", trainer.global_step + 1):
+            raise RuntimeError("as asked")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if (self.how, self.at) == ("amid", trainer.global_step + 1):
+            raise RuntimeError("as asked")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (self.how, self.at) == ("validation", trainer.global_step):
+            trainer.should_stop = True
+
+
+def fit(folder: Path, *others: Callback, steps: int = 6, last: dict[str, int] | None = None, **more: Any) -> None:
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [LastCheckpoint(**(last or IN_BACKGROUND)), *others]
+    trainer = Trainer(
+        default_root_dir=folder,
+        max_steps=steps,
+        callbacks=callbacks,
+        plugins=SafeCheckpointIO(),
+        **(settings | more),
+    )
+    trainer.fit(Counts())
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The step of each checkpoint, by its name; its state must be that step's."""
+    found = {}
+    for path in (folder / "checkpoints").iterdir():
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["state_dict"]["count"].tolist() == [checkpoint["global_step"]] * 3
+        found[path.stem] = checkpoint["global_step"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("at", "previous"), [((), 1), ((3,), 3), ((2, 4), 4), ((3, 4), 4), ((2, 3, 4, 5), 5), ((2, 3, 4, 5, 6), 5)]
+)
+def test_no_step_waits_for_the_disk_and_the_last_one_is_kept(tmp_path, at, previous):
+    fit(tmp_path, Disk(at))
+    assert kept(tmp_path) == {"last": 6, "previous": previous}
+
+
+@pytest.mark.parametrize(("every", "steps", "previous"), [(1, 6, 5), (3, 6, 3), (4, 6, 4), (4, 9, 8)])
+def test_where_nothing_is_written_in_the_background_every_checkpoint_that_is_due_is_there(
+    tmp_path, every, steps, previous
+):
+    fit(tmp_path, steps=steps, last=AT_ONCE | {"every_n_rollouts": every})
+    assert kept(tmp_path) == {"last": steps, "previous": previous}
+
+
+def test_what_was_left_out_is_not_made_up_for_at_a_step_that_is_not_due(tmp_path):
+    fit(tmp_path, Disk((5,)), steps=7, last=IN_BACKGROUND | {"every_n_rollouts": 2})  # of 2, 4 and 6 the disk has 2
+    assert kept(tmp_path) == {"last": 7, "previous": 6}
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "expected"),
+    [
+        ("amid", 5, {"last": 3, "previous": 1}),  # of step 3: the disk was not done with it
+        ("amid", 4, {"last": 3, "previous": 1}),
+        ("begins", 5, {"last": 3, "previous": 1}),
+        ("amid", 3, {"last": 1}),
+        ("begins", 3, {"last": 1}),  # step 2 left none, and step 1 has long been over
+        ("begins", 2, {"pending": 1}),  # step 1 was not yet on record
+    ],
+)
+def test_a_run_that_fails_keeps_what_was_being_written_if_its_step_is_on_record(tmp_path, how, at, expected):
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit(tmp_path, Disk((3,)), Stops(how, at))
+    assert kept(tmp_path) == expected
+
+
+@pytest.mark.parametrize("last", [IN_BACKGROUND, AT_ONCE | {"every_n_rollouts": 5}])
+def test_a_run_that_validation_stops_keeps_its_last_step(tmp_path, last):
+    validation = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    disk = [] if last["background_bytes"] else [Disk()]
+    fit(tmp_path, Stops("validation", 4), *disk, last=last, **validation)
+    assert kept(tmp_path)["last"] == 4
+
+
+@pytest.mark.parametrize("at", [(), (2,), (3,)])  # told at the end of the run, or to a callback that waits
+def test_what_could_not_be_written_is_told_and_nothing_else_gets_its_name(tmp_path, at):
+    left_over = tmp_path / "checkpoints" / "pending.ckpt"
+    left_over.parent.mkdir()
+    left_over.write_bytes(b"of a run that was killed")
+    with pytest.raises(OSError, match=r"could not write the checkpoint .*: no space left on device"):
+        fit(tmp_path, Disk(at, is_full=True))
+    assert kept(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_out_the_same_checkpoints(tmp_path):
+    # Ranks that disagree wait for one another for ever, or save what is not one step's.
+    fit(tmp_path, Disk((3,)), strategy="ddp_spawn", devices=2)
+    assert kept(tmp_path) == {"last": 6, "previous": 3}
