@@ -28,9 +28,12 @@ TILES = 2  # of tokens, at most
 # for each of them the rule chooses the fastest schedule.
 SLAB_CYCLES = {64: 48, 96: 61, 128: 74}  # by a block's tokens: a warpgroup's share of a multiprocessor for a slab
 HERTZ, FEW_COLUMNS = 1.755e9, 1.2  # two warpgroups do not keep a multiprocessor busy
-BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of being in a cluster; of its sums, at 512 x 64 of them
+BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of a cluster; of its sums, for 4 columns of 128 tokens
 # Clusters of so many blocks that run at a time, where a multiprocessor has room for one block.
 AT_A_TIME = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
+# A large linear of more tokens than a block has is left to Humming where blocks would leave more of the GPU idle than
+# this: Humming's share what is left over (`bench_schedules`, 14B with 256 tokens).
+LARGE, FULL = 50e6, 0.83  # N x K; of the multiprocessors
 
 
 class Variant(NamedTuple):
@@ -75,23 +78,33 @@ VARIANTS = [Variant(tokens, columns) for tokens in SLAB_CYCLES for columns in ra
 
 @cache
 def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """What to run; None where this kernel cannot."""
+    """What to run; None where this kernel cannot, or Humming's is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % COLUMN or inputs % STAGE_INPUTS:
         return None
     fitting = [variant for variant in VARIANTS if variant.tokens * TILES >= num_tokens]
     all_of_them = (Schedule(variant, splits) for variant in fitting for splits in AT_A_TIME)
-    return min(all_of_them, key=lambda how: _seconds(how, num_tokens, outputs, inputs))
+    best = min(all_of_them, key=lambda how: _seconds(how, num_tokens, outputs, inputs))
+    clusters, rounds = _rounds(best, num_tokens, outputs)
+    wasteful = clusters * best.splits < FULL * rounds * AT_A_TIME[1]
+    return None if wasteful and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE else best
+
+
+def _rounds(how: Schedule, num_tokens: int, outputs: int) -> tuple[int, int]:
+    """Clusters, and how often the GPU is filled with them."""
+    (tokens, columns), splits = how
+    clusters = -(-outputs // (COLUMN * columns)) * -(-num_tokens // tokens)
+    return clusters, -(-clusters // AT_A_TIME[splits])
 
 
 def _seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
     (tokens, columns), splits = how
-    clusters = -(-outputs // (COLUMN * columns)) * -(-num_tokens // tokens)
-    if splits > 1 and (clusters > AT_A_TIME[splits] or splits > inputs // STAGE_INPUTS):
+    _, rounds = _rounds(how, num_tokens, outputs)
+    if splits > 1 and (rounds > 1 or splits > inputs // STAGE_INPUTS):
         return math.inf  # more clusters than fit at a time were never faster
     slabs = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // SLAB
     cycles = slabs * columns * SLAB_CYCLES[tokens] * (FEW_COLUMNS if columns == 2 else 1)
     sums = CLUSTER_S + SUM_S * (splits - 1) / splits * columns * tokens / 512 if splits > 1 else 0.0
-    return -(-clusters // AT_A_TIME[splits]) * (cycles / HERTZ + BLOCK_S) + sums
+    return rounds * (cycles / HERTZ + BLOCK_S) + sums
 
 
 @cache

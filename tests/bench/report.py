@@ -155,8 +155,9 @@ The same with the blocks of 64 tokens that `expand` had before, and with those o
 $blocks
 
 Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
-with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, and `qerl_pl/kernels/nvfp4_decode.cu`, with
-which an engine decodes where it can, and which leaves to Humming what is empty here.
+with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, `nvfp4_decode` for up to 32 tokens and
+`nvfp4_batch` for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to
+Humming. Linears of 14B with 256 tokens were measured before `nvfp4_batch` left its two large ones.
 $decoding
 
 $schedules

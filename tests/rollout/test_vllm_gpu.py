@@ -9,12 +9,15 @@ import sys
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
-from qerl_pl.quant.quantize import quantize_checkpoint
-from qerl_pl.rollout import vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, save_dense, some_prompts
+from tests.rollout.conftest import (
+    MAX_MODEL_LEN,
+    assert_sampled_by_its_policy,
+    make_policy,
+    random_adapter,
+    some_prompts,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,40 +84,7 @@ def test_embeddings_and_head_exist_once(engine):
 
 def test_what_is_sampled_is_what_the_trainer_says(engine):
     engine.set_norm_noise(0.0, 0)
-    assert_sampled_by_its_policy(engine, SAMPLING)
-
-
-@pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_so_it_is_with_our_kernel_for_few_tokens(tmp_path, enforce_eager):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}  # none is padded
-    save_dense(tmp_path / "dense", initializer_range=0.05, **sizes)
-    quantize_checkpoint(tmp_path / "dense", tmp_path / "nvfp4")
-    policy = make_policy(str(tmp_path / "nvfp4"), dtype=torch.bfloat16)
-    policy.load_adapter_state(random_adapter(policy, seed=1))
-    settings = {"kv_cache_bytes": CACHE_BYTES, "max_num_seqs": 128, "enforce_eager": enforce_eager}
-    engine = VLLMEngine(**settings)  # which chooses our kernel by itself
-    engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
-    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
-    for copies in (1, 8, 20, 40):  # 3 to 120 tokens at a time
-        assert_sampled_by_its_policy(engine, Sampling(num_completions=copies, max_tokens=12))
-    engine.close()
-
-
-def assert_sampled_by_its_policy(engine, sampling):
-    """In bf16 one of some hundred tokens of such a model is half a nat off by rounding alone, so their mean is held."""
-    policy = engine._policy
-    groups = engine.generate(PROMPTS, sampling, 1)
-    apart = []
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            row = torch.tensor([[*prompt, *completion.tokens]], device="cuda")
-            sampled = torch.zeros_like(row, dtype=torch.bool)
-            sampled[:, len(prompt) :] = True
-            own = policy.token_stats(row, sampled, temperature=1.0).logprobs[0, len(prompt) :]
-            apart.append((torch.tensor(completion.logprobs) - own.detach().cpu()).abs())
-    assert torch.cat(apart).mean() < 0.1
-    assert torch.cat(apart).max() < 1.5
+    assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
 
 
 STARTED = """
