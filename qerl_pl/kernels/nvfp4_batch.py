@@ -139,19 +139,15 @@ def batch_linear(
     how: Schedule,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias, rounded to bf16 once.
+    """x W^T + bias, rounded to bf16 once: [T, N] bf16.
 
     Args:
         x: [T, K] bf16, from an address that is a multiple of 16.
-        weight: [K / 16, 2 N] int32, as ``nvfp4_decode.fragments`` orders it.
-        scales: [K / 16, N] e4m3, as it orders them; none is negative.
-        global_scale: [1] fp32, by which all is multiplied.
-        bias: [N] bf16 in Humming's order (``nvfp4_decode.humming_bias``), or None.
+        weight, scales, global_scale, bias, out: as of ``nvfp4_decode.decode_linear``.
         how: of ``schedule``.
-        out: [T, N] bf16 to write to, contiguous.
 
-    Returns:
-        [T, N] bf16.
+    Raises:
+        RuntimeError: the driver refuses x for its address.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]

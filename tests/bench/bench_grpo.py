@@ -65,7 +65,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     problems = [{"question": f"{index:03} " + "what is it " * 20, "answer": "1"} for index in range(32)]
     rows.write_text("\n".join(json.dumps(problem) for problem in problems))
     source = {"train_path": str(rows), "validation_share": 0.1}
-    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 3}
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": min(3, args.steps)}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
     engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)

@@ -13,8 +13,15 @@ import torch
 
 from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import AT_A_TIME, MOST_TOKENS, VARIANTS, Schedule, Variant, batch_linear, schedule
-from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments, humming_bias
-from tests.kernels.test_nvfp4_decode import E2M1, SHAPES, SHARED_OF_BLOCK, on_gpu, random_linear
+from qerl_pl.kernels.nvfp4_decode import fragments
+from tests.kernels.nvfp4_linears import (
+    SHAPES,
+    SHARED_OF_BLOCK,
+    assert_nothing_else_is_written,
+    assert_the_formula,
+    on_gpu,
+    random_linear,
+)
 
 TOKENS = (1, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256)
 
@@ -110,19 +117,9 @@ def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    codes, scales = random_linear(outputs, inputs, "cuda")
-    weight, ordered = fragments(codes, scales)
-    global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
-    nvfp4_batch.prepare(outputs, inputs, weight.device)
-    for tokens in TOKENS:
-        if (how := schedule(tokens, outputs, inputs)) is None:
-            continue
-        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
-        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
-        for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
-            found, again = (batch_linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
-            assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
-            assert torch.equal(found, again), "sums have a fixed order"
+    nvfp4_batch.prepare(outputs, inputs, torch.device("cuda", 0))
+    schedules = {tokens: how for tokens in TOKENS if (how := schedule(tokens, *shape))}
+    assert_the_formula(batch_linear, shape, schedules)
 
 
 @on_gpu
@@ -130,17 +127,9 @@ def test_the_product_is_the_formulas(shape):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 5, 8])
 def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
-    outputs, inputs = 704, 2176  # 11 columns: the last block has some beyond the end
-    codes, scales = random_linear(outputs, inputs, "cuda")
-    weight, ordered = fragments(codes, scales)
-    one, how = torch.ones(1, device="cuda"), Schedule(variant, splits)
-    for tokens in (1, variant.tokens - 3, variant.tokens, 2 * variant.tokens - 5):
-        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
-        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
-        y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
-        batch_linear(x, weight, ordered, one, None, how, out=y[1:-1])
-        assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
-        assert (y[[0, -1]] == 7).all()
+    shape = 704, 2176  # 11 columns: the last block has some beyond the end
+    most, how = variant.tokens, Schedule(variant, splits)
+    assert_nothing_else_is_written(batch_linear, shape, how, 1, most - 3, most, 2 * most - 5)
 
 
 @on_gpu

@@ -10,34 +10,21 @@ from qerl_pl.kernels.nvfp4_decode import (
     FEW_BLOCKS,
     MANY_BLOCKS,
     decode_linear,
-    decode_linear_reference,
     fragments,
     humming_bias,
     schedule,
 )
-from qerl_pl.quant.nvfp4 import E2M1_CODES
+from tests.kernels.nvfp4_linears import (
+    SHAPES,
+    SHARED,
+    SHARED_OF_BLOCK,
+    assert_nothing_else_is_written,
+    assert_the_formula,
+    on_gpu,
+    random_linear,
+)
 
 VARIANTS = [*MANY_BLOCKS, *FEW_BLOCKS]
-SHAPES = [
-    (4608, 3584),
-    (37888, 3584),
-    (3584, 18944),
-    (5120, 5120),
-    (55296, 5120),
-    (256, 128),
-    (2304, 1408),
-    (22016, 2048),
-]
-SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes; of a multiprocessor of an H100
-E2M1 = torch.tensor(E2M1_CODES)
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K], and scales [N, K / 16] from zero and the smallest subnormal number to the largest."""
-    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
-    scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
-    return codes, scales.view(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -105,19 +92,8 @@ def test_the_kernel_finds_the_bias_in_hummings_order():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    codes, scales = random_linear(outputs, inputs, "cuda")
-    weight, ordered = fragments(codes, scales)
-    global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
-    nvfp4_decode.prepare(outputs, inputs, weight.device)
-    for tokens in (1, 3, 8, 9, 16, 27, 32):
-        how = schedule(tokens, outputs, inputs)
-        assert how is not None
-        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
-        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
-        for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
-            found, again = (decode_linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
-            assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
-            assert torch.equal(found, again), "sums have a fixed order"
+    nvfp4_decode.prepare(outputs, inputs, torch.device("cuda", 0))
+    assert_the_formula(decode_linear, shape, {tokens: schedule(tokens, *shape) for tokens in (1, 3, 8, 9, 16, 27, 32)})
 
 
 @on_gpu
@@ -125,17 +101,9 @@ def test_the_product_is_the_formulas(shape):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 5, 8])
 def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
-    outputs, inputs = 768, 2176  # 136 slabs: not whole stages of 16
-    codes, scales = random_linear(outputs, inputs, "cuda")
-    weight, ordered = fragments(codes, scales)
-    one, how = torch.ones(1, device="cuda"), nvfp4_decode.Schedule(variant, splits)
-    for tokens in (1, variant.tokens - 3, variant.tokens):
-        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
-        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
-        y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
-        decode_linear(x, weight, ordered, one, None, how, out=y[1:-1])
-        assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
-        assert (y[[0, -1]] == 7).all()
+    shape = 768, 2176  # 136 slabs: not whole stages of 16
+    how = nvfp4_decode.Schedule(variant, splits)
+    assert_nothing_else_is_written(decode_linear, shape, how, 1, variant.tokens - 3, variant.tokens)
 
 
 @on_gpu

@@ -25,7 +25,7 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout import vllm_setup
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.kernels.test_nvfp4_decode import E2M1, random_linear
+from tests.kernels.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
 
 pytestmark = pytest.mark.vllm

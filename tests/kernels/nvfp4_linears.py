@@ -1,0 +1,66 @@
+"""What the kernels for NVFP4 linears are tested with, and the laws that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments, humming_bias
+from qerl_pl.quant.nvfp4 import E2M1_CODES
+
+SHAPES = [
+    (4608, 3584),
+    (37888, 3584),
+    (3584, 18944),
+    (5120, 5120),
+    (55296, 5120),
+    (256, 128),
+    (2304, 1408),
+    (22016, 2048),
+]
+SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes; of a multiprocessor of an H100
+E2M1 = torch.tensor(E2M1_CODES)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K], and scales [N, K / 16] from zero and the smallest subnormal number to the largest."""
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
+    scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], schedules: dict[int, Any]) -> None:
+    """With every number of tokens it is given a schedule for, with a bias and without; twice the same bits."""
+    outputs, inputs = shape
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
+    for tokens, how in schedules.items():
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
+        for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
+            found, again = (linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
+            assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
+            assert torch.equal(found, again), "sums have a fixed order"
+
+
+def assert_nothing_else_is_written(
+    linear: Callable[..., Tensor], shape: tuple[int, int], how: Any, *token_counts: int
+) -> None:
+    """The product is right, and the rows before it and after it are as they were."""
+    outputs, inputs = shape
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    one = torch.ones(1, device="cuda")
+    for tokens in token_counts:
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
+        y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
+        linear(x, weight, ordered, one, None, how, out=y[1:-1])
+        assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+        assert (y[[0, -1]] == 7).all()
