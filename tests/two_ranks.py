@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +26,12 @@ def _enter(rank: int, folder: str, function: Callable[[int], Any]) -> None:
     torch.save(function(rank), f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Where ranks may meet, below the ports that the system gives to connections: nothing takes it before they do."""
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are taken")

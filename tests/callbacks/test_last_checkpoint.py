@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.checkpoint import SafeCheckpointIO
+from tests.two_ranks import free_port
 
 IN_BACKGROUND = {"background_bytes": 0}
 AT_ONCE = {"background_bytes": 2**30}
@@ -193,7 +194,8 @@ def test_what_could_not_be_written_is_told_and_nothing_else_gets_its_name(tmp_pa
 
 
 @pytest.mark.slow
-def test_two_ranks_leave_out_the_same_checkpoints(tmp_path):
+def test_two_ranks_leave_out_the_same_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     # Ranks that disagree wait for one another for ever, or save what is not one step's.
     fit(tmp_path, Disk((3,)), strategy="ddp_spawn", devices=2)
     assert kept(tmp_path) == {"last": 6, "previous": 3}

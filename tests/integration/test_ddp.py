@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
+from tests.two_ranks import free_port
 
 TWO_RANKS = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp")
 NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledger looks at some rows of each rank
@@ -40,10 +40,9 @@ def start_node(launcher: str, node: int, port: int, args: list[str]) -> subproce
     return subprocess.Popen([*command, "train.py", *args], cwd=ROOT, env=os.environ | variables, **pipes)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def launch_two(*args: Any) -> subprocess.Popen[str]:
+    """Two ranks of the program on a CPU."""
+    return launch(*args, *TWO_RANKS, env=os.environ | {"MASTER_PORT": str(free_port())})
 
 
 @pytest.mark.slow
@@ -51,7 +50,7 @@ def free_port() -> int:
 def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run, tmp_path):
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     steps = ("--trainer.max_steps", "5", *VLLM)
-    begun = launch("fit", bases["nvfp4"], tmp_path / "two", *steps, *TWO_RANKS, *ctrl_c)
+    begun = launch_two("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c)
     run("fit", tmp_path / "one", *steps)
     assert "go on with --ckpt_path last" in finish(begun)
     assert load_last(tmp_path / "two")["global_step"] == 3
@@ -92,7 +91,7 @@ def test_ranks_refill_and_draw_noise_on_their_own_and_an_error_on_one_ends_the_o
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
     refills = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.callbacks.per_rank=true")
     fails = ("--trainer.callbacks+=tests.integration.toy.Fails", "--trainer.callbacks.rank=0")
-    process = launch("fit", bases["nvfp4"], tmp_path, *TWO_RANKS, *refills, *fails, "--trainer.callbacks.at=4")
+    process = launch_two("fit", bases["nvfp4"], tmp_path, *refills, *fails, "--trainer.callbacks.at=4")
     output, _ = process.communicate()  # ends when both ranks have
     assert process.returncode != 0
     assert "rank 0 fails at 4" in output
