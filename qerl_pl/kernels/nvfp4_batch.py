@@ -1,4 +1,4 @@
-"""y = x W^T for NVFP4 weights and 33 to 256 tokens: the decoding of large batches, on Hopper.
+"""y = x W^T for NVFP4 weights and up to 256 tokens: the decoding of large batches, on Hopper.
 
 So many tokens keep the tensor cores busy, if turning weights into bf16 does not hold them up. So each warpgroup has
 outputs of its own, converts them in registers and waits for no other one; the copy engine (TMA) brings tokens, weights

@@ -1,4 +1,4 @@
-"""y = x W^T for NVFP4 weights and up to 32 tokens: what a decoding step spends most of its time on, on Hopper.
+"""y = x W^T for NVFP4 weights and few tokens: what a decoding step spends most of its time on, on Hopper.
 
 At so few tokens reading the weights should take all of the time, but turning them into bf16 takes more: these kernels
 are bound by the instructions that they issue. So the CUDA source beside this file has few of them: one multiplication
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper
 
-MOST_TOKENS = 32
+FEW_TOKENS, MOST_TOKENS = 32, 64  # of any linear; of one that fills the GPU well
 BLOCK_OUTPUTS, SLAB = 256, 16  # of a block of threads; inputs of a tensor core's product, and of a scale
 WIDE, WIDE_SPLITS = 64, 4  # more blocks of outputs than these have enough to do without splitting K finely
-CLUSTERS, CLUSTER_PROCESSORS = 8, 16  # groups of multiprocessors that can hold a cluster; of each
+PROCESSORS, CLUSTERS, CLUSTER_PROCESSORS = 132, 8, 16  # multiprocessors; groups of them that can hold a cluster, each
 MOST_SPLITS = 8  # blocks of a portable cluster
+FULL = 0.75  # of the GPU, by one or two blocks that share inputs
 
 
 class Variant(NamedTuple):
     """What a kernel is compiled for."""
 
     tokens: int
-    """8, 16 or 32: at most so many."""
+    """8, 16, 32 or 64: at most so many."""
     groups: int
     """Of four warps, which share the inputs of a stage."""
     slabs: int
@@ -60,7 +61,7 @@ class Schedule(NamedTuple):
     splits: int
 
 
-MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4)]
+MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4), Variant(64, 1, 8, 2, 2)]
 FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4, 4, 2)]
 
 
@@ -70,10 +71,19 @@ def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
         return None
     blocks = outputs // BLOCK_OUTPUTS
     wide = blocks > WIDE
-    variant = next(v for v in (MANY_BLOCKS if wide else FEW_BLOCKS) if num_tokens <= v.tokens)
-    # Of few blocks there is one on a multiprocessor, and whole clusters are on each group of them.
-    fitting = (s for s in range(MOST_SPLITS, 0, -1) if CLUSTERS * (CLUSTER_PROCESSORS // s) >= blocks)
-    splits = WIDE_SPLITS if wide else next(fitting)
+    variant = next((v for v in (MANY_BLOCKS if wide else FEW_BLOCKS) if num_tokens <= v.tokens), None)
+    if variant is None:
+        return None
+    if not wide:
+        # One block on a multiprocessor, and whole clusters on each group of them.
+        splits = next(s for s in range(MOST_SPLITS, 0, -1) if CLUSTERS * (CLUSTER_PROCESSORS // s) >= blocks)
+    elif num_tokens <= FEW_TOKENS:
+        splits = WIDE_SPLITS
+    else:
+        places = PROCESSORS * variant.blocks
+        splits = places // blocks
+        if splits not in (1, 2) or splits * blocks < FULL * places:
+            return None
     return Schedule(variant, min(splits, inputs // SLAB // (variant.slabs * variant.groups) or 1))
 
 
@@ -93,7 +103,7 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
     """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
-    for most in FEW_BLOCKS:  # the numbers of tokens are the same for many blocks
+    for most in MANY_BLOCKS:  # the numbers of tokens are the same for few blocks
         if how := schedule(most.tokens, outputs, inputs):
             hopper.load(kernel(how.variant), device.index)
 

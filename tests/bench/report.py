@@ -155,9 +155,9 @@ The same with the blocks of 64 tokens that `expand` had before, and with those o
 $blocks
 
 Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
-with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, `nvfp4_decode` for up to 32 tokens and
-`nvfp4_batch` for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to
-Humming. Linears of 14B with 256 tokens were measured before `nvfp4_batch` left its two large ones.
+with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, `nvfp4_decode` for few tokens and `nvfp4_batch`
+for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to Humming. Gate and up
+of 14B were measured before they went to `nvfp4_decode` with 64 tokens, and, as down, to Humming with 256.
 $decoding
 
 $schedules
