@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict
@@ -56,12 +56,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
-        if background_bytes is None or sum(tensor.nbytes for tensor in _tensors(checkpoint)) < background_bytes:
+        tensors = _tensors(checkpoint)
+        if background_bytes is None or sum(tensor.nbytes for tensor in tensors) < background_bytes:
             _write(checkpoint, Path(path))
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing = self._thread.submit(_write, self._copy(checkpoint), Path(path))
+        self._writing = self._thread.submit(_write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
         """Whether ``wait`` returns at once."""
@@ -89,12 +90,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 self._thread.shutdown()
                 self._thread = None
 
-    def _copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """On the host, in the memory of the copy before it, which must have been written.
+    def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """On the host, with its tensors in the memory of the copy before it, which must have been written.
 
         A tensor whose forerunner had another shape or dtype gets new memory.
         """
-        tensors = _tensors(checkpoint)
         self._host = [_host_memory(*pair) for pair in zip(tensors, chain(self._host, repeat(None)), strict=False)]
         for host, tensor in zip(self._host, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)

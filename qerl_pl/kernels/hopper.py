@@ -31,10 +31,21 @@ class Kernel(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the GPU has the instructions, and the machine what compiles and starts kernels."""
+    """Whether the GPU has the instructions, and the machine what starts kernels."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    return _has_bindings()
+
+
+def has_compiler() -> bool:
+    """Whether cuda-bindings is there and finds NVRTC, which is a package of its own."""
+    if not _has_bindings():
+        return False
+    try:
+        import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except RuntimeError:  # names the places where it looked
+        return False
+    return True
 
 
 def compiled(kernel: Kernel) -> bytes:
@@ -125,6 +136,10 @@ def checked(result: Any) -> tuple[Any, ...]:
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")
     return tuple(values)
+
+
+def _has_bindings() -> bool:
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def _text(kernel: Kernel) -> str:

@@ -119,11 +119,14 @@ FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // of the same addre
 // The compiler must neither move what an unfinished wgmma reads or writes nor compute an address anew in the loop.
 FUNCTION void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
+FUNCTION void keep(u32 (&fragment)[4]) {
+  asm volatile("" : "+r"(fragment[0]), "+r"(fragment[1]), "+r"(fragment[2]), "+r"(fragment[3]));
+}
+
 template <int COUNT>
 FUNCTION void keep(u32 (&fragments)[COUNT][4]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++)
-    asm volatile("" : "+r"(fragments[i][0]), "+r"(fragments[i][1]), "+r"(fragments[i][2]), "+r"(fragments[i][3]));
+  for (int i = 0; i < COUNT; i++) keep(fragments[i]);
 }
 
 template <int SIZE>
@@ -234,4 +237,15 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   const uint2 four = make_uint2((u32)to_bf16(sum.x) | ((u32)to_bf16(sum.y) << 16),
                                 (u32)to_bf16(sum.z) | ((u32)to_bf16(sum.w) << 16));
   *(uint2 *)(y + (size_t)token * N + n) = four;
+}
+
+// A block's share of what its cluster has summed up: FOURS fours of outputs of each token, the first of them at ``n``.
+template <int FOURS, int THREADS>
+FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, float factor,
+                                    int splits) {
+  for (int part = blockIdx.y * THREADS + threadIdx.x; part < tokens * FOURS; part += splits * THREADS) {
+    const int token = part / FOURS, output = part % FOURS * 4;
+    store_outputs(y, bias, token, n + output, N, factor,
+                  sum_of_cluster(sums + (token * (FOURS * 4 + 4) + output) * 4, splits));
+  }
 }

@@ -32,8 +32,8 @@ FUNCTION void prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap 
 
 FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // zeros past the tensor's end
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
@@ -78,9 +78,9 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   float sums[TOKENS / 2];
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0.f;
-  u32 fragments[BUFFERS][1][4];
+  u32 fragments[BUFFERS][4];
 #pragma unroll
-  for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][0][i % 4] = 0;
+  for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][i % 4] = 0;
 
   // A lane reads its word of the warp's 16 outputs; it converts scales of slab lane / 4 and two rows of those outputs.
   u32 word_at = memory + WEIGHTS + column * 512 + lane * 16 + warp % 4 * 4;
@@ -109,11 +109,11 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
         next_word = load_shared_4(word_at + base + (i + 1) * (COLUMNS * 512));
         next_pair = load_shared_4(pair_at + (i + 1) * 32);
       }
-      u32(&fragment)[1][4] = fragments[i % BUFFERS];
-      dequantize(fragment[0], word, low_twice(pair), high_twice(pair));
+      u32(&fragment)[4] = fragments[i % BUFFERS];
+      dequantize(fragment, word, low_twice(pair), high_twice(pair));
       keep(fragment);
       begin_wgmmas();
-      wgmma(sums, fragment[0], ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (TILE >> 4) + (i & 3) * 2));
+      wgmma(sums, fragment, ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (TILE >> 4) + (i & 3) * 2));
       end_wgmmas();
       wait_for_wgmmas<BUFFERS - 1>();
       keep(fragments[(i + 1) % BUFFERS]);
@@ -127,9 +127,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   wait_for_wgmmas<0>();
-#pragma unroll
-  for (int i = 0; i < BUFFERS; i++) keep(fragments[i]);
-  keep(sums);
+  keep(fragments), keep(sums);
   __syncthreads();  // all stages have been read
 
   constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
@@ -153,10 +151,6 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     return;
   }
   synchronize_cluster();
-  for (int part = blockIdx.y * THREADS + thread; part < here * FOURS; part += splits * THREADS) {
-    const int token = part / FOURS, output = part % FOURS * 4;
-    store_outputs(y, bias, token, first_column * 64 + output, N, factor,
-                  sum_of_cluster(memory + (token * PITCH + output) * 4, splits));
-  }
+  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_column * 64, N, factor, splits);
   synchronize_cluster();  // others may still read this block's sums
 }

@@ -74,6 +74,7 @@ class Schedule(NamedTuple):
 
 
 VARIANTS = [Variant(tokens, columns) for tokens in SLAB_CYCLES for columns in range(2, 6)]
+FULL_TILES = sorted({tokens * tiles for tokens in SLAB_CYCLES for tiles in range(1, TILES + 1)})
 
 
 @cache
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
 
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
     """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
-    for num_tokens in range(1, MOST_TOKENS + 1):
+    for num_tokens in FULL_TILES:  # fewer have the schedule of the next of these
         if how := schedule(num_tokens, outputs, inputs):
             hopper.load(kernel(how.variant), device.index)
 

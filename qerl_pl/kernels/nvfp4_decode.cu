@@ -174,10 +174,6 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   }
   if (splits > 1) synchronize_cluster();
   const float factor = TO_VALUE * global_scale[0];
-  for (int part = blockIdx.y * THREADS + thread; part < tokens * 64; part += splits * THREADS) {
-    const int token = part / 64, output = part % 64 * 4;
-    store_outputs(y, bias, token, blockIdx.x * 256 + output, N, factor,
-                  sum_of_cluster(memory + (token * PITCH + output) * 4, splits));
-  }
+  store_sums_of_cluster<64, THREADS>(memory, y, bias, tokens, blockIdx.x * 256, N, factor, splits);
   if (splits > 1) synchronize_cluster();  // others may still read this block's sums
 }

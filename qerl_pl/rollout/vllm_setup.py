@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -152,11 +151,10 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
     """What our kernels for decoding need in an engine and do not find. Nothing of vLLM is imported to tell."""
     vllm = find_spec("vllm")
     folders = (vllm and vllm.submodule_search_locations) or ()
+    on_hopper = hopper.is_available(torch.device("cuda"))
     needs = {
-        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": hopper.is_available(
-            torch.device("cuda")
-        ),
-        "NVRTC (the package nvidia-cuda-nvrtc)": _has_nvrtc(),
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": on_hopper,
+        "NVRTC (the package nvidia-cuda-nvrtc)": hopper.has_compiler(),
         "the package humming-kernels": find_spec("humming") is not None,
         "a vLLM that has Humming's kernel for NVFP4": any(Path(folder, HUMMINGS_KERNEL).exists() for folder in folders),
         "a base in NVFP4": fmt is NVFP4,
@@ -242,17 +240,6 @@ def gpu_arguments(
         "gpu_memory_utilization": UNUSED_SHARE,
         "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
     }
-
-
-def _has_nvrtc() -> bool:
-    """Whether cuda-bindings finds the library that compiles CUDA, which is a package of its own."""
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return False
-    try:
-        import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    except RuntimeError:  # names the places where it looked
-        return False
-    return True
 
 
 def _cache_bytes(

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from qerl_pl.kernels import hopper, nvfp4_batch
-from qerl_pl.kernels.nvfp4_batch import AT_A_TIME, MOST_TOKENS, VARIANTS, Schedule, Variant, batch_linear, schedule
+from qerl_pl.kernels.nvfp4_batch import (
+    AT_A_TIME,
+    FULL_TILES,
+    MOST_TOKENS,
+    VARIANTS,
+    Schedule,
+    Variant,
+    batch_linear,
+    schedule,
+)
 from qerl_pl.kernels.nvfp4_decode import fragments
 from tests.kernels.nvfp4_linears import (
     SHAPES,
@@ -68,6 +77,13 @@ def test_more_tokens_never_take_less_time(shape):
     found = {tokens: schedule(tokens, *shape) for tokens in TOKENS}
     times = [nvfp4_batch._seconds(how, tokens, *shape) for tokens, how in found.items() if how is not None]
     assert all(few <= many for few, many in pairwise(times))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (27648, 5120), (5120, 27648)], ids=str)
+def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape):
+    for tokens in range(1, MOST_TOKENS + 1):
+        full = next(most for most in FULL_TILES if tokens <= most)
+        assert schedule(tokens, *shape) == schedule(full, *shape)
 
 
 def test_the_rule_is_what_the_sweep_found():

@@ -207,7 +207,8 @@ def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkp
     from qerl_pl.rollout import vllm_nvfp4
 
     found = vllm_setup.find_spec
-    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: None if name == package else found(name))
+    for module in (vllm_setup, hopper):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else found(name))
     assert vllm_setup.decoding_kernel("auto", NVFP4, torch.bfloat16) == "humming"
     with caplog.at_level(logging.INFO):
         vllm_setup.log_decoding_lacks(torch.bfloat16)
