@@ -97,6 +97,7 @@ def launch(
     cluster: int,
     device: torch.device,
     arguments: Sequence[Any],
+    early: bool = False,
 ) -> None:
     """Start a kernel on the current stream.
 
@@ -107,6 +108,8 @@ def launch(
         cluster: blocks in y that share their shared memory.
         device: of the tensors.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
+        early: it may start before the kernel that was launched last has ended, if that one allows it (programmatic
+            dependent launch), and waits for it itself.
 
     Raises:
         RuntimeError: CUDA refuses it.
@@ -117,11 +120,16 @@ def launch(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = kernel.shared_bytes
     config.hStream = torch.cuda.current_stream(device).cuda_stream
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    shape = attribute.value.clusterDim
-    shape.x, shape.y, shape.z = 1, cluster, 1
-    config.attrs, config.numAttrs = [attribute], 1
+    kinds = driver.CUlaunchAttributeID
+    shape, start = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    shape.id, start.id = (
+        kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+    )
+    dimension = shape.value.clusterDim
+    dimension.x, dimension.y, dimension.z = 1, cluster, 1
+    start.value.programmaticStreamSerializationAllowed = int(early)
+    config.attrs, config.numAttrs = [shape, start], 2
     values, types = zip(*map(_argument, arguments), strict=True)
     checked(driver.cuLaunchKernelEx(config, load(kernel, device.index), (values, types), 0))
 

@@ -116,6 +116,36 @@ FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // of the same addre
   return r;
 }
 
+// With a launch that may be early: all before this reads nothing that the kernel before this one writes.
+FUNCTION void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+FUNCTION void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+FUNCTION uint4 load_16_or_zero(const u16 *from, bool load) {
+  uint4 r = make_uint4(0, 0, 0, 0);
+  if (load)
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(from));
+  return r;
+}
+
+FUNCTION void prefetch_to_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+FUNCTION void mma(float &c0, float &c1, float &c2, float &c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c [16 rows, 8 columns] += 32 inputs of rows g and g + 8 and of column g, of which a lane has 8 each side by side
+FUNCTION void multiply_chunk(float *c, uint4 row, uint4 row_8, uint4 column) {
+  mma(c[0], c[1], c[2], c[3], row.x, row_8.x, row.y, row_8.y, column.x, column.y);
+  mma(c[0], c[1], c[2], c[3], row.z, row_8.z, row.w, row_8.w, column.z, column.w);
+}
+
 // The compiler must neither move what an unfinished wgmma reads or writes nor compute an address anew in the loop.
 FUNCTION void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
@@ -213,6 +243,57 @@ FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
   odd = multiply_pair(multiply_pair((bytes >> 4) & 0x07F007F0u, two_127), two_105);
 }
 
+// ---- an adapter ----------------------------------------------------------------------------------------------------
+
+struct Adapter {  // y += h B^T; see lora_hopper.py
+  const u16 *hidden;  // [slices, tokens, rank]; null without an adapter
+  const u16 *b0, *b1, *b2;  // [outputs of a slice, rank]
+  int first1, first2;  // outputs of the second and of the third slice; N or more where there is none
+  int rank;
+};
+
+FUNCTION int slice_of(const Adapter &adapter, int n) { return (n >= adapter.first1) + (n >= adapter.first2); }
+
+FUNCTION const u16 *row_of_b(const Adapter &adapter, int n) {
+  const int slice = slice_of(adapter, n);
+  const u16 *b = slice == 0 ? adapter.b0 : slice == 1 ? adapter.b1 : adapter.b2;
+  return b + (size_t)(n - (slice == 0 ? 0 : slice == 1 ? adapter.first1 : adapter.first2)) * adapter.rank;
+}
+
+// So that B is near when the base's product is done: the rows of outputs n to n + OUTPUTS.
+template <int OUTPUTS, int THREADS>
+FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
+  for (int i = threadIdx.x; i < OUTPUTS && n + i < N; i += THREADS) prefetch_to_l2(row_of_b(adapter, n + i));
+}
+
+// To a warp's sums of COUNT times 16 outputs, from n on, of one slice, and TILES times 8 tokens. Blocks of a cluster share
+// them: of 16 outputs one block adds the product. All memory is asked for at a time, B before h is there.
+template <int COUNT, int TILES>
+FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int tokens, int splits) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, rank = adapter.rank;
+  if (blockIdx.y >= COUNT) return;
+  const u16 *row = row_of_b(adapter, n + g);
+  const u16 *hidden = adapter.hidden + ((size_t)slice_of(adapter, n) * tokens + g) * rank;
+#pragma unroll 1
+  for (int r = (lane & 3) * 8; r < (rank + 31) / 32 * 32; r += 32) {
+    uint4 rows[COUNT][2], columns[TILES];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && i % splits == blockIdx.y);
+    wait_for_kernel_before();  // it wrote h
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      columns[i] = load_16_or_zero(hidden + i * 8 * rank + r, r < rank && i * 8 + g < tokens);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      if (i % splits == blockIdx.y)
+#pragma unroll
+        for (int j = 0; j < TILES; j++) multiply_chunk(sums + (i * TILES + j) * 4, rows[i][0], rows[i][1], columns[j]);
+  }
+}
+
 // ---- what all blocks do with their sums ----------------------------------------------------------------------------
 
 FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // at that address of all its blocks, in their order
@@ -225,27 +306,26 @@ FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // at that address of
   return sum;
 }
 
+FUNCTION uint2 four_to_bf16(float4 v) {
+  return make_uint2((u32)to_bf16(v.x) | ((u32)to_bf16(v.y) << 16), (u32)to_bf16(v.z) | ((u32)to_bf16(v.w) << 16));
+}
+
 // Four outputs of a token, from n on, to y [tokens, N]; none where n is past the end.
-FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, float factor, float4 sum) {
+FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, float4 sum) {
   if (n >= N) return;
-  sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
   if (bias) {  // Humming's order: of 32 outputs those whose remainder by 8 is 0 or 1, then 2 or 3, ...
     const u16 *from = bias + (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2;
     sum.x += from_bf16(from[0]), sum.y += from_bf16(from[1]);
     sum.z += from_bf16(from[8]), sum.w += from_bf16(from[9]);
   }
-  const uint2 four = make_uint2((u32)to_bf16(sum.x) | ((u32)to_bf16(sum.y) << 16),
-                                (u32)to_bf16(sum.z) | ((u32)to_bf16(sum.w) << 16));
-  *(uint2 *)(y + (size_t)token * N + n) = four;
+  *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
 // A block's share of what its cluster has summed up: FOURS fours of outputs of each token, the first of them at ``n``.
 template <int FOURS, int THREADS>
-FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, float factor,
-                                    int splits) {
+FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
   for (int part = blockIdx.y * THREADS + threadIdx.x; part < tokens * FOURS; part += splits * THREADS) {
     const int token = part / FOURS, output = part % FOURS * 4;
-    store_outputs(y, bias, token, n + output, N, factor,
-                  sum_of_cluster(sums + (token * (FOURS * 4 + 4) + output) * 4, splits));
+    store_outputs(y, bias, token, n + output, N, sum_of_cluster(sums + (token * (FOURS * 4 + 4) + output) * 4, splits));
   }
 }

@@ -43,7 +43,8 @@ FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 ba
 // when it is full and one that opens when it has been read. Sums take the place of the stages at the end.
 template <int TOKENS, int COLUMNS, int STAGES>
 FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const TensorMap *scale,
-                          const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits) {
+                          const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits,
+                          Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = COLUMNS * 4, THREADS = WARPS * 32, SLABS = 8;
   constexpr int TILE = TOKENS * 128, WEIGHTS = 2 * TILE, SCALES = WEIGHTS + SLABS * COLUMNS * 512;
@@ -73,6 +74,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     make_visible_to_wgmma();  // and to copies
     for (int i = 0; i < STAGES && first + i < last; i++) copy_stage(first + i, i);
   }
+  if (adapter.hidden && blockIdx.y == 0) prefetch_b<COLUMNS * 64, THREADS>(adapter, first_column * 64, N);
   __syncthreads();
 
   float sums[TOKENS / 2];
@@ -126,9 +128,14 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     }
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
+  const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments), keep(sums);
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) sums[i] *= factor;
   __syncthreads();  // all stages have been read
+  const int n = first_column * 64 + warp * 16;
+  if (TOKENS == 64 && adapter.hidden && n < N) add_adapter<1, TOKENS / 8>(sums, adapter, n, tokens, splits);
 
   constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
   float *block_sums = (float *)shared;
@@ -139,18 +146,17 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   }
   __syncthreads();
   const int here = min(tokens - first_token, TOKENS);
-  const float factor = TO_VALUE * global_scale[0];
   y += (size_t)first_token * N;
   if (splits == 1) {
 #pragma unroll 4
     for (int part = thread; part < here * FOURS; part += THREADS) {
       const int token = part / FOURS, output = part % FOURS * 4;
-      store_outputs(y, bias, token, first_column * 64 + output, N, factor,
+      store_outputs(y, bias, token, first_column * 64 + output, N,
                     *(const float4 *)(block_sums + token * PITCH + output));
     }
     return;
   }
   synchronize_cluster();
-  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_column * 64, N, factor, splits);
+  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_column * 64, N, splits);
   synchronize_cluster();  // others may still read this block's sums
 }

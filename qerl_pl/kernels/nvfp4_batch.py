@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import hopper
+from qerl_pl.kernels import hopper, lora_hopper
 
 MOST_TOKENS = 256
 COLUMN, SLAB, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; of what is copied at a time
@@ -90,6 +90,12 @@ def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
     return None if wasteful and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE else best
 
 
+def idle(how: Schedule, num_tokens: int, outputs: int) -> int:
+    """Multiprocessors that have nothing to do."""
+    clusters, rounds = _rounds(how, num_tokens, outputs)
+    return (AT_A_TIME[how.splits] - clusters) * how.splits if rounds == 1 else 0
+
+
 def _rounds(how: Schedule, num_tokens: int, outputs: int) -> tuple[int, int]:
     """Clusters, and how often the GPU is filled with them."""
     (tokens, columns), splits = how
@@ -116,9 +122,9 @@ def kernel(variant: Variant) -> hopper.Kernel:
 extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
     {name}(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
     const __grid_constant__ TensorMap scale, const float *global_scale, const u16 *bias, u16 *y, int tokens, int N,
-    int K, int splits) {{
+    int K, int splits, {lora_hopper.PARAMETERS}) {{
   nvfp4_batch<{variant.tokens}, {variant.columns}, {variant.stages}>(&x, &weight, &scale, global_scale, bias, y, tokens,
-                                                                     N, K, splits);
+                                                                     N, K, splits, {lora_hopper.ADAPTER});
 }}
 """
     return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
@@ -139,12 +145,13 @@ def batch_linear(
     bias: Tensor | None,
     how: Schedule,
     out: Tensor | None = None,
+    update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """x W^T + bias, rounded to bf16 once: [T, N] bf16.
+    """x W^T + bias, and an adapter's h B^T, rounded to bf16 once: [T, N] bf16.
 
     Args:
         x: [T, K] bf16, from an address that is a multiple of 16.
-        weight, scales, global_scale, bias, out: as of ``nvfp4_decode.decode_linear``.
+        weight, scales, global_scale, bias, out, update: as of ``nvfp4_decode.decode_linear``.
         how: of ``schedule``.
 
     Raises:
@@ -154,6 +161,7 @@ def batch_linear(
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     (tokens, columns), splits = how
     y = x.new_empty(num_tokens, outputs) if out is None else out
+    assert update is None or tokens == lora_hopper.MOST_TOKENS, f"no adapter with {num_tokens} tokens"
     slabs, all_columns = inputs // SLAB, outputs // COLUMN
     # Rows of 128 bytes of x, swizzled as wgmma reads them; 512 bytes of weights and 64 of scales of a column and slab.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
@@ -165,7 +173,11 @@ def batch_linear(
         threads=128 * columns,
         cluster=splits,
         device=x.device,
-        arguments=[x_map, weight_map, scale_map, global_scale, bias, y, num_tokens, outputs, inputs, splits],
+        arguments=[
+            *(x_map, weight_map, scale_map, global_scale, bias, y, num_tokens, outputs, inputs, splits),
+            *lora_hopper.arguments(update),
+        ],
+        early=update is not None,
     )
     return y
 

@@ -9,7 +9,7 @@
 // and 64 of scales], then of each warp SLABS x 128 bytes of bf16 scales. Sums take the place of all at the end.
 template <int TOKENS, int GROUPS, int SLABS, int STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
-                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits) {
+                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_SLABS = SLABS * GROUPS;
   constexpr int TILE = TOKENS * 128, X_BYTES = STAGE_SLABS / 4 * TILE, WARP_BYTES = SLABS * 576;
@@ -91,6 +91,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   };
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) copy_stage(first + i, i * STAGE);
+  if (adapter.hidden && blockIdx.y == 0) prefetch_b<256, THREADS>(adapter, blockIdx.x * 256, N);
 
   // wgmma's description of x: its address, 1024 bytes from 8 tokens to the next 8, swizzled by 128 bytes
   const u32 x_low = (((memory + group * (SLABS / 4) * TILE) & 0x3FFFFu) >> 4) | (1u << 16);
@@ -148,12 +149,19 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     }
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
+  const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);
 #pragma unroll
-  for (int j = 0; j < 4; j++) keep(sums[j]);
+  for (int j = 0; j < 4; j++) {
+    keep(sums[j]);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) sums[j][i] *= factor;
+  }
   wait_for_copies<0>();
   __syncthreads();
+  if (adapter.hidden && group == 0)
+    add_adapter<4, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, tokens, splits);
 
   // [TOKENS][260] sums: of the warpgroups one after another, then of the cluster's blocks in their order
   constexpr int PITCH = 260;
@@ -173,7 +181,6 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     __syncthreads();
   }
   if (splits > 1) synchronize_cluster();
-  const float factor = TO_VALUE * global_scale[0];
-  store_sums_of_cluster<64, THREADS>(memory, y, bias, tokens, blockIdx.x * 256, N, factor, splits);
+  store_sums_of_cluster<64, THREADS>(memory, y, bias, tokens, blockIdx.x * 256, N, splits);
   if (splits > 1) synchronize_cluster();  // others may still read this block's sums
 }

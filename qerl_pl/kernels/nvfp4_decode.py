@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import hopper
+from qerl_pl.kernels import hopper, lora_hopper
 
 FEW_TOKENS, MOST_TOKENS = 32, 64  # of any linear; of one that fills the GPU well
 BLOCK_OUTPUTS, SLAB = 256, 16  # of a block of threads; inputs of a tensor core's product, and of a scale
@@ -94,8 +94,8 @@ def kernel(variant: Variant) -> hopper.Kernel:
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
     {name}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias, u16 *y,
-    int tokens, int N, int K, int splits) {{
-  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits);
+    int tokens, int N, int K, int splits, {lora_hopper.PARAMETERS}) {{
+  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits, {lora_hopper.ADAPTER});
 }}
 """
     return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
@@ -116,8 +116,9 @@ def decode_linear(
     bias: Tensor | None,
     how: Schedule,
     out: Tensor | None = None,
+    update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """x W^T + bias, rounded to bf16 once.
+    """x W^T + bias, and an adapter's h B^T, rounded to bf16 once.
 
     Args:
         x: [T, K] bf16.
@@ -127,6 +128,7 @@ def decode_linear(
         bias: [N] bf16 in Humming's order (``humming_bias``), or None.
         how: of ``schedule``.
         out: [T, N] bf16 to write to, contiguous.
+        update: of the kernel that was launched last; x must have been complete before it started.
 
     Returns:
         [T, N] bf16.
@@ -135,6 +137,7 @@ def decode_linear(
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     y = x.new_empty(num_tokens, outputs) if out is None else out
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, how.splits]
+    arguments += lora_hopper.arguments(update)
     hopper.launch(
         kernel(how.variant),
         grid=(outputs // BLOCK_OUTPUTS, how.splits, 1),
@@ -142,6 +145,7 @@ def decode_linear(
         cluster=how.splits,
         device=x.device,
         arguments=arguments,
+        early=update is not None,
     )
     return y
 

@@ -53,7 +53,7 @@ def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Te
     ``no_lora`` is a tensor because a flag would become a constant of the compiled graph.
     """
     if not no_lora.item():
-        lora.add_lora(y, x, _slots(a), _slots(b), indices)
+        lora.add_lora(y, x, slots(a), slots(b), indices)
 
 
 direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
@@ -66,7 +66,7 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         a: one [1, 1, R, K] for each slice.
         b: one [1, 1, n, R] for each slice.
     """
-    first, second = _slots(a), _slots(b)
+    first, second = slots(a), slots(b)
     (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
     for num_tokens in lora.token_counts(K, widths, rank):
         x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
@@ -82,5 +82,6 @@ def adapter_kernels(
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 
-def _slots(stacked: Sequence[Tensor]) -> list[Tensor]:
+def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
+    """The matrices of vLLM's one adapter slot."""
     return [matrix[0, 0] for matrix in stacked]

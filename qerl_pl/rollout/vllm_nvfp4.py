@@ -6,23 +6,28 @@ Only the engine imports this module, where it has our kernels: vLLM's for Hummin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm_setup import decoding_lacks
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
+_apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 @contextmanager
@@ -35,6 +40,7 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'auto'")
     HummingNvFp4LinearKernel.apply_weights = apply_weights  # asks each linear
+    BaseLinearLayerWithLoRA._apply_sync = apply_with_adapter  # likewise
     HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
     try:
         yield
@@ -48,18 +54,32 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     if _is_plain(layer, self.layer_config, self.compute_config):
         for kernel in (nvfp4_decode, nvfp4_batch):
             kernel.prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
-        layer.decoding = (self.layer_config.to_str(), self.compute_config)
+        lora_hopper.prepare(layer.weight.device)
+        layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
 
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., K] -> [..., N]."""
-    decoding: tuple[str, str] | None = getattr(layer, "decoding", None)
-    if decoding is None:
+    if getattr(layer, "decoding", None) is None:
         return _apply(self, layer, x, bias)
-    given = getattr(layer, "zero_bias" if bias is None else "bias", None)
-    tensors = layer.weight, layer.weight_scale, layer.weight_scale_2, given, self.locks
-    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *tensors, *decoding)
+    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *_operands(layer, bias))
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., K] -> [..., N] of a linear of vLLM's that has adapters."""
+    layer = self.base_layer
+    if getattr(layer, "decoding", None) is None or not isinstance(self.punica_wrapper, OneAdapterKernels):
+        return _apply_with_adapter(self, x, bias)
+    adapter = self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens
+    y = torch.ops.qerl_pl.nvfp4_linear_lora(x.reshape(-1, x.shape[-1]), *_operands(layer, bias), *adapter)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _operands(layer: Any, bias: Tensor | None) -> tuple[Any, ...]:
+    """Of ``nvfp4_linear``, after x."""
+    given = getattr(layer, "zero_bias" if bias is None else "bias", None)
+    return layer.weight, layer.weight_scale, layer.weight_scale_2, given, *layer.decoding
 
 
 def nvfp4_linear(
@@ -73,11 +93,8 @@ def nvfp4_linear(
     compute_config: str,
 ) -> Tensor:
     """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile."""
-    shape = len(x), weight_scale.shape[1], x.shape[1]
-    if few := nvfp4_decode.schedule(*shape):
-        return nvfp4_decode.decode_linear(x, weight, weight_scale, weight_scale_2, bias, few)
-    if more := nvfp4_batch.schedule(*shape):
-        return nvfp4_batch.batch_linear(x, weight, weight_scale, weight_scale_2, bias, more)
+    if ours := _our_linear(x, weight_scale):
+        return ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
     return import_module("humming.ops").humming_gemm(
         layer_config=layer_config,
         compute_config=compute_config,
@@ -90,11 +107,64 @@ def nvfp4_linear(
     )
 
 
+def nvfp4_linear_lora(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    bias: Tensor | None,
+    locks: Tensor,
+    layer_config: str,
+    compute_config: str,
+    a: list[Tensor],
+    b: list[Tensor],
+    indices: Tensor,
+    no_lora: Tensor,
+) -> Tensor:
+    """The same, and an adapter's product with it: in one kernel where that is possible.
+
+    Args:
+        x: to ``compute_config``: as of ``nvfp4_linear``.
+        a: one [1, 1, R, K] for each slice of N.
+        b: one [1, 1, n, R] for each slice.
+        indices: [T] or longer, int64: -1 for a token without the adapter.
+        no_lora: [1] bool on the host: True if that is every token.
+    """
+    if no_lora.item():
+        return nvfp4_linear(x, weight, weight_scale, weight_scale_2, bias, locks, layer_config, compute_config)
+    first, second = slots(a), slots(b)
+    ours = _our_linear(x, weight_scale)
+    if ours and lora_hopper.is_possible(x, first, second):
+        x = x.contiguous()
+        update = lora_hopper.Update(lora_hopper.shrink(x, first, indices, idle=ours.idle), second)
+        return ours.multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
+    y = nvfp4_linear(x, weight, weight_scale, weight_scale_2, bias, locks, layer_config, compute_config)
+    add_lora(y, x, first, second, indices)
+    return y
+
+
+class _OurLinear(NamedTuple):
+    multiply: Callable[..., Tensor]
+    idle: int
+    """Multiprocessors that it leaves idle."""
+
+
+def _our_linear(x: Tensor, weight_scale: Tensor) -> _OurLinear | None:
+    """Of so many tokens; None where Humming's is faster."""
+    tokens, outputs, inputs = len(x), weight_scale.shape[1], x.shape[1]
+    if few := nvfp4_decode.schedule(tokens, outputs, inputs):
+        return _OurLinear(partial(nvfp4_decode.decode_linear, how=few), idle=0)
+    if more := nvfp4_batch.schedule(tokens, outputs, inputs):
+        return _OurLinear(partial(nvfp4_batch.batch_linear, how=more), nvfp4_batch.idle(more, tokens, outputs))
+    return None
+
+
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make a constant of the number of tokens
 
 
-direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
+for _operator in (nvfp4_linear, nvfp4_linear_lora):
+    direct_register_custom_op(_operator.__name__, _operator, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:

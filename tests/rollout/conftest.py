@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,15 @@ class Setup:
         return expected_fingerprint(
             adapter or self.adapter, norms or self.norms, scaling=self.policy.lora_scaling, dtype=self.policy.dtype
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_interpreted() -> None:
+    """Where there is no GPU; Triton looks at the variable when kernels are defined, whichever test comes first."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("TRITON_INTERPRET", "1")
+        import_module("qerl_pl.kernels.lora")
 
 
 @pytest.fixture(scope="session")

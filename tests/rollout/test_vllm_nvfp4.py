@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -89,16 +89,37 @@ def capable(monkeypatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
-    """Which kernel served how many tokens; both multiply by the dense weight here."""
+    """Which kernel served how many tokens; all multiply by the dense weight here."""
+    from qerl_pl.kernels import lora
     from qerl_pl.rollout import vllm_nvfp4
 
     found: list[tuple[str, int]] = []
 
     def ours(
-        name: str, x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor, bias: Tensor | None, how: Any
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        global_scale: Tensor,
+        bias: Tensor | None,
+        how: Any,
+        update: lora_hopper.Update | None = None,
     ) -> Tensor:
         found.append((name, len(x)))
-        return product(x, bias)
+        y = product(x, bias)
+        if update is not None:
+            parts = y.split([len(matrix) for matrix in update.b], dim=1)
+            for part, hidden, matrix in zip(parts, update.hidden, update.b, strict=True):
+                part += hidden @ matrix.T
+        return y
+
+    def shrink(x: Tensor, a: list[Tensor], indices: Tensor, *, idle: int) -> Tensor:
+        found.append(("shrink", len(x)))
+        return torch.stack([x @ matrix.T for matrix in a]) * (indices[: len(x)] >= 0).unsqueeze(1)
+
+    def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor) -> None:
+        found.append(("adapter", len(x)))
+        y.copy_(lora.add_lora_reference(y, x, a, b, indices))
 
     def humming(*, inputs: Tensor, bias: Tensor | None, layer_config: str, **_: Any) -> Tensor:
         assert layer_config == "layer"
@@ -109,12 +130,17 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_nvfp4, "import_module", lambda name: {"humming.ops": ops}[name])
     monkeypatch.setattr(vllm_nvfp4, "_process", lambda kernel, layer: None)
     monkeypatch.setattr(vllm_nvfp4, "_apply", lambda *_: found.append(("vllm", 0)))
+    monkeypatch.setattr(vllm_nvfp4, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
+    monkeypatch.setattr(vllm_nvfp4, "add_lora", add_lora)
+    monkeypatch.setattr(lora_hopper, "shrink", shrink)
+    monkeypatch.setattr(lora_hopper, "prepare", lambda device: found.append(("prepare", 0)))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
         monkeypatch.setattr(module, "prepare", lambda *shape: found.append(("prepare", shape[0])))
-    # The operator is for CUDA; here the same function serves a CPU.
+    # The operators are for CUDA; here the same functions serve a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
-    library.impl("nvfp4_linear", vllm_nvfp4.nvfp4_linear, "CPU")
+    for operator in (vllm_nvfp4.nvfp4_linear, vllm_nvfp4.nvfp4_linear_lora):
+        library.impl(operator.__name__, operator, "CPU")
     monkeypatch.setattr(vllm_nvfp4, "_CPU", library, raising=False)  # lives as long as the test
     return found
 
@@ -127,7 +153,7 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     bias = torch.randn(N).bfloat16() if with_bias else None
     kernel, layer = Kernel(Config()), Linear(bias)
     vllm_nvfp4.process_weights_after_loading(kernel, layer)
-    assert calls == [("prepare", N)] * 2
+    assert calls == [("prepare", N)] * 2 + [("prepare", 0)]
     calls.clear()
 
     def run(x: Tensor) -> Tensor:
@@ -144,6 +170,85 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     calls.clear()
     skipped = vllm_nvfp4.apply_weights(kernel, layer, x[:200].view(2, 100, K))
     assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
+
+
+def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128)) -> Any:
+    """As vLLM wraps a linear; of four tokens the second and the third are without the adapter."""
+    from qerl_pl.rollout.vllm_cuda import OneAdapterKernels
+
+    wrapper: Any = object.__new__(OneAdapterKernels)
+    wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0]).repeat(100)
+    wrapper.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False]))
+    a = tuple(torch.randn(1, 1, rank, K).bfloat16() for _ in slices)
+    b = tuple(torch.randn(1, 1, width, rank).bfloat16() * 0.1 for width in slices)
+    return SimpleNamespace(base_layer=layer, punica_wrapper=wrapper, lora_a_stacked=a, lora_b_stacked=b)
+
+
+def prepared(bias: Tensor | None = None) -> Linear:
+    """A linear that has our kernels."""
+    from qerl_pl.rollout import vllm_nvfp4
+
+    layer = Linear(bias)
+    vllm_nvfp4.process_weights_after_loading(Kernel(Config()), layer)
+    return layer
+
+
+def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Base and adapter in fp64."""
+    from qerl_pl.kernels.lora import add_lora_reference
+
+    a, b = ([matrix[0, 0] for matrix in stacked] for stacked in (wrapped.lora_a_stacked, wrapped.lora_b_stacked))
+    return add_lora_reference(product(x.float(), bias), x, a, b, wrapped.punica_wrapper._token_lora_indices)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, with_bias):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    bias = torch.randn(N).bfloat16() if with_bias else None
+    wrapped = with_adapter(prepared(bias), rank=16)
+    calls.clear()
+
+    def run(x: Tensor) -> Tensor:
+        return vllm_nvfp4.apply_with_adapter(wrapped, x, bias)
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
+    for tokens in (8, 64, 65, 257):
+        x = torch.randn(tokens, K).bfloat16()
+        if compile:
+            torch._dynamo.mark_dynamic(x, 0)
+        exact = sums(wrapped, x, bias)
+        assert (function(x) - exact).abs().max() <= 2**-6 * exact.abs().max()
+    together = [("shrink", 8), ("decode", 8), ("shrink", 64), ("batch", 64)]
+    assert calls == [*together, ("batch", 65), ("adapter", 65), ("humming", 257), ("adapter", 257)]
+    calls.clear()
+    wrapped.punica_wrapper.token_mapping_meta.no_lora_flag_cpu.fill_(True)
+    assert torch.equal(function(x), product(x, bias))
+    assert calls == [("humming", 257)], "no request has the adapter"
+
+
+@pytest.mark.parametrize(("rank", "slices"), [(72, (384, 128)), (4, (N,)), (16, (480, 32))])
+def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    wrapped, x = with_adapter(prepared(), rank, slices), torch.randn(2, 3, K).bfloat16()
+    calls.clear()
+    y = vllm_nvfp4.apply_with_adapter(wrapped, x)
+    exact = sums(wrapped, x.view(6, K), None).view(2, 3, N)
+    assert (y - exact).abs().max() <= 2**-6 * exact.abs().max()
+    assert calls == [("decode", 6), ("adapter", 6)]
+
+
+def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    wrapped = with_adapter(prepared(), rank=16)
+    calls.clear()
+    wrapped.punica_wrapper = object()
+    vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(3, K))
+    vllm_nvfp4.apply_with_adapter(with_adapter(Linear(), rank=16), torch.zeros(3, K))
+    assert calls == [("vllm", 0)] * 2, "another wrapper; a linear that is not ours"
 
 
 @pytest.mark.parametrize(
@@ -176,13 +281,17 @@ def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, capable,
     before = vllms.process_weights_after_loading
     monkeypatch.setattr(vllm_nvfp4, "_process", before)
     monkeypatch.setattr(vllms, "apply_weights", vllms.apply_weights)  # put back after the test
+    lora: Any = import_module("vllm.lora.layers.base_linear").BaseLinearLayerWithLoRA
+    monkeypatch.setattr(lora, "_apply_sync", lora._apply_sync)
     with suppress(KeyError), vllm_nvfp4.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16):
         assert vllms.process_weights_after_loading is vllm_nvfp4.process_weights_after_loading
         if fails:
             raise KeyError
     assert vllms.process_weights_after_loading is before
     vllms.apply_weights(Kernel(Config()), Linear(), torch.zeros(3, K))
-    assert calls == [("vllm", 0)]
+    assert lora._apply_sync is vllm_nvfp4.apply_with_adapter
+    lora._apply_sync(with_adapter(Linear(), rank=16), torch.zeros(3, K))
+    assert calls == [("vllm", 0)] * 2
 
 
 def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog):

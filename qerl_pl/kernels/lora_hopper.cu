@@ -1,0 +1,83 @@
+// h = x A^T of an adapter's slices, on Hopper. See lora_hopper.py for what it is given.
+//
+// A chunk is 32 inputs, of which a lane has 8 side by side: two products of the tensor cores, whose inputs may come in
+// any order. Each slice has eight warps of a block. Blocks that share tokens and ranks, and split the inputs by chunks,
+// are one cluster, which adds its sums up in shared memory: [warps][TOKENS][36] sums.
+template <int TOKENS, int SLICES, int AHEAD>
+FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices,
+                          u16 *hidden, int tokens, int K, int rank, int splits) {
+  extern __shared__ __align__(16) uint4 shared[];
+  constexpr int WARPS = 8, THREADS = SLICES * WARPS * 32, RANKS = 32, PITCH = RANKS + 4, TILES = TOKENS / 8;
+  wait_for_kernel_before();  // it wrote x
+  let_next_kernel_start();
+
+  const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, c = lane & 3;
+  const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), slice = warp / WARPS;
+  const int first_rank = blockIdx.x * RANKS;
+  const u16 *a = slice == 0 ? a0 : slice == 1 ? a1 : a2;
+  const int chunks = K / 32, step = splits * WARPS;
+
+  for (int first_token = blockIdx.z * TOKENS; first_token < tokens; first_token += gridDim.z * TOKENS) {
+    float sums[2][TILES][4];  // of 16 ranks and 8 tokens
+#pragma unroll
+    for (int i = 0; i < 2 * TILES * 4; i++) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
+    for (int chunk = blockIdx.y * WARPS + warp % WARPS; chunk < chunks; chunk += AHEAD * step) {
+      uint4 rows[AHEAD][4], columns[AHEAD][TILES];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const int at = chunk + i * step, k = at * 32 + c * 8;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int r = first_rank + j * 8 + g;
+          rows[i][j] = load_16_or_zero(a + (size_t)r * K + k, at < chunks && r < rank);
+        }
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+          const int token = first_token + j * 8 + g;
+          columns[i][j] = load_16_or_zero(x + (size_t)token * K + k, at < chunks && token < tokens);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+          multiply_chunk(sums[0][j], rows[i][0], rows[i][1], columns[i][j]);
+          multiply_chunk(sums[1][j], rows[i][2], rows[i][3], columns[i][j]);
+        }
+    }
+
+    float *warp_sums = (float *)shared + warp * (TOKENS * PITCH);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < TILES; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          warp_sums[(j * 8 + c * 2 + (k & 1)) * PITCH + i * 16 + (k >> 1) * 8 + g] = sums[i][j][k];
+    __syncthreads();
+    constexpr int FOURS = RANKS / 4;
+    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // of a slice's warps, in the first one's
+      const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS;
+      float4 *four = (float4 *)((float *)shared + (of_slice * WARPS * TOKENS + token) * PITCH + part % FOURS * 4);
+      float4 sum = *four;
+#pragma unroll
+      for (int i = 1; i < WARPS; i++) {
+        const float4 more = four[i * (TOKENS * PITCH / 4)];
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+      *four = sum;
+    }
+    synchronize_cluster();
+    const u32 memory = (u32)__cvta_generic_to_shared(shared);
+    for (int part = thread * splits + blockIdx.y; part < SLICES * TOKENS * FOURS; part += splits * THREADS) {
+      const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS, r = part % FOURS * 4;
+      const float4 sum = sum_of_cluster(memory + ((of_slice * WARPS * TOKENS + token) * PITCH + r) * 4, splits);
+      if (first_token + token < tokens && first_rank + r < rank) {
+        const bool with_adapter = indices[first_token + token] >= 0;
+        u16 *to = hidden + ((size_t)of_slice * tokens + first_token + token) * rank + first_rank + r;
+        *(uint2 *)to = with_adapter ? four_to_bf16(sum) : make_uint2(0, 0);
+      }
+    }
+    synchronize_cluster();  // others may still read this block's sums
+  }
+}

@@ -1,0 +1,118 @@
+"""An adapter that the NVFP4 kernels add while they decode, on Hopper: one launch more for a linear, and no pass over y.
+
+``shrink`` computes h = x A^T and lets the base's kernel start at once, which multiplies x by the weights meanwhile,
+waits for h at its end and adds h B^T to its fp32 sums (programmatic dependent launch). So an adapter costs about what
+one launch does. Sums are added up in a fixed order: equal inputs give equal bits. T tokens, K inputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels import hopper
+
+MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 64, 3
+BLOCK_RANKS, SLICE_THREADS = 32, 256
+AHEAD = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
+"""By slices and a block's tokens: chunks of inputs that a warp asks for at a time. Registers allow no more."""
+CHUNK, RANKS, OUTPUTS = 32, 8, 64  # K, R and a slice's outputs are multiples of these
+SPLITS = 8  # blocks that share the inputs
+NO_SLICE = 2**31 - 1
+PARAMETERS = "const u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
+ADAPTER = "Adapter{hidden, b0, b1, b2, first1, first2, rank}"
+
+
+class Update(NamedTuple):
+    """What is added to a linear's output: h B^T, a slice beside the other."""
+
+    hidden: Tensor
+    """[slices, T, R] bf16, of ``shrink``, which must be the kernel that was launched last."""
+    b: Sequence[Tensor]
+    """One [n, R] bf16 for each slice, contiguous."""
+
+
+def is_possible(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether the kernels take an adapter of these shapes and dtypes."""
+    rank, inputs = a[0].shape
+    return (
+        len(x) <= MOST_TOKENS
+        and len(a) <= MOST_SLICES
+        and rank <= MOST_RANK
+        and not (rank % RANKS or inputs % CHUNK)
+        and not any(len(matrix) % OUTPUTS for matrix in b)
+        and all(tensor.dtype == torch.bfloat16 for tensor in (x, *a, *b))
+    )
+
+
+@cache
+def kernel(tokens: int, slices: int) -> hopper.Kernel:
+    """An instance of the template in `lora_hopper.cu`, for a block of so many tokens."""
+    name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
+    code = f"""
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+    {name}(const u16 *x, const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices, u16 *hidden,
+    int tokens, int K, int rank, int splits) {{
+  lora_shrink<{tokens}, {slices}, {AHEAD[slices][tokens]}>(x, a0, a1, a2, indices, hidden, tokens, K, rank, splits);
+}}
+"""
+    return hopper.Kernel("lora_hopper.cu", name, code, threads // 32 * tokens * (BLOCK_RANKS + 4) * 4)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile and load all of them, which must not happen while a CUDA graph is captured."""
+    for slices, by_tokens in AHEAD.items():
+        for tokens in by_tokens:
+            hopper.load(kernel(tokens, slices), device.index)
+
+
+def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) -> Tensor:
+    """h = x A^T, rounded to bf16 once, and zero for tokens without the adapter.
+
+    The kernel that is launched next may start before this one ends, and so must wait for it before it reads h. The
+    kernel launched before must have written all that the next one reads besides.
+
+    Args:
+        x: [T, K] bf16, contiguous.
+        a: one [R, K] bf16 for each slice, contiguous.
+        indices: [T] or longer, int64: negative for a token without the adapter.
+        idle: multiprocessors that the next kernel does not need. Others are taken from it as few as possible: tokens
+            follow each other on the same ones.
+
+    Returns:
+        [slices, T, R] bf16.
+    """
+    assert x.is_contiguous(), x.stride()
+    assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]
+    (num_tokens, inputs), rank = x.shape, len(a[0])
+    hidden = x.new_empty(len(a), num_tokens, rank)
+    sizes = AHEAD[len(a)]
+    tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
+    parts, tiles = -(-rank // BLOCK_RANKS), -(-num_tokens // tokens)
+    hopper.launch(
+        kernel(tokens, len(a)),
+        grid=(parts, SPLITS, min(tiles, max(1, idle // (parts * SPLITS)))),
+        threads=len(a) * SLICE_THREADS,
+        cluster=SPLITS,
+        device=x.device,
+        arguments=[x, *_three(a), indices, hidden, num_tokens, inputs, rank, SPLITS],
+        early=True,
+    )
+    return hidden
+
+
+def arguments(update: Update | None) -> list[Any]:
+    """Of a kernel that has ``PARAMETERS``."""
+    if update is None:
+        return [None] * 4 + [0] * 3
+    first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]
+    return [update.hidden, *_three(update.b), *first, update.hidden.shape[2]]
+
+
+def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
+    return [*matrices, matrices[0], matrices[0]][:MOST_SLICES]  # a kernel has a fixed number of arguments

@@ -1,0 +1,177 @@
+"""An adapter in the NVFP4 kernels: what they take, and that base and adapter together are the formula."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels.lora_hopper import AHEAD, MOST_TOKENS, Update, is_possible, shrink
+from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments
+from tests.kernels.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
+
+LINEARS = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
+
+
+def draw(*shape: int, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, device=device).bfloat16()
+
+
+def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda") -> tuple[list[Tensor], list[Tensor]]:
+    """A and B of each slice."""
+    a = [draw(rank, inputs, device=device) for _ in widths]
+    return a, [draw(width, rank, device=device) for width in widths]
+
+
+@pytest.mark.parametrize(("slices", "tokens"), [(slices, tokens) for slices in AHEAD for tokens in AHEAD[slices]])
+def test_the_source_compiles_for_every_number_of_slices_and_tokens(slices, tokens):
+    kernel = lora_hopper.kernel(tokens, slices)
+    assert hopper.compiled(kernel).startswith(b"\x7fELF")
+    assert kernel.shared_bytes <= SHARED_OF_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("widths", "inputs", "rank", "possible"),
+    [
+        ((256,), 128, 8, True),
+        ((256, 128, 64), 3584, 64, True),
+        ((256,), 128, 72, False),
+        ((256,), 128, 4, False),
+        ((256,), 144, 8, False),
+        ((256, 96), 128, 8, False),
+        ((64, 64, 64, 64), 128, 8, False),
+    ],
+)
+def test_what_the_kernels_take(widths, inputs, rank, possible):
+    a, b = adapter(widths, inputs, rank, "cpu")
+    x = draw(3, inputs, device="cpu")
+    assert is_possible(x, a, b) is possible
+    assert not is_possible(x.half(), a, b)
+    assert not is_possible(x[:1].expand(MOST_TOKENS + 1, -1), a, b)
+    assert not is_possible(x, [a[0].float(), *a[1:]], b)
+
+
+@pytest.mark.parametrize("widths", [(48,), (48, 32), (48, 32, 16)])
+def test_a_kernel_is_told_where_slices_begin(widths):
+    _, b = adapter(widths, 32, 16, "cpu")
+    hidden, *matrices, first1, first2, rank = lora_hopper.arguments(Update(torch.empty(len(widths), 5, 16), b))
+    assert hidden.shape == (len(widths), 5, 16)
+    assert rank == 16
+    starts = [0, first1, first2, 2**31]
+    for n in range(sum(widths)):
+        slice = next(i for i, (start, end) in enumerate(pairwise(starts)) if start <= n < end)
+        assert slice == sum(n >= sum(widths[: i + 1]) for i in range(len(widths) - 1))
+        assert matrices[slice] is b[slice]
+    assert lora_hopper.arguments(None) == [None] * 4 + [0] * 3
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [8, 16, 32, 40, 64])
+@pytest.mark.parametrize(("inputs", "slices"), [(32, 1), (3584, 3), (18944, 1), (2080, 2)])
+def test_shrink_is_the_product_and_zero_without_the_adapter(inputs, slices, rank):
+    a, _ = adapter((16,) * slices, inputs, rank)
+    for tokens in (1, 8, 9, 16, 31, 32, 33, 64):
+        x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens + 3,), device="cuda")
+        found, again = shrink(x, a, indices), shrink(x, a, indices)
+        with_adapter = (indices[:tokens] >= 0).unsqueeze(1)
+        exact = torch.stack([x.float() @ matrix.float().T for matrix in a]) * with_adapter
+        assert found.shape == (slices, tokens, rank)
+        assert (found.float() - exact).abs().max() <= 2**-8 * exact.abs().max()
+        assert torch.equal(found, again), "sums have a fixed order"
+        assert not found[:, ~with_adapter.flatten()].any()
+
+
+def assert_base_and_adapter(
+    name: str, widths: tuple[int, ...], inputs: int, rank: int, token_counts: tuple[int, ...]
+) -> None:
+    """Of one kernel's schedules, at all numbers of tokens for which it has one: also in a CUDA graph."""
+    from qerl_pl.kernels.lora import add_lora_reference
+
+    module, linear = LINEARS[name]
+    codes, scales = random_linear(sum(widths), inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    global_scale, bias = torch.tensor([2.0**-7], device="cuda"), draw(sum(widths))
+    a, b = adapter(widths, inputs, rank)
+    module.prepare(sum(widths), inputs, weight.device)
+    lora_hopper.prepare(weight.device)
+    schedules = {tokens: how for tokens in token_counts if (how := module.schedule(tokens, sum(widths), inputs))}
+    assert schedules
+    for tokens, how in schedules.items():
+        x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens,), device="cuda")
+        y = torch.empty(tokens, sum(widths), device="cuda", dtype=torch.bfloat16)
+
+        def run(x=x, indices=indices, how=how, y=y) -> Tensor:
+            update = Update(shrink(x, a, indices), b)
+            ordered_bias = nvfp4_decode.humming_bias(bias)
+            return linear(x, weight, ordered, global_scale, ordered_bias, how, out=y, update=update)
+
+        base = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale) + bias.float()
+        exact = add_lora_reference(base, x, a, b, indices)
+        if (indices >= 0).any():
+            assert (exact - base).abs().max() > 2**-4 * exact.abs().max(), "the adapter is to be seen"
+        found = run().clone()
+        assert (found - exact).abs().max() <= 2**-7 * exact.abs().max()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                run()
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, found)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize(
+    ("widths", "inputs"),
+    [((3584, 512, 512), 3584), ((3584,), 18944), ((18944, 18944), 3584), ((128, 64, 64), 128), ((1024, 256), 2176)],
+    ids=str,
+)
+def test_base_and_adapter_are_the_formula(name, widths, inputs, rank):
+    assert_base_and_adapter(name, widths, inputs, rank, (1, 8, 13, 16, 32, 33, 50, 64))
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_base_and_adapter_with_64_tokens_in_the_kernel_for_few():
+    assert_base_and_adapter("decode", (13824, 13824), 5120, 32, (33, 64))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LINEARS)
+def test_inputs_that_the_last_kernel_writes_are_waited_for(name):
+    """Kernels that start early, one after another in a graph, and the input of each is the output of the one before."""
+    module, linear = LINEARS[name]
+    size, rank, tokens = 2048, 32, 64 if name == "batch" else 8
+    codes, scales = random_linear(size, size, "cuda")
+    weight, ordered = fragments(codes, scales)
+    global_scale, a, b = torch.tensor([2.0**-14], device="cuda"), *adapter((size,), size, rank)
+    indices, how = torch.zeros(tokens, dtype=torch.int64, device="cuda"), module.schedule(tokens, size, size)
+    module.prepare(size, size, weight.device)
+    lora_hopper.prepare(weight.device)
+
+    def layers(x: Tensor, *, slowly: bool) -> Tensor:
+        for _ in range(12):
+            update = Update(shrink(x, a, indices), b)
+            y = linear(x, weight, ordered, global_scale, None, how, update=update)
+            if slowly:
+                torch.cuda.synchronize()
+            x = y.tanh()
+        return x
+
+    x = draw(tokens, size)
+    expected = layers(x, slowly=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers(x, slowly=False)
+    for _ in range(50):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
