@@ -21,7 +21,7 @@ from qerl_pl.rollout.isolation import preserved_rng
 
 
 class MismatchLedger(Callback):
-    """Splits log(trainer / sampler) at sampled tokens into its causes, on some rows of every rollout.
+    """Splits log(trainer / sampler) at sampled tokens into its causes, on some rows of some rollouts.
 
     ============ ============================================= =========================================================
     kernel       trainer - engine with clean norms             kernels, precision, another form of the weights
@@ -40,23 +40,31 @@ class MismatchLedger(Callback):
     Args:
         num_rows: rows a rollout, spread evenly over it; ranks share them, one at least on each.
         max_tokens: fewer rows where those have more tokens than this: each is scored up to four times.
+        every: rollouts from one that is measured to the next; the first of a run is. 1 measures all, for about a tenth
+            of a step each (`time/check_s`).
 
     Raises:
         ValueError: a value is less than 1.
     """
 
-    def __init__(self, num_rows: int = 8, max_tokens: int = 4096) -> None:
-        for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens)):
+    def __init__(self, num_rows: int = 8, max_tokens: int = 4096, every: int = 1) -> None:
+        for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens), ("every", every)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 (leave the callback out to measure nothing)")
         self.num_rows = num_rows
         self.max_tokens = max_tokens
+        self.every = every
+        self._rollout: int | None = None
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         pl_module.loop.observers.append(partial(self._measure, pl_module))
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> None:
+        is_due = pl_module.rollout_index % self.every == 0
+        self._rollout = pl_module.rollout_index if is_due else None
+        if not is_due:
+            return
         experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
         count = ranks.num_ranks()
         rows = few_rows(experience.lengths, num_rows=self.num_rows, max_tokens=self.max_tokens, num_ranks=count)
@@ -78,7 +86,8 @@ class MismatchLedger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
+        if self._rollout is not None:
+            self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
     def _trainer(self, pl_module: QeRLModule) -> Tensor:
         limit = check_limit(pl_module.longest_row)
@@ -87,7 +96,9 @@ class MismatchLedger(Callback):
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
         statistics = mismatch(ranks.gather(log_ratio[self._sampled]))._asdict()
         del statistics["count"]
-        pl_module.log_dict({f"ledger/{cause}/{name}": value for name, value in statistics.items()})
+        values = {f"ledger/{cause}/{name}": float(value) for name, value in statistics.items()}
+        for logger in pl_module.trainer.loggers:  # ``log`` would repeat them at the rollouts between
+            logger.log_metrics(values, step=self._rollout)
 
 
 def spread(num_rows: int, num_chosen: int) -> Tensor:

@@ -1,10 +1,9 @@
 """Decoding through the linears of a block, with adapters and without: python -m tests.bench.bench_layer
 
 What a change of their kernels is worth in place, in seconds and without an engine: layers one after another in a CUDA
-graph, NVFP4 weights by Humming, elementwise kernels where norms and attention would be. Nothing is measured without
-Humming. ``ours`` has the engine's adapter kernels. ``late`` starts no kernel before the last one has ended, ``beside``
-computes x A^T on a second stream while the base runs, ``before`` computes it first, ``matmul`` leaves adapters to
-cuBLAS, and the others have other blocks than the rule's.
+graph, NVFP4 weights and the engine's kernels, elementwise kernels where norms and attention would be. Nothing is
+measured without Humming and vLLM. ``together`` is what the engine does: the base's kernel adds the adapter where it
+can. ``apart`` adds it afterwards, with the kernels for other bases, ``matmul`` with cuBLAS, and ``none`` not at all.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import lora
-from qerl_pl.rollout.vllm_humming import decoding_schedule
-from tests.bench.bench_schedules import LOCKS, multiply, random_linear
-from tests.bench.harness import FUSED, RANK, captured, emit, linear_shapes, timed
+from qerl_pl.kernels import lora, lora_hopper, nvfp4_batch, nvfp4_decode
+from tests.bench.bench_schedules import COMPUTE, LOCKS, random_linear
+from tests.bench.harness import FUSED, RANK, captured, check, emit, linear_shapes, relative_error, timed
 
 REPLAYS = 8
 Add = Callable[["Linear", Tensor, Tensor], Tensor]
@@ -32,87 +30,51 @@ Add = Callable[["Linear", Tensor, Tensor], Tensor]
 class Linear(NamedTuple):
     """A fused NVFP4 linear and its adapter."""
 
-    config: Any
-    tensors: dict[str, Tensor]
-    locks: Tensor
+    operands: tuple[Any, ...]
+    """Of the engine's operator, after x."""
     a: list[Tensor]
     b: list[Tensor]
 
-    def base(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]."""
-        rule = import_module("humming.tune").get_heuristics_config(self.config, len(x), gemm_type="dense")
-        shape = {"outputs": sum(map(len, self.b)), "inputs": x.shape[1], "tokens": len(x)}
-        return multiply(self.config, self.tensors, decoding_schedule(rule, **shape), self.locks, x)
-
 
 def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
-    """The fused linears of a block, by name."""
+    """The fused linears of a block, by name; their kernels are ready."""
     shapes, layer = linear_shapes(size), {}
     for name, parts in FUSED.items():
         widths, inputs = [shapes[part][0] for part in parts], shapes[parts[0]][1]
-        a = [torch.randn(RANK, inputs, device="cuda").bfloat16() for _ in widths]
+        a = [torch.randn(RANK, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in widths]
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
-        layer[name] = Linear(*random_linear(sum(widths), inputs), locks, a, b)
+        config, tensors = random_linear(sum(widths), inputs)
+        weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
+        for kernel in (nvfp4_decode, nvfp4_batch):
+            kernel.prepare(sum(widths), inputs, locks.device)
+        layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE), a, b)
+    lora_hopper.prepare(locks.device)
     return layer
 
 
 def variants() -> dict[str, Add]:
     """Who multiplies by base and adapter: of a linear, its input and an index for each token."""
-    side = torch.cuda.Stream()
+    ours: Any = import_module("qerl_pl.rollout.vllm_nvfp4")
+    hummings: Any = import_module("qerl_pl.rollout.vllm_humming")
+    hummings.install()
+    hummings.load_operators()
+    no_lora = torch.tensor([False])
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         del indices
-        return linear.base(x)
+        return ours.nvfp4_linear(x, *linear.operands)
 
-    def ours(linear: Linear, x: Tensor, indices: Tensor, *, early: bool = True, **change: Any) -> Tensor:
-        widths = [len(matrix) for matrix in linear.b]
-        shrink = lora.shrink_blocks(len(x), x.shape[1], RANK, len(widths))
-        expand = lora.expand_blocks(len(x), widths)
-        if splits := change.get("splits"):
-            shrink = shrink._replace(chunk=shrink.depth * -(-x.shape[1] // (shrink.depth * splits)))
-        shrink = shrink._replace(warps=change.get("shrink_warps", shrink.warps))
-        columns = max(change.get("columns", 0), expand.columns)
-        expand = expand._replace(columns=columns, warps=change.get("expand_warps", expand.warps))
-        y = linear.base(x)
-        lora.expand(y, lora.shrink(x, linear.a, shrink, early=early), linear.b, indices, expand, early=early)
+    def together(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
+        a, b = ([matrix[None, None] for matrix in matrices] for matrices in (linear.a, linear.b))
+        return ours.nvfp4_linear_lora(x, *linear.operands, a, b, indices, no_lora)
+
+    def after(linear: Linear, x: Tensor, indices: Tensor, *, add: Callable[..., None]) -> Tensor:
+        y = ours.nvfp4_linear(x, *linear.operands)
+        add(y, x, linear.a, linear.b, indices)
         return y
 
-    def beside(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            partials = lora.shrink(x, linear.a, early=False)
-        y = linear.base(x)
-        torch.cuda.current_stream().wait_stream(side)
-        lora.expand(y, partials, linear.b, indices, early=False)
-        return y
-
-    def before(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
-        partials = lora.shrink(x, linear.a)
-        y = linear.base(x)
-        lora.expand(y, partials, linear.b, indices, early=False)
-        return y
-
-    def matmul(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
-        y = linear.base(x)
-        lora.add_lora_by_matmul(y, x, linear.a, linear.b, indices)
-        return y
-
-    return {
-        "none": none,
-        "ours": ours,
-        "late": partial(ours, early=False),
-        "beside": beside,
-        "before": before,
-        "matmul": matmul,
-        "8-splits": partial(ours, splits=8),
-        "16-splits": partial(ours, splits=16),
-        "shrink-2-warps": partial(ours, shrink_warps=2),
-        "shrink-8-warps": partial(ours, shrink_warps=8),
-        "expand-2-warps": partial(ours, expand_warps=2),
-        "expand-8-warps": partial(ours, expand_warps=8),
-        "32-columns": partial(ours, columns=32),
-        "64-columns": partial(ours, columns=64),
-    }
+    matmul = partial(after, add=lora.add_lora_by_matmul)
+    return {"none": none, "together": together, "apart": partial(after, add=lora.add_lora), "matmul": matmul}
 
 
 def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Tensor) -> Tensor:
@@ -127,23 +89,28 @@ def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Te
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="7B")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--sizes", nargs="+", default=["7B", "14B"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
-        print("layer: nothing is measured without a CUDA GPU and Humming", file=sys.stderr)
+    missing = [package for package in ("humming", "vllm") if importlib.util.find_spec(package) is None]
+    if not torch.cuda.is_available() or missing:
+        print("layer: nothing is measured without a CUDA GPU, Humming and vLLM", file=sys.stderr)
         return
-    locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
-    layers = [random_layer(args.size, locks) for _ in range(args.layers)]
-    for tokens in args.tokens:
-        x = torch.randn(tokens, linear_shapes(args.size)["q_proj"][1], device="cuda").bfloat16()
-        indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-        runs = {name: captured(partial(decode, layers, add, x, indices)) for name, add in variants().items()}
-        for name, seconds in timed(runs, repeats=args.repeats, inner=REPLAYS).items():
-            each = [second / args.layers for second in seconds]
-            emit(f"layer/{name}", {"model": args.size, "tokens": tokens, "layers": args.layers}, "bfloat16", each)
+    locks, adds = torch.zeros(LOCKS, dtype=torch.int32, device="cuda"), variants()
+    for size in args.sizes:
+        layers = [random_layer(size, locks) for _ in range(args.layers)]
+        for tokens in args.tokens:
+            x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
+            indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+            products = {name: add(layers[0]["qkv"], x, indices) for name, add in adds.items()}
+            check((name, relative_error(products[name], products["matmul"]), 2**-6) for name in ("together", "apart"))
+            runs = {name: captured(partial(decode, layers, add, x, indices)) for name, add in adds.items()}
+            for name, seconds in timed(runs, repeats=args.repeats, inner=REPLAYS).items():
+                each = [second / args.layers for second in seconds]
+                emit(f"layer-ours/{name}", {"model": size, "tokens": tokens, "layers": args.layers}, "bfloat16", each)
+        del layers, runs
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     for callback in callbacks:
         if callback["class_path"] == "callbacks.ledger.MismatchLedger":
-            callback["init_args"] = {"num_rows": NUM_ROWS, "max_tokens": 1_000_000}
+            callback["init_args"] = {"num_rows": NUM_ROWS, "max_tokens": 1_000_000, "every": 1}
     if setting.has_noise:
         callbacks += yaml.safe_load(QUICKSTART.read_text())["trainer"]["callbacks+"]
     changes = {
@@ -203,7 +203,7 @@ Trainer and rollout engine are two implementations of one policy. Three things k
 step of every run (`configs/base.yaml`):
 
 - `gap/*`: log(trainer / sampler) at every sampled token, at the sampling temperature, noise included.
-- `ledger/*`: the same difference by cause, on some rows (`callbacks/ledger.py`).
+- `ledger/*`: the same difference by cause, on some rows of every fourth rollout (`callbacks/ledger.py`).
 - `canary/*`: proof that the engine holds the current policy; a run in which it does not stops (`callbacks/canary.py`).
 
 ## The ledger

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tests.integration.conftest import ROOT, TOY, bases, run
 
-__all__ = ["bases", "run", "without_callback"]
+__all__ = ["bases", "run", "with_arguments", "without_callback"]
 
 
 def without_callback(class_path: str, folder: Path) -> str:
     """A config file that, given after those of a toy run, leaves one callback out."""
+    kept = [callback for callback in callbacks() if callback["class_path"] != class_path]
+    assert len(kept) == len(callbacks()) - 1
+    return given_callbacks(kept, folder / f"without-{class_path}.yaml")
+
+
+def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) -> str:
+    """One that gives one callback these arguments, and no others."""
+    changed = callbacks()
+    [callback] = (callback for callback in changed if callback["class_path"] == class_path)
+    callback["init_args"] = arguments
+    return given_callbacks(changed, folder / f"with-{class_path}.yaml")
+
+
+def callbacks() -> list[dict[str, Any]]:
+    """Those of a toy run."""
     base, toy = (yaml.safe_load(path.read_text())["trainer"] for path in (ROOT / "configs" / "base.yaml", TOY))
-    callbacks = [*base["callbacks"], *toy["callbacks+"]]
-    kept = [callback for callback in callbacks if callback["class_path"] != class_path]
-    assert len(kept) == len(callbacks) - 1
-    file = folder / f"without-{class_path}.yaml"
-    file.write_text(yaml.safe_dump({"trainer": {"callbacks": kept}}))
+    return [*base["callbacks"], *toy["callbacks+"]]
+
+
+def given_callbacks(given: list[dict[str, Any]], file: Path) -> str:
+    """The file's path."""
+    file.write_text(yaml.safe_dump({"trainer": {"callbacks": given}}))
     return str(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.report import Curve, read_curves
-from tests.callbacks.conftest import without_callback
+from tests.callbacks.conftest import with_arguments, without_callback
 from tests.integration.conftest import VLLM, differences, load_last
 
 CAUSES = ("kernel", "noise", "decode", "staleness")
@@ -79,9 +81,16 @@ def test_no_rows_are_refused():
         MismatchLedger(num_rows=0)
     with pytest.raises(ValueError, match="max_tokens is 0"):
         MismatchLedger(max_tokens=0)
+    with pytest.raises(ValueError, match="every is 0"):
+        MismatchLedger(every=0)
 
 
-EVERY_ROW = ("--data.batch_size", "2")  # 8 rows: those that the ledger looks at are all there are
+LEDGER = "callbacks.ledger.MismatchLedger"
+
+
+def every_row(folder: Path, *, every: int = 1) -> tuple[str, ...]:
+    """Arguments of a run with 8 rows a rollout: those that the ledger looks at are all there are."""
+    return "--data.batch_size", "2", "-c", with_arguments(LEDGER, {"every": every}, folder)
 
 
 def ledger(curves: dict[str, Curve], cause: str, statistic: str) -> list[float]:
@@ -112,9 +121,9 @@ def assert_balanced(curves: dict[str, Curve], *, num_steps: int) -> None:
 
 @pytest.mark.slow
 def test_the_ledger_balances_and_changes_nothing(run, tmp_path):
-    run("fit", tmp_path / "with", *EVERY_ROW)
+    run("fit", tmp_path / "with", *every_row(tmp_path))
     assert_balanced(read_curves(tmp_path / "with"), num_steps=8)
-    run("fit", tmp_path / "without", *EVERY_ROW, "-c", without_callback("callbacks.ledger.MismatchLedger", tmp_path))
+    run("fit", tmp_path / "without", *every_row(tmp_path), "-c", without_callback(LEDGER, tmp_path))
     assert not any(tag.startswith("ledger/") for tag in read_curves(tmp_path / "without"))
     states = [load_last(tmp_path / name) for name in ("with", "without")]
     for part in ("global_step", "state_dict", "optimizer_states"):
@@ -122,16 +131,24 @@ def test_the_ledger_balances_and_changes_nothing(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_between_are_left_out(run, tmp_path):
+    run("fit", tmp_path / "run", *every_row(tmp_path, every=3))
+    curves = read_curves(tmp_path / "run")
+    for cause in CAUSES:
+        assert curves[f"ledger/{cause}/k1"].steps == [0, 3, 6], cause
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_ledger_balances_with_vllm(run, tmp_path):
-    run("fit", tmp_path, *EVERY_ROW, *VLLM)
-    assert_balanced(read_curves(tmp_path), num_steps=8)
+    run("fit", tmp_path / "run", *every_row(tmp_path), *VLLM)
+    assert_balanced(read_curves(tmp_path / "run"), num_steps=8)
 
 
 @pytest.mark.slow
 def test_at_another_temperature_noise_and_kernels_are_still_told_apart(run, tmp_path):
-    run("fit", tmp_path, *EVERY_ROW, "--model.sampling.temperature", "0.7")
-    curves = read_curves(tmp_path)
+    run("fit", tmp_path / "run", *every_row(tmp_path), "--model.sampling.temperature", "0.7")
+    curves = read_curves(tmp_path / "run")
     assert "ledger/decode/mean_abs" not in curves
     assert max(ledger(curves, "kernel", "max")) < 1e-4
     noisy = [sigma > 0 for sigma in curves["aqn/sigma"].values]
