@@ -76,10 +76,10 @@ def expand_blocks(num_tokens: int, widths: Sequence[int]) -> ExpandBlocks:
     return ExpandBlocks(EXPAND_TOKENS, columns, min(_power_of_2_below(per_program // columns), MOST_STEPS))
 
 
-def token_counts(K: int, widths: Sequence[int], rank: int) -> list[int]:
-    """Numbers of tokens at which ``add_lora`` has run every kernel that it may ever need for a linear."""
+def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -> list[int]:
+    """Numbers of tokens, from the fewest on, at which ``add_lora`` has run every kernel that it may need for them."""
     first: dict[tuple[ShrinkBlocks, ExpandBlocks], int] = {}
-    for count in range(1, MATMUL_TOKENS):
+    for count in range(fewest, MATMUL_TOKENS):
         first.setdefault((shrink_blocks(count, K, rank, len(widths)), expand_blocks(count, widths)), count)
     return list(first.values())
 

@@ -37,16 +37,16 @@ class Update(NamedTuple):
     """One [n, R] bf16 for each slice, contiguous."""
 
 
-def is_possible(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether the kernels take an adapter of these shapes and dtypes."""
+def is_possible(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether the kernels take an adapter of these shapes and dtypes for so many tokens."""
     rank, inputs = a[0].shape
     return (
-        len(x) <= MOST_TOKENS
+        num_tokens <= MOST_TOKENS
         and len(a) <= MOST_SLICES
         and rank <= MOST_RANK
         and not (rank % RANKS or inputs % CHUNK)
         and not any(len(matrix) % OUTPUTS for matrix in b)
-        and all(tensor.dtype == torch.bfloat16 for tensor in (x, *a, *b))
+        and all(tensor.dtype == torch.bfloat16 for tensor in (*a, *b))
     )
 
 

@@ -59,16 +59,19 @@ def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Te
 direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
 
 
-def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    """Compile what a linear may need for any number of tokens, which would otherwise stop a rollout for seconds.
+def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
+    """Compile what a linear may need, which would otherwise stop a rollout for seconds.
 
     Args:
         a: one [1, 1, R, K] for each slice.
         b: one [1, 1, n, R] for each slice.
+        fewest: tokens for which these kernels are used; any number from there on.
     """
     first, second = slots(a), slots(b)
     (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
-    for num_tokens in lora.token_counts(K, widths, rank):
+    if lora.is_matmul_faster(first[0][:1], first):
+        return
+    for num_tokens in lora.token_counts(K, widths, rank, fewest=fewest):
         x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
         lora.add_lora(y, x, first, second, torch.full((num_tokens,), -1, device=x.device))
 

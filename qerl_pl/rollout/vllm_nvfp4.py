@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,17 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def fewest_apart(linear: Any) -> int:
+    """Tokens from which on a linear of vLLM's that is ours has its adapter added by the kernels for any base."""
+    a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
+    outputs, inputs = sum(map(len, b)), a[0].shape[1]
+
+    def is_together(tokens: int) -> bool:
+        return bool(_our_linear(tokens, outputs, inputs)) and lora_hopper.is_possible(tokens, a, b)
+
+    return next(tokens for tokens in count(1) if not is_together(tokens))
+
+
 def _operands(layer: Any, bias: Tensor | None) -> tuple[Any, ...]:
     """Of ``nvfp4_linear``, after x."""
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
@@ -93,7 +105,7 @@ def nvfp4_linear(
     compute_config: str,
 ) -> Tensor:
     """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile."""
-    if ours := _our_linear(x, weight_scale):
+    if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
         return ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
     return import_module("humming.ops").humming_gemm(
         layer_config=layer_config,
@@ -133,8 +145,8 @@ def nvfp4_linear_lora(
     if no_lora.item():
         return nvfp4_linear(x, weight, weight_scale, weight_scale_2, bias, locks, layer_config, compute_config)
     first, second = slots(a), slots(b)
-    ours = _our_linear(x, weight_scale)
-    if ours and lora_hopper.is_possible(x, first, second):
+    ours = _our_linear(len(x), weight_scale.shape[1], x.shape[1])
+    if ours and lora_hopper.is_possible(len(x), first, second):
         x = x.contiguous()
         update = lora_hopper.Update(lora_hopper.shrink(x, first, indices, idle=ours.idle), second)
         return ours.multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
@@ -149,9 +161,8 @@ class _OurLinear(NamedTuple):
     """Multiprocessors that it leaves idle."""
 
 
-def _our_linear(x: Tensor, weight_scale: Tensor) -> _OurLinear | None:
-    """Of so many tokens; None where Humming's is faster."""
-    tokens, outputs, inputs = len(x), weight_scale.shape[1], x.shape[1]
+def _our_linear(tokens: int, outputs: int, inputs: int) -> _OurLinear | None:
+    """None where Humming's is faster."""
     if few := nvfp4_decode.schedule(tokens, outputs, inputs):
         return _OurLinear(partial(nvfp4_decode.decode_linear, how=few), idle=0)
     if more := nvfp4_batch.schedule(tokens, outputs, inputs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,9 +54,12 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
     for module in _manager(worker)._adapter_manager.modules.values():
         if isinstance(module.punica_wrapper, OneAdapterKernels):
             a, b = module.lora_a_stacked, module.lora_b_stacked
-            linears[tuple(matrix.shape for matrix in (*a, *b))] = a, b  # one of each size
-    for a, b in linears.values():
-        compile_kernels(a, b)
+            fewest = 1
+            if hasattr(module.base_layer, "decoding"):  # ours: these kernels add what the base's cannot
+                fewest = import_module("qerl_pl.rollout.vllm_nvfp4").fewest_apart(module)
+            linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one of each kind
+    for a, b, fewest in linears.values():
+        compile_kernels(a, b, fewest)
 
 
 @torch.no_grad()

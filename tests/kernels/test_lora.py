@@ -117,14 +117,16 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 
 @pytest.mark.parametrize("size", REAL, ids=str)
 @pytest.mark.parametrize("rank", [8, 64])
-def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
+@pytest.mark.parametrize("fewest", [1, 65])
+def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
     inputs, widths = size
 
     def blocks(tokens: int) -> tuple[object, object]:
         return kernels.shrink_blocks(tokens, inputs, rank, len(widths)), kernels.expand_blocks(tokens, widths)
 
-    counts = kernels.token_counts(inputs, widths, rank)
-    assert {blocks(tokens) for tokens in range(1, kernels.MATMUL_TOKENS)} == {blocks(tokens) for tokens in counts}
+    counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
+    assert min(counts) == fewest
+    assert {blocks(tokens) for tokens in range(fewest, kernels.MATMUL_TOKENS)} == {blocks(tokens) for tokens in counts}
     assert len(counts) <= 12  # all are compiled when an engine starts
 
 

@@ -112,9 +112,18 @@ def test_compiling_runs_every_kernel_and_changes_no_adapter(cuda, monkeypatch):
         assert not y.any(), "no row has the adapter"
 
     monkeypatch.setattr(cuda.lora, "add_lora", watched)
-    cuda.compile_kernels(a, b)
-    assert seen == cuda.lora.token_counts(48, SLICES, 8)
+    for fewest in (1, 65):
+        seen.clear()
+        cuda.compile_kernels(a, b, fewest)
+        assert seen == cuda.lora.token_counts(48, SLICES, 8, fewest=fewest)
     assert all(torch.equal(matrix, old) for matrix, old in zip((*a, *b), before, strict=True))
+
+
+def test_nothing_is_compiled_for_what_cublas_computes(cuda, monkeypatch):
+    monkeypatch.setattr(cuda.lora, "add_lora", lambda *_: pytest.fail("it runs"))
+    a, b = operands(1)[2:]
+    cuda.compile_kernels([matrix.float() for matrix in a], [matrix.float() for matrix in b])
+    cuda.compile_kernels([draw(1, 1, 128, 48)], [draw(1, 1, 32, 128)])
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_setup
+from qerl_pl.rollout import vllm_setup, vllm_worker
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.kernels.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
@@ -238,6 +238,33 @@ def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices
     exact = sums(wrapped, x.view(6, K), None).view(2, 3, N)
     assert (y - exact).abs().max() <= 2**-6 * exact.abs().max()
     assert calls == [("decode", 6), ("adapter", 6)]
+
+
+@pytest.mark.parametrize(("rank", "slices", "fewest"), [(16, (384, 128), 65), (72, (384, 128), 1), (4, (N,), 1)])
+def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(calls, rank, slices, fewest):
+    from qerl_pl.rollout import vllm_nvfp4
+
+    wrapped = with_adapter(prepared(), rank, slices)
+    assert vllm_nvfp4.fewest_apart(wrapped) == fewest
+    for tokens in (1, 33, 64, 65, 100):
+        calls.clear()
+        vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())
+        assert (("adapter", tokens) in calls) == (tokens >= fewest)
+
+
+def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeypatch):
+    from qerl_pl.rollout import vllm_cuda
+
+    ours, another, dense = (with_adapter(linear, rank=16) for linear in (prepared(), prepared(), Linear()))
+    large, stock = with_adapter(prepared(), rank=72), with_adapter(Linear(), rank=16)
+    stock.punica_wrapper = object()
+    modules = dict(enumerate((ours, another, dense, large, stock)))
+    manager = SimpleNamespace(_adapter_manager=SimpleNamespace(modules=modules))
+    compiled = []
+    monkeypatch.setattr(vllm_cuda, "compile_kernels", lambda a, b, fewest: compiled.append((len(a[0][0, 0]), fewest)))
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    vllm_worker.compile_adapter_kernels(worker)
+    assert compiled == [(16, 65), (16, 1), (72, 1)]
 
 
 def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
