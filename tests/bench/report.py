@@ -162,10 +162,17 @@ $decoding
 
 $schedules
 
-Layers of NVFP4 linears by Humming with their adapters one after another in a CUDA graph, without attention
-(`bench_layer`): `ours` has the adapter kernels of the engine, `none` has no adapter. `late` starts no kernel before the
-last one has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul` leaves
-adapters to cuBLAS; the others have other blocks than the rule's.
+Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`), by the
+kernels of this repository. `none` has no adapter. `together` is what an engine does: x A^T starts the base's kernel at
+once, which adds the product with B to its own sums (`kernels/lora_hopper.py`, up to 64 tokens and rank 64). `apart`
+adds the adapter afterwards with the kernels for any base, as an engine does with more tokens. Since this measurement
+x A^T for q/k/v of 7B and 64 tokens has twice as many multiprocessors.
+
+$layers_ours
+
+The same with bases by Humming, before: `ours` are the kernels for any base, `late` starts no kernel before the last one
+has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to
+cuBLAS; the others have other blocks than the rule's.
 
 $layers
 
@@ -180,7 +187,7 @@ $early
 
 One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
 medians of the steps after the first; speeds compare the fastest of them. `check` is what the canary and the ledger
-take, `between` what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the
+take (from commit fc6d425 on the ledger looks at every fourth rollout, which the medians then hardly see), `between` what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the
 step, though checkpoints (1 GB at 7B) were written there. Memory is all that the run takes of the GPU, and what the plan
 said before it was started.
 
@@ -321,6 +328,7 @@ def main() -> int:
             schedules=schedules_table(lines),
             decoding=decoding_note(lines),
             layers=layers_table(lines, "layer"),
+            layers_ours=layers_table(lines, "layer-ours"),
             early=layers_table(lines, "layer-early"),
             blocks=blocks_table(lines),
             host=host_table(lines),
