@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -70,19 +71,23 @@ def compiled(kernel: Kernel) -> bytes:
     return cubin
 
 
+def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
+    """Compile, several at a time, and load them, which must not happen while a CUDA graph is captured."""
+    kernels = list(dict.fromkeys(kernels))
+    with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter
+        list(pool.map(_cubin, kernels))
+    for kernel in kernels:
+        load(kernel, device.index)
+
+
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """What ``launch`` starts; compiled once a machine. Nothing may be captured in a CUDA graph meanwhile."""
-    from triton.runtime.cache import get_cache_manager
-
+    """What ``launch`` starts. Nothing may be captured in a CUDA graph meanwhile."""
     driver: Any = import_module("cuda.bindings.driver")
-    version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
-    kept = get_cache_manager(hashlib.sha256(f"{_text(kernel)} {ARCHITECTURE} {version}".encode()).hexdigest())
-    name = f"{kernel.name}.cubin"
-    path = kept.get_file(name) or kept.put(compiled(kernel), name)
+    path = _cubin(kernel)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # CUDA is initialised
-        [module] = checked(driver.cuModuleLoadData(Path(path).read_bytes()))
+        [module] = checked(driver.cuModuleLoadData(path.read_bytes()))
         [function] = checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
         shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, shared, kernel.shared_bytes))
@@ -122,12 +127,10 @@ def launch(
     config.hStream = torch.cuda.current_stream(device).cuda_stream
     kinds = driver.CUlaunchAttributeID
     shape, start = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-    shape.id, start.id = (
-        kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-        kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-    )
+    shape.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     dimension = shape.value.clusterDim
     dimension.x, dimension.y, dimension.z = 1, cluster, 1
+    start.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     start.value.programmaticStreamSerializationAllowed = int(early)
     config.attrs, config.numAttrs = [shape, start], 2
     values, types = zip(*map(_argument, arguments), strict=True)
@@ -144,6 +147,17 @@ def checked(result: Any) -> tuple[Any, ...]:
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")
     return tuple(values)
+
+
+@cache
+def _cubin(kernel: Kernel) -> Path:
+    """Its file, compiled once a machine."""
+    from triton.runtime.cache import get_cache_manager
+
+    version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
+    kept = get_cache_manager(hashlib.sha256(f"{_text(kernel)} {ARCHITECTURE} {version}".encode()).hexdigest())
+    name = f"{kernel.name}.cubin"
+    return Path(kept.get_file(name) or kept.put(compiled(kernel), name))
 
 
 def _has_bindings() -> bool:

@@ -64,11 +64,9 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
     return hopper.Kernel("lora_hopper.cu", name, code, threads // 32 * tokens * (BLOCK_RANKS + 4) * 4)
 
 
-def prepare(device: torch.device) -> None:
-    """Compile and load all of them, which must not happen while a CUDA graph is captured."""
-    for slices, by_tokens in AHEAD.items():
-        for tokens in by_tokens:
-            hopper.load(kernel(tokens, slices), device.index)
+def all_kernels() -> list[hopper.Kernel]:
+    """What an adapter may need."""
+    return [kernel(tokens, slices) for slices, by_tokens in AHEAD.items() for tokens in by_tokens]
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) -> Tensor:

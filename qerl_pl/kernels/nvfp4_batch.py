@@ -14,7 +14,6 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qerl_pl.kernels import hopper, lora_hopper
@@ -130,11 +129,9 @@ extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
     return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
 
 
-def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
-    for num_tokens in FULL_TILES:  # fewer have the schedule of the next of these
-        if how := schedule(num_tokens, outputs, inputs):
-            hopper.load(kernel(how.variant), device.index)
+def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
+    """What a linear may need, whatever the number of tokens: fewer have the schedule of the next full tiles."""
+    return [kernel(how.variant) for most in FULL_TILES if (how := schedule(most, outputs, inputs))]
 
 
 def batch_linear(

@@ -101,11 +101,10 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
     return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
 
 
-def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Compile and load what a linear may need, which must not happen while a CUDA graph is captured."""
-    for most in MANY_BLOCKS:  # the numbers of tokens are the same for few blocks
-        if how := schedule(most.tokens, outputs, inputs):
-            hopper.load(kernel(how.variant), device.index)
+def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
+    """What a linear may need, whatever the number of tokens."""
+    counts = [variant.tokens for variant in MANY_BLOCKS]  # the same for few blocks
+    return [kernel(how.variant) for most in counts if (how := schedule(most, outputs, inputs))]
 
 
 def decode_linear(

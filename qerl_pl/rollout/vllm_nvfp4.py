@@ -20,7 +20,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from qerl_pl.kernels import lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, slots
@@ -53,9 +53,9 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
-        for kernel in (nvfp4_decode, nvfp4_batch):
-            kernel.prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
-        lora_hopper.prepare(layer.weight.device)
+        shape = self.layer_config.shape_n, self.layer_config.shape_k
+        kernels = *nvfp4_decode.kernels_for(*shape), *nvfp4_batch.kernels_for(*shape), *lora_hopper.all_kernels()
+        hopper.prepare(kernels, layer.weight.device)
         layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
 
 

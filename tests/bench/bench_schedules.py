@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
 from qerl_pl.rollout.vllm_humming import decoding_schedule
 from tests.bench.harness import FUSED, SIZES, captured, check, emit, linear_shapes, relative_error, timed
@@ -107,7 +107,7 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     own = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
     for key, (kernel, linear) in own.items():
         if how := kernel.schedule(tokens, outputs, inputs):
-            kernel.prepare(outputs, inputs, x.device)
+            hopper.prepare(kernel.kernels_for(outputs, inputs), x.device)
             products[key] = lambda each, linear=linear, how=how: linear(
                 x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
             )

@@ -187,9 +187,10 @@ $early
 
 One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
 medians of the steps after the first; speeds compare the fastest of them. `check` is what the canary and the ledger
-take (from commit fc6d425 on the ledger looks at every fourth rollout, which the medians then hardly see), `between` what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the
-step, though checkpoints (1 GB at 7B) were written there. Memory is all that the run takes of the GPU, and what the plan
-said before it was started.
+take: the ledger looks at every fourth rollout from commit fc6d425 on, which the medians then hardly see. `between` is
+what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the step, though
+checkpoints (1 GB at 7B) were written there. Memory is all that the run takes of the GPU, and what the plan said before
+it was started.
 
 $steps
 

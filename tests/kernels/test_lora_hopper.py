@@ -95,8 +95,7 @@ def assert_base_and_adapter(
     weight, ordered = fragments(codes, scales)
     global_scale, bias = torch.tensor([2.0**-7], device="cuda"), draw(sum(widths))
     a, b = adapter(widths, inputs, rank)
-    module.prepare(sum(widths), inputs, weight.device)
-    lora_hopper.prepare(weight.device)
+    hopper.prepare([*module.kernels_for(sum(widths), inputs), *lora_hopper.all_kernels()], weight.device)
     schedules = {tokens: how for tokens in token_counts if (how := module.schedule(tokens, sum(widths), inputs))}
     assert schedules
     for tokens, how in schedules.items():
@@ -153,8 +152,7 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name):
     weight, ordered = fragments(codes, scales)
     global_scale, a, b = torch.tensor([2.0**-14], device="cuda"), *adapter((size,), size, rank)
     indices, how = torch.zeros(tokens, dtype=torch.int64, device="cuda"), module.schedule(tokens, size, size)
-    module.prepare(size, size, weight.device)
-    lora_hopper.prepare(weight.device)
+    hopper.prepare([*module.kernels_for(size, size), *lora_hopper.all_kernels()], weight.device)
 
     def layers(x: Tensor, *, slowly: bool) -> Tensor:
         for _ in range(12):

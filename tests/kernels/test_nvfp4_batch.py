@@ -133,7 +133,7 @@ def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    nvfp4_batch.prepare(outputs, inputs, torch.device("cuda", 0))
+    hopper.prepare(nvfp4_batch.kernels_for(outputs, inputs), torch.device("cuda", 0))
     schedules = {tokens: how for tokens in TOKENS if (how := schedule(tokens, *shape))}
     assert_the_formula(batch_linear, shape, schedules)
 
@@ -154,7 +154,7 @@ def test_a_cuda_graph_repeats_it():
     codes, scales = random_linear(512, 1024, "cuda")
     weight, ordered = fragments(codes, scales)
     one, how = torch.ones(1, device="cuda"), chosen(100, 512, 1024)
-    nvfp4_batch.prepare(512, 1024, weight.device)
+    hopper.prepare(nvfp4_batch.kernels_for(512, 1024), weight.device)
     x = torch.randn(100, 1024, device="cuda").bfloat16()
     y = batch_linear(x, weight, ordered, one, None, how)
     graph = torch.cuda.CUDAGraph()

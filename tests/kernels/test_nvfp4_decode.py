@@ -103,7 +103,7 @@ def test_the_kernel_finds_the_bias_in_hummings_order():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    nvfp4_decode.prepare(outputs, inputs, torch.device("cuda", 0))
+    hopper.prepare(nvfp4_decode.kernels_for(outputs, inputs), torch.device("cuda", 0))
     schedules = {tokens: how for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64) if (how := schedule(tokens, *shape))}
     assert_the_formula(decode_linear, shape, schedules)
 

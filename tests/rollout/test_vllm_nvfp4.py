@@ -133,10 +133,9 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_nvfp4, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(vllm_nvfp4, "add_lora", add_lora)
     monkeypatch.setattr(lora_hopper, "shrink", shrink)
-    monkeypatch.setattr(lora_hopper, "prepare", lambda device: found.append(("prepare", 0)))
+    monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
-        monkeypatch.setattr(module, "prepare", lambda *shape: found.append(("prepare", shape[0])))
     # The operators are for CUDA; here the same functions serve a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
     for operator in (vllm_nvfp4.nvfp4_linear, vllm_nvfp4.nvfp4_linear_lora):
@@ -153,7 +152,8 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     bias = torch.randn(N).bfloat16() if with_bias else None
     kernel, layer = Kernel(Config()), Linear(bias)
     vllm_nvfp4.process_weights_after_loading(kernel, layer)
-    assert calls == [("prepare", N)] * 2 + [("prepare", 0)]
+    needed = *nvfp4_decode.kernels_for(N, K), *nvfp4_batch.kernels_for(N, K), *lora_hopper.all_kernels()
+    assert calls == [("prepare", len(needed))]
     calls.clear()
 
     def run(x: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""CUDA sources are compiled together, once a machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from qerl_pl.kernels import hopper, lora_hopper
+
+
+@pytest.fixture
+def loaded(monkeypatch, tmp_path) -> Iterator[list[bytes]]:
+    """Cubins that were loaded on a device that is not there; the cache is empty."""
+    from triton import knobs
+
+    found: list[bytes] = []
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(hopper, "load", lambda kernel, device: found.append(hopper._cubin(kernel).read_bytes()))
+    hopper._cubin.cache_clear()
+    yield found
+    hopper._cubin.cache_clear()
+
+
+KERNELS = [lora_hopper.kernel(tokens, 1) for tokens in (8, 16)]
+GPU = torch.device("cuda", 0)
+
+
+def test_kernels_are_compiled_once_a_machine(loaded, monkeypatch):
+    hopper.prepare([*KERNELS, KERNELS[0]], GPU)
+    assert loaded == [hopper.compiled(kernel) for kernel in KERNELS]
+    monkeypatch.setattr(hopper, "compiled", lambda kernel: pytest.fail(f"{kernel.name} is compiled again"))
+    hopper._cubin.cache_clear()  # another process
+    hopper.prepare(KERNELS, GPU)
+    assert loaded[:2] == loaded[2:]
+    with pytest.raises(pytest.fail.Exception, match="is compiled again"):
+        hopper.prepare([KERNELS[0]._replace(code=KERNELS[0].code + "\n")], GPU)
+
+
+def test_kernels_are_compiled_at_the_same_time(loaded, monkeypatch):
+    together = threading.Barrier(len(KERNELS), timeout=20)
+
+    def compiled(kernel: hopper.Kernel) -> bytes:
+        together.wait()
+        return kernel.name.encode()
+
+    monkeypatch.setattr(hopper, "compiled", compiled)
+    hopper.prepare(KERNELS, GPU)
+    assert loaded == [kernel.name.encode() for kernel in KERNELS]
+
+
+def test_an_error_of_the_compiler_reaches_the_caller(loaded):
+    with pytest.raises(RuntimeError, match=r"lora_hopper\.cu does not compile"):
+        hopper.prepare([KERNELS[0]._replace(code="no such thing;")], GPU)
+    assert not loaded
