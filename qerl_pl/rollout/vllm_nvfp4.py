@@ -63,8 +63,7 @@ def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) 
     """[..., K] -> [..., N]."""
     if getattr(layer, "decoding", None) is None:
         return _apply(self, layer, x, bias)
-    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *_operands(layer, bias))
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return _call(layer, x, bias, [], [], None, None)
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,9 +71,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
     layer = self.base_layer
     if getattr(layer, "decoding", None) is None or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
-    adapter = self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens
-    y = torch.ops.qerl_pl.nvfp4_linear_lora(x.reshape(-1, x.shape[-1]), *_operands(layer, bias), *adapter)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return _call(layer, x, bias, self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens)
 
 
 def fewest_apart(linear: Any) -> int:
@@ -88,10 +85,11 @@ def fewest_apart(linear: Any) -> int:
     return next(tokens for tokens in count(1) if not is_together(tokens))
 
 
-def _operands(layer: Any, bias: Tensor | None) -> tuple[Any, ...]:
-    """Of ``nvfp4_linear``, after x."""
+def _call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
-    return layer.weight, layer.weight_scale, layer.weight_scale_2, given, *layer.decoding
+    weights = layer.weight, layer.weight_scale, layer.weight_scale_2
+    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *weights, given, *layer.decoding, *adapter)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def nvfp4_linear(
@@ -103,55 +101,47 @@ def nvfp4_linear(
     locks: Tensor,
     layer_config: str,
     compute_config: str,
-) -> Tensor:
-    """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile."""
-    if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
-        return ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
-    return import_module("humming.ops").humming_gemm(
-        layer_config=layer_config,
-        compute_config=compute_config,
-        inputs=x,
-        weight=weight,
-        weight_scale=weight_scale,
-        weight_scale_2=weight_scale_2,
-        bias=bias,
-        locks=locks,
-    )
-
-
-def nvfp4_linear_lora(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor,
-    bias: Tensor | None,
-    locks: Tensor,
-    layer_config: str,
-    compute_config: str,
     a: list[Tensor],
     b: list[Tensor],
-    indices: Tensor,
-    no_lora: Tensor,
+    indices: Tensor | None,
+    no_lora: Tensor | None,
 ) -> Tensor:
-    """The same, and an adapter's product with it: in one kernel where that is possible.
+    """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile.
+
+    An adapter's product is added by the same kernel where it can.
 
     Args:
-        x: to ``compute_config``: as of ``nvfp4_linear``.
-        a: one [1, 1, R, K] for each slice of N.
+        x, weight, weight_scale, weight_scale_2, bias: as of ``nvfp4_decode.decode_linear``.
+        locks, layer_config, compute_config: Humming's.
+        a: one [1, 1, R, K] for each slice of N; none without an adapter.
         b: one [1, 1, n, R] for each slice.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if that is every token.
     """
-    if no_lora.item():
-        return nvfp4_linear(x, weight, weight_scale, weight_scale_2, bias, locks, layer_config, compute_config)
-    first, second = slots(a), slots(b)
+    adapter = None
+    if indices is not None and no_lora is not None and not no_lora.item():
+        adapter = slots(a), slots(b), indices
     ours = _our_linear(len(x), weight_scale.shape[1], x.shape[1])
-    if ours and lora_hopper.is_possible(len(x), first, second):
+    if ours and adapter and lora_hopper.is_possible(len(x), *adapter[:2]):
         x = x.contiguous()
-        update = lora_hopper.Update(lora_hopper.shrink(x, first, indices, idle=ours.idle), second)
+        first, second, which = adapter
+        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, idle=ours.idle), second)
         return ours.multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    y = nvfp4_linear(x, weight, weight_scale, weight_scale_2, bias, locks, layer_config, compute_config)
-    add_lora(y, x, first, second, indices)
+    if ours:
+        y = ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
+    else:
+        y = import_module("humming.ops").humming_gemm(
+            layer_config=layer_config,
+            compute_config=compute_config,
+            inputs=x,
+            weight=weight,
+            weight_scale=weight_scale,
+            weight_scale_2=weight_scale_2,
+            bias=bias,
+            locks=locks,
+        )
+    if adapter:
+        add_lora(y, x, *adapter)
     return y
 
 
@@ -174,8 +164,7 @@ def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor
     return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make a constant of the number of tokens
 
 
-for _operator in (nvfp4_linear, nvfp4_linear_lora):
-    direct_register_custom_op(_operator.__name__, _operator, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
+direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:

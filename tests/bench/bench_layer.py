@@ -62,14 +62,14 @@ def variants() -> dict[str, Add]:
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         del indices
-        return ours.nvfp4_linear(x, *linear.operands)
+        return ours.nvfp4_linear(x, *linear.operands, [], [], None, None)
 
     def together(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         a, b = ([matrix[None, None] for matrix in matrices] for matrices in (linear.a, linear.b))
-        return ours.nvfp4_linear_lora(x, *linear.operands, a, b, indices, no_lora)
+        return ours.nvfp4_linear(x, *linear.operands, a, b, indices, no_lora)
 
     def after(linear: Linear, x: Tensor, indices: Tensor, *, add: Callable[..., None]) -> Tensor:
-        y = ours.nvfp4_linear(x, *linear.operands)
+        y = none(linear, x, indices)
         add(y, x, linear.a, linear.b, indices)
         return y
 
