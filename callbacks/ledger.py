@@ -61,9 +61,9 @@ class MismatchLedger(Callback):
         pl_module.loop.observers.append(partial(self._measure, pl_module))
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        is_due = pl_module.rollout_index % self.every == 0
-        self._rollout = pl_module.rollout_index if is_due else None
-        if not is_due:
+        index = pl_module.rollout_index
+        self._rollout = None if index % self.every else index
+        if self._rollout is None:
             return
         experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
         count = ranks.num_ranks()

@@ -98,7 +98,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) ->
         threads=len(a) * SLICE_THREADS,
         cluster=SPLITS,
         device=x.device,
-        arguments=[x, *_three(a), indices, hidden, num_tokens, inputs, rank, SPLITS],
+        arguments=[x, *_pointers(a), indices, hidden, num_tokens, inputs, rank, SPLITS],
         early=True,
     )
     return hidden
@@ -109,8 +109,8 @@ def arguments(update: Update | None) -> list[Any]:
     if update is None:
         return [None] * 4 + [0] * 3
     first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]
-    return [update.hidden, *_three(update.b), *first, update.hidden.shape[2]]
+    return [update.hidden, *_pointers(update.b), *first, update.hidden.shape[2]]
 
 
-def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
-    return [*matrices, matrices[0], matrices[0]][:MOST_SLICES]  # a kernel has a fixed number of arguments
+def _pointers(matrices: Sequence[Tensor]) -> list[Tensor | None]:
+    return [*matrices, None, None][:MOST_SLICES]  # null for a slice that there is not

@@ -6,9 +6,9 @@ Only the engine imports this module, where it has our kernels: vLLM's for Hummin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
@@ -53,10 +53,15 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
-        shape = self.layer_config.shape_n, self.layer_config.shape_k
-        kernels = *nvfp4_decode.kernels_for(*shape), *nvfp4_batch.kernels_for(*shape), *lora_hopper.all_kernels()
-        hopper.prepare(kernels, layer.weight.device)
+        prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
         layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
+
+
+@cache
+def prepare(outputs: int, inputs: int, device: torch.device) -> None:
+    """Our kernels for linears of one shape, and for their adapters; all blocks of a model have the same shapes."""
+    linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
+    hopper.prepare([*linears, *lora_hopper.all_kernels()], device)
 
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,12 +82,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 def fewest_apart(linear: Any) -> int:
     """Tokens from which on a linear of vLLM's that is ours has its adapter added by the kernels for any base."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
-    outputs, inputs = sum(map(len, b)), a[0].shape[1]
-
-    def is_together(tokens: int) -> bool:
-        return bool(_our_linear(tokens, outputs, inputs)) and lora_hopper.is_possible(tokens, a, b)
-
-    return next(tokens for tokens in count(1) if not is_together(tokens))
+    return next(tokens for tokens in count(1) if not _our_linear_with(tokens, a, b))
 
 
 def _call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
@@ -121,13 +121,12 @@ def nvfp4_linear(
     adapter = None
     if indices is not None and no_lora is not None and not no_lora.item():
         adapter = slots(a), slots(b), indices
-    ours = _our_linear(len(x), weight_scale.shape[1], x.shape[1])
-    if ours and adapter and lora_hopper.is_possible(len(x), *adapter[:2]):
+    if adapter and (ours := _our_linear_with(len(x), *adapter[:2])):
         x = x.contiguous()
         first, second, which = adapter
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, idle=ours.idle), second)
         return ours.multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    if ours:
+    if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
         y = ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
     else:
         y = import_module("humming.ops").humming_gemm(
@@ -158,6 +157,11 @@ def _our_linear(tokens: int, outputs: int, inputs: int) -> _OurLinear | None:
     if more := nvfp4_batch.schedule(tokens, outputs, inputs):
         return _OurLinear(partial(nvfp4_batch.batch_linear, how=more), nvfp4_batch.idle(more, tokens, outputs))
     return None
+
+
+def _our_linear_with(tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]) -> _OurLinear | None:
+    """That adds an adapter itself; None where it is added apart."""
+    return _our_linear(tokens, sum(map(len, b)), a[0].shape[1]) if lora_hopper.is_possible(tokens, a, b) else None
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import hopper, lora, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import lora
 from tests.bench.bench_schedules import COMPUTE, LOCKS, random_linear
 from tests.bench.harness import FUSED, RANK, captured, check, emit, linear_shapes, relative_error, timed
 
@@ -45,10 +45,8 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
         config, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
-        for kernel in (nvfp4_decode, nvfp4_batch):
-            hopper.prepare(kernel.kernels_for(sum(widths), inputs), locks.device)
+        import_module("qerl_pl.rollout.vllm_nvfp4").prepare(sum(widths), inputs, locks.device)
         layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE), a, b)
-    hopper.prepare(lora_hopper.all_kernels(), locks.device)
     return layer
 
 

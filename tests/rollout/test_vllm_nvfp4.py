@@ -133,6 +133,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_nvfp4, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(vllm_nvfp4, "add_lora", add_lora)
     monkeypatch.setattr(lora_hopper, "shrink", shrink)
+    vllm_nvfp4.prepare.cache_clear()
     monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
