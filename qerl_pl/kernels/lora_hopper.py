@@ -17,7 +17,12 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper
 
-MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 64, 3
+MOST_TOKENS, MOST_RANK, MOST_SLICES = 256, 64, 3
+FEW_TOKENS = 64
+# Outputs with which this is faster for more tokens than few, too: with fewer of them a pass over y takes less time than
+# the base waits for h, with more of them the base's blocks add their parts one after another (3B to 32B, 128 and 256).
+WIDE = range(16384, 40961)
+MANY_BLOCK_TOKENS = 16  # of more than few tokens: many blocks have h soon
 BLOCK_RANKS, SLICE_THREADS = 32, 256
 AHEAD = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
 """By slices and a block's tokens: chunks of inputs that a warp asks for at a time. Registers allow no more."""
@@ -41,7 +46,7 @@ def is_possible(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]) -> bo
     """Whether the kernels take an adapter of these shapes and dtypes for so many tokens."""
     rank, inputs = a[0].shape
     return (
-        num_tokens <= MOST_TOKENS
+        num_tokens <= (MOST_TOKENS if sum(map(len, b)) in WIDE else FEW_TOKENS)
         and len(a) <= MOST_SLICES
         and rank <= MOST_RANK
         and not (rank % RANKS or inputs % CHUNK)
@@ -79,8 +84,8 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) ->
         x: [T, K] bf16, contiguous.
         a: one [R, K] bf16 for each slice, contiguous.
         indices: [T] or longer, int64: negative for a token without the adapter.
-        idle: multiprocessors that the next kernel does not need. Others are taken from it as few as possible: tokens
-            follow each other on the same ones.
+        idle: multiprocessors that the next kernel does not need. For few tokens others are taken from it as few as
+            possible: tokens follow each other on the same ones.
 
     Returns:
         [slices, T, R] bf16.
@@ -90,11 +95,13 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) ->
     (num_tokens, inputs), rank = x.shape, len(a[0])
     hidden = x.new_empty(len(a), num_tokens, rank)
     sizes = AHEAD[len(a)]
-    tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
+    are_few = num_tokens <= FEW_TOKENS
+    tokens = next((most for most in sizes if num_tokens <= most), max(sizes)) if are_few else MANY_BLOCK_TOKENS
     parts, tiles = -(-rank // BLOCK_RANKS), -(-num_tokens // tokens)
+    clusters = min(tiles, max(1, idle // (parts * SPLITS))) if are_few else tiles
     hopper.launch(
         kernel(tokens, len(a)),
-        grid=(parts, SPLITS, min(tiles, max(1, idle // (parts * SPLITS)))),
+        grid=(parts, SPLITS, clusters),
         threads=len(a) * SLICE_THREADS,
         cluster=SPLITS,
         device=x.device,

@@ -267,16 +267,17 @@ FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
 }
 
 // To a warp's sums of COUNT times 16 outputs, from n on, of one slice, and TILES times 8 tokens. Blocks of a cluster share
-// them: of 16 outputs one block adds the product. All memory is asked for at a time, B before h is there.
-template <int COUNT, int TILES>
-FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int tokens, int splits) {
+// them: of 16 outputs one block adds the product. Memory is asked for at a time, B before h is there, then AHEAD tiles.
+template <int COUNT, int TILES, int AHEAD>
+FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits) {
+  static_assert(TILES % AHEAD == 0, "");
   const int lane = threadIdx.x & 31, g = lane >> 2, rank = adapter.rank;
   if (blockIdx.y >= COUNT) return;
   const u16 *row = row_of_b(adapter, n + g);
-  const u16 *hidden = adapter.hidden + ((size_t)slice_of(adapter, n) * tokens + g) * rank;
+  const u16 *hidden = adapter.hidden + ((size_t)slice_of(adapter, n) * tokens + first_token + g) * rank;
 #pragma unroll 1
   for (int r = (lane & 3) * 8; r < (rank + 31) / 32 * 32; r += 32) {
-    uint4 rows[COUNT][2], columns[TILES];
+    uint4 rows[COUNT][2];
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
@@ -284,13 +285,19 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int tokens
         rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && i % splits == blockIdx.y);
     wait_for_kernel_before();  // it wrote h
 #pragma unroll
-    for (int i = 0; i < TILES; i++)
-      columns[i] = load_16_or_zero(hidden + i * 8 * rank + r, r < rank && i * 8 + g < tokens);
+    for (int first = 0; first < TILES; first += AHEAD) {
+      uint4 columns[AHEAD];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++)
-      if (i % splits == blockIdx.y)
+      for (int i = 0; i < AHEAD; i++)
+        columns[i] = load_16_or_zero(hidden + (first + i) * 8 * rank + r,
+                                     r < rank && first_token + (first + i) * 8 + g < tokens);
 #pragma unroll
-        for (int j = 0; j < TILES; j++) multiply_chunk(sums + (i * TILES + j) * 4, rows[i][0], rows[i][1], columns[j]);
+      for (int i = 0; i < COUNT; i++)
+        if (i % splits == blockIdx.y)
+#pragma unroll
+          for (int j = 0; j < AHEAD; j++)
+            multiply_chunk(sums + (i * TILES + first + j) * 4, rows[i][0], rows[i][1], columns[j]);
+    }
   }
 }
 

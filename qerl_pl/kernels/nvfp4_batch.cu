@@ -135,7 +135,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   for (int i = 0; i < TOKENS / 2; i++) sums[i] *= factor;
   __syncthreads();  // all stages have been read
   const int n = first_column * 64 + warp * 16;
-  if (TOKENS == 64 && adapter.hidden && n < N) add_adapter<1, TOKENS / 8>(sums, adapter, n, tokens, splits);
+  constexpr int AHEAD = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : COLUMNS < 5 ? 8 : 4;  // as registers allow
+  if (adapter.hidden && n < N) add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
 
   constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
   float *block_sums = (float *)shared;

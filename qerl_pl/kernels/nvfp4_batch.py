@@ -158,7 +158,6 @@ def batch_linear(
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     (tokens, columns), splits = how
     y = x.new_empty(num_tokens, outputs) if out is None else out
-    assert update is None or tokens == lora_hopper.MOST_TOKENS, f"no adapter with {num_tokens} tokens"
     slabs, all_columns = inputs // SLAB, outputs // COLUMN
     # Rows of 128 bytes of x, swizzled as wgmma reads them; 512 bytes of weights and 64 of scales of a column and slab.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)

@@ -161,7 +161,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   wait_for_copies<0>();
   __syncthreads();
   if (adapter.hidden && group == 0)
-    add_adapter<4, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, tokens, splits);
+    add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, 0, tokens, splits);
 
   // [TOKENS][260] sums: of the warpgroups one after another, then of the cluster's blocks in their order
   constexpr int PITCH = 260;

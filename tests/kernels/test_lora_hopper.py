@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.kernels.lora_hopper import AHEAD, MOST_TOKENS, Update, is_possible, shrink
+from qerl_pl.kernels.lora_hopper import AHEAD, FEW_TOKENS, MOST_TOKENS, WIDE, Update, is_possible, shrink
 from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments
 from tests.kernels.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
 
@@ -38,6 +38,8 @@ def test_the_source_compiles_for_every_number_of_slices_and_tokens(slices, token
     [
         ((256,), 128, 8, True),
         ((256, 128, 64), 3584, 64, True),
+        ((13824, 13824), 128, 32, True),
+        ((27648, 27648), 128, 32, True),
         ((256,), 128, 72, False),
         ((256,), 128, 4, False),
         ((256,), 144, 8, False),
@@ -47,7 +49,8 @@ def test_the_source_compiles_for_every_number_of_slices_and_tokens(slices, token
 )
 def test_what_the_kernels_take(widths, inputs, rank, possible):
     a, b = adapter(widths, inputs, rank, "cpu")
-    assert is_possible(1, a, b) is is_possible(MOST_TOKENS, a, b) is possible
+    assert is_possible(1, a, b) is is_possible(FEW_TOKENS, a, b) is possible
+    assert is_possible(MOST_TOKENS, a, b) is (possible and sum(widths) in WIDE)
     assert not is_possible(MOST_TOKENS + 1, a, b)
     assert not is_possible(1, [a[0].float(), *a[1:]], b)
     assert not is_possible(1, a, [b[0].half(), *b[1:]])
@@ -73,7 +76,7 @@ def test_a_kernel_is_told_where_slices_begin(widths):
 @pytest.mark.parametrize(("inputs", "slices"), [(32, 1), (3584, 3), (18944, 1), (2080, 2)])
 def test_shrink_is_the_product_and_zero_without_the_adapter(inputs, slices, rank):
     a, _ = adapter((16,) * slices, inputs, rank)
-    for tokens in (1, 8, 9, 16, 31, 32, 33, 64):
+    for tokens in (1, 8, 9, 16, 31, 32, 33, 64, 65, 100, 256):
         x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens + 3,), device="cuda")
         found, again = shrink(x, a, indices), shrink(x, a, indices)
         with_adapter = (indices[:tokens] >= 0).unsqueeze(1)
@@ -132,7 +135,7 @@ def assert_base_and_adapter(
     ids=str,
 )
 def test_base_and_adapter_are_the_formula(name, widths, inputs, rank):
-    assert_base_and_adapter(name, widths, inputs, rank, (1, 8, 13, 16, 32, 33, 50, 64))
+    assert_base_and_adapter(name, widths, inputs, rank, (1, 8, 13, 16, 32, 33, 50, 64, 65, 96, 100, 128, 200, 256))
 
 
 @on_gpu
