@@ -2,8 +2,8 @@
 
 The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long as they may be (random weights hardly
 ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
-process holds all but so much of the GPU's memory: what the run gets is a smaller card. Results are appended to
-``--output``, and what is there already is not measured again.
+process holds all but so much of the GPU's memory: what the run gets is a smaller card, and a card that was too small is
+a result. Results are appended to ``--output``, and what is there already is not measured again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,10 +20,11 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -36,7 +38,8 @@ from tests.bench.together import is_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-PROMPT_TOKENS, GROUP = 256, 8
+PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
+LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
 
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -65,7 +68,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     problems = [{"question": f"{index:03} " + "what is it " * 20, "answer": "1"} for index in range(32)]
     rows.write_text("\n".join(json.dumps(problem) for problem in problems))
     source = {"train_path": str(rows), "validation_share": 0.1}
-    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": min(3, args.steps)}
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": STAGES}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
     engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
@@ -89,22 +92,33 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     """Train in a process of its own, and print the line.
 
     Raises:
-        SystemExit: the run failed, or came to the end of no step but the first.
+        SystemExit: the run failed for another reason than memory, or came to the end of no step but the first.
     """
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
     command = [sys.executable, "train.py", "fit", "-c", str(config)]
-    start = time.perf_counter()
+    start, errors = time.perf_counter(), deque[str](maxlen=LAST_ERRORS)
     with capped(args.cap), peak_memory() as peak:
-        process = subprocess.Popen(command, stdout=sys.stderr, env=child_environment())
+        process = subprocess.Popen(
+            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=child_environment()
+        )
+        assert process.stderr is not None
+        reader = threading.Thread(target=pass_on, args=(process.stderr, errors))
+        reader.start()
         usage = follow(process, args.limit)
+        reader.join()
     total_s = time.perf_counter() - start
     finished = process.returncode == 0
+    if args.cap and process.returncode > 0 and (reason := memory_reason(errors)):
+        emit("grpo/too-small", shape_of(args), "bfloat16", reason=reason)
+        return
+    if process.returncode > 0:
+        raise SystemExit(f"the run ended with {process.returncode}")
     curves = read_curves(folder / "run")
     phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
     steps = curves["time/step_s"].values[1:] if "time/step_s" in curves else []  # the first is a warm-up
     if not steps or not (finished or args.limit):
-        raise SystemExit(f"the run ended with {process.returncode} after {len(steps) + 1} steps")
+        raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after the first")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
     if is_together():  # what the GPU's driver counts is everybody's
         memory, peak = {}, {"bytes": None}
@@ -125,6 +139,19 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     )
 
 
+def pass_on(stream: IO[str], last: deque[str]) -> None:
+    """What a process says, to where this one complains, and the end of it to a list."""
+    for line in stream:
+        sys.stderr.write(line)
+        last.append(line.strip())
+
+
+def memory_reason(errors: Iterable[str]) -> str | None:
+    """The last error of a run, if it is of the GPU's memory."""
+    raised = [line for line in errors if re.match(r"[\w.]*Error: ", line)]
+    return next((line for line in raised[-1:] if any(word in line for word in TOO_SMALL)), None)
+
+
 class Usage(NamedTuple):
     """Of a process, at one time."""
 
@@ -138,7 +165,7 @@ class Usage(NamedTuple):
     """Open file handles."""
 
 
-def follow(process: subprocess.Popen[bytes], limit_s: float | None) -> list[Usage]:
+def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
     """Wait for a process, or kill it after so many seconds; what it used, twice a second."""
     start, found = time.perf_counter(), []
     while process.poll() is None:
@@ -228,6 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
+    if args.aqn and args.steps < STAGES:
+        parser.error(f"--aqn has {STAGES} stages of noise: expected at least so many --steps, not {args.steps}")
     if args.output and args.output.exists():
         lines = map(json.loads, args.output.read_text().splitlines())
         if any(line["shape"] == shape_of(args) for line in lines):

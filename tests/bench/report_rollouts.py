@@ -185,21 +185,17 @@ def steps_table(lines: Iterable[Line]) -> str:
 
 
 def cards_table(lines: Iterable[Line]) -> str:
-    """Runs on cards of which another process took a part."""
-    rows = [
-        [
-            line["shape"]["model"],
-            policy(line),
-            f"{line['shape']['cap']:g}",
-            line["shape"]["completion"],
-            line["steps_done"],
-            f"{line['median_s']:.1f}",
-            f"{line['logged']['peak_gib']:.2f}",
-            f"{line['logged']['predicted_peak_gib']:.2f}",
-        ]
-        for line in of_kind(lines, "grpo/step")
-        if line["shape"]["cap"]
-    ]
+    """Runs on cards of which another process took a part; of those that were too small, the card."""
+    rows: list[list[str]] = []
+    for line in of_kind(lines, "grpo/"):
+        shape = line["shape"]
+        card = [shape["model"], policy(line), f"{shape['cap']:g}", str(shape["completion"])] if shape.get("cap") else []
+        if card and line["name"] == "grpo/too-small":
+            rows.append([*card, "too small", "", "", ""])
+        elif card:
+            peaks = (f"{line['logged'][name]:.2f}" for name in ("peak_gib", "predicted_peak_gib"))
+            rows.append([*card, str(line["steps_done"]), f"{line['median_s']:.1f}", *peaks])
+    rows.sort(key=lambda row: (len(row[0]), row[0], -float(row[2])))
     return table(["model", "policy", "card, GiB", "completion", "steps", "step, s", "peak, GiB", "predicted"], rows)
 
 
