@@ -137,6 +137,13 @@ def launch(
     checked(driver.cuLaunchKernelEx(config, load(kernel, device.index), (values, types), 0))
 
 
+def cache_folder() -> str:
+    """Where Triton keeps what it compiles, and this module with it."""
+    from triton import knobs
+
+    return knobs.cache.dir
+
+
 def checked(result: Any) -> tuple[Any, ...]:
     """What a call of CUDA gave.
 

@@ -51,6 +51,8 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Else vLLM has a cache for each of its configurations, and compiles all of its Triton kernels again for the next.
+    os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
 
 
 @contextmanager

@@ -202,6 +202,22 @@ def test_a_worker_process_is_refused_and_other_settings_of_the_user_stay(monkeyp
         vllm_setup.prepare_environment()
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("chosen", [True, False])
+def test_engines_of_all_configurations_share_triton_kernels(monkeypatch, tmp_path, chosen):
+    from triton import knobs
+    from vllm.compilation.compiler_interface import InductorAdaptor
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    shared = knobs.cache.dir
+    if chosen:
+        shared = os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "users")
+    vllm_setup.prepare_environment()
+    InductorAdaptor().initialize_cache(str(tmp_path / "configuration"))
+    assert os.environ["TRITON_CACHE_DIR"] == shared
+
+
 @pytest.mark.parametrize("bad", [{"max_num_seqs": 0}])
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
