@@ -7,7 +7,7 @@ deeper blocks are faster, and for many tokens and a narrow linear smaller ones (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -37,6 +37,23 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
     else:
         blocks = {}
     return {**config, **blocks}
+
+
+def without_served(
+    schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], bool]
+) -> list[tuple[int, int, Mapping[str, Any]]]:
+    """Humming's schedules but for those of which other kernels serve all numbers of tokens: those left serve these too.
+
+    Args:
+        schedules: of a linear, each for more tokens than the first number and at most the second.
+        is_served: whether another kernel has so many tokens.
+    """
+    left, fewer = [], 0
+    for first, last, config in schedules:
+        if not all(map(is_served, range(first + 1, last + 1))):
+            left.append((fewer, last, config))
+            fewer = last
+    return left
 
 
 def install() -> None:

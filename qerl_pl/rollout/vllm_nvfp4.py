@@ -24,6 +24,7 @@ from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, slots
+from qerl_pl.rollout.vllm_humming import without_served
 from qerl_pl.rollout.vllm_setup import decoding_lacks
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
@@ -132,6 +133,7 @@ def nvfp4_linear(
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
             compute_config=compute_config,
+            tuning_config=prompt_schedules(layer_config, compute_config),
             inputs=x,
             weight=weight,
             weight_scale=weight_scale,
@@ -142,6 +144,18 @@ def nvfp4_linear(
     if adapter:
         add_lora(y, x, *adapter)
     return y
+
+
+@cache
+def prompt_schedules(layer_config: str, compute_config: str) -> str:
+    """What Humming is to run where our kernels do not, as it reads it: of its kernels for a linear, about half.
+
+    It compiles all that it may run when it is first called: by itself 33 for each shape, most of them for few tokens.
+    """
+    about = json.loads(layer_config)
+    schedules = import_module("humming.tune").get_heuristics_config(about, **json.loads(compute_config))
+    ours = partial(_our_linear, outputs=about["shape_n"], inputs=about["shape_k"])
+    return json.dumps(without_served(schedules, lambda tokens: ours(tokens) is not None))
 
 
 class _OurLinear(NamedTuple):

@@ -30,6 +30,7 @@ from tests.rollout.conftest import make_policy
 
 pytestmark = pytest.mark.vllm
 N, K = 512, 256
+SHAPE, BLOCKS = {"shape_n": N, "shape_k": K}, [{"block_shape": [136, 256, 64]}, {"block_shape": [176, 256, 64]}]
 CODES, SCALES = random_linear(N, K)
 DENSE = E2M1[CODES.long()] * SCALES.float().repeat_interleave(16, 1) * 2**-9  # of moderate size
 
@@ -47,7 +48,7 @@ class Config:
     input_quant_mode: Any = field(default_factory=lambda: SimpleNamespace(should_quantize=False))
 
     def to_str(self) -> str:
-        return "layer"
+        return json.dumps({"shape_n": self.shape_n, "shape_k": self.shape_k})
 
 
 class Kernel:
@@ -121,19 +122,33 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         found.append(("adapter", len(x)))
         y.copy_(lora.add_lora_reference(y, x, a, b, indices))
 
-    def humming(*, inputs: Tensor, bias: Tensor | None, layer_config: str, **_: Any) -> Tensor:
-        assert layer_config == "layer"
+    def humming(
+        *, inputs: Tensor, bias: Tensor | None, layer_config: str, compute_config: str, tuning_config: str, **_: Any
+    ) -> Tensor:
+        assert json.loads(layer_config) == SHAPE
+        assert not json.loads(compute_config)["use_batch_invariant"]
+        [blocks] = [blocks for first, last, blocks in json.loads(tuning_config) if first < len(inputs) <= last]
+        assert blocks == BLOCKS[len(inputs) > 264]
         found.append(("humming", len(inputs)))
         return product(inputs, bias)
 
-    ops = SimpleNamespace(humming_gemm=humming)
-    monkeypatch.setattr(vllm_nvfp4, "import_module", lambda name: {"humming.ops": ops}[name])
+    def schedules(layer: dict[str, int], use_batch_invariant: bool) -> list[tuple[int, int, Any]]:
+        assert layer == SHAPE
+        assert not use_batch_invariant
+        return [(0, 8, {"few": 1}), (8, 256, {"some": 1}), (256, 264, BLOCKS[0]), (264, 2**30, BLOCKS[1])]
+
+    hummings = {
+        "humming.ops": SimpleNamespace(humming_gemm=humming),
+        "humming.tune": SimpleNamespace(get_heuristics_config=schedules),
+    }
+    monkeypatch.setattr(vllm_nvfp4, "import_module", hummings.__getitem__)
     monkeypatch.setattr(vllm_nvfp4, "_process", lambda kernel, layer: None)
     monkeypatch.setattr(vllm_nvfp4, "_apply", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(vllm_nvfp4, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(vllm_nvfp4, "add_lora", add_lora)
     monkeypatch.setattr(lora_hopper, "shrink", shrink)
     vllm_nvfp4.prepare.cache_clear()
+    vllm_nvfp4.prompt_schedules.cache_clear()
     monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
@@ -160,12 +175,12 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
         return torch.relu(vllm_nvfp4.apply_weights(kernel, layer, x * 2, bias))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
-    for tokens in (8, 32, 33, 256, 257):
+    for tokens in (8, 32, 33, 256, 257, 300):
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
         assert torch.equal(function(x), torch.relu(product(2 * x, bias)))
-    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 256), ("humming", 257)]
+    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 256), ("humming", 257), ("humming", 300)]
     assert calls == chosen, "compiled once, chosen each time"
     calls.clear()
     skipped = vllm_nvfp4.apply_weights(kernel, layer, x[:200].view(2, 100, K))
