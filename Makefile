@@ -45,7 +45,7 @@ $(TINY)-nvfp4/config.json: $(TINY)/config.json
 test: $(STAMP) ## the whole test suite; needs no GPU
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
 
-check: $(STAMP) ## format, lint, types and the fast tests, under 90 seconds
+check: $(STAMP) ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright

@@ -148,7 +148,7 @@ def pass_on(stream: IO[str], last: deque[str]) -> None:
 
 def memory_reason(errors: Iterable[str]) -> str | None:
     """The last error of a run, if it is of the GPU's memory."""
-    raised = [line for line in errors if re.match(r"[\w.]*Error: ", line)]
+    raised = [line for line in errors if re.match(r"(\[rank\d+\]: )?[\w.]*Error: ", line)]
     return next((line for line in raised[-1:] if any(word in line for word in TOO_SMALL)), None)
 
 

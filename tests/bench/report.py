@@ -1,4 +1,4 @@
-"""docs/performance.md from the result lines: python -m tests.bench.report
+"""docs/performance.md from the result lines, and the README's table of speeds: python -m tests.bench.report
 
 Reads docs/results/*.jsonl, as the benchmarks print them. Every number of the page comes from there.
 """
@@ -31,10 +31,10 @@ from tests.bench.report_rollouts import (
     steps_table,
     table,
 )
-from tests.bench.report_summary import memory_table, speeds_table
+from tests.bench.report_summary import adapter_table, headline_table, memory_table, speeds_table
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "performance.md"
+RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
 
 TEXT = Template("""\
 # Performance
@@ -52,6 +52,11 @@ and whole GRPO steps of 8 rows of up to 2048 tokens. What is empty has not been 
 are compared below.
 
 $speeds
+
+How much longer rollouts take with the adapter than without, on the same engine with an NVFP4 base, by the number of
+sequences:
+
+$added
 
 Memory of whole steps, which `python -m qerl_pl plan` tells beforehand:
 
@@ -164,9 +169,9 @@ $schedules
 
 Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`), by the
 kernels of this repository. `none` has no adapter. `together` is what an engine does: x A^T starts the base's kernel at
-once, which adds the product with B to its own sums (`kernels/lora_hopper.py`, up to 64 tokens and rank 64). `apart`
-adds the adapter afterwards with the kernels for any base, as an engine does with more tokens. Since this measurement
-x A^T for q/k/v of 7B and 64 tokens has twice as many multiprocessors.
+once, which adds the product with B to its own sums (`kernels/lora_hopper.py`, with up to 64 tokens, for gate and up
+with up to 256). `apart` adds the adapter afterwards with the kernels for any base, as an engine does else, and `matmul`
+with cuBLAS.
 
 $layers_ours
 
@@ -225,10 +230,22 @@ $ranks
 """)
 
 
-def main() -> int:
-    """Write the page; 1 where there are no results."""
+def results() -> list[Line]:
+    """Of all benchmarks."""
     texts = [text for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text]
-    lines = [line for line in map(json.loads, texts) if "name" in line]  # other pages have results there too
+    return [line for line in map(json.loads, texts) if "name" in line]  # other pages have results there too
+
+
+def with_speeds(readme: str, lines: list[Line]) -> str:
+    """The README with its table of speeds made anew."""
+    head, tail = "<!-- speeds -->\n", "\n<!-- end -->"
+    before, after = readme.split(head)
+    return before + head + headline_table(lines) + tail + after.split(tail, 1)[1]
+
+
+def main() -> int:
+    """Write the page and the README's table; 1 where there are no results."""
+    lines = results()
     if not lines:
         print(f"no results in {RESULTS}", file=sys.stderr)
         return 1
@@ -238,6 +255,7 @@ def main() -> int:
         TEXT.substitute(
             speeds=speeds_table(lines),
             memory=memory_table(lines),
+            added=adapter_table(lines),
             origins="\n".join(sorted({f"- {_origin(line)}" for line in lines if line["device"] != "cpu"})),
             dequantize=_table(
                 [line for line in of_kind(lines, "dequantize/") if line["name"] != "dequantize/one"],
@@ -345,6 +363,7 @@ def main() -> int:
             node_share=f"{linears['linears/bf16', large] / linears['linears/bf16+lora', large]:.2f}",
         )
     )
+    README.write_text(with_speeds(README.read_text(), lines))
     draw_rollouts(lines, PAGE.with_name("rollout.png"))
     draw_steps(lines, PAGE.with_name("step.png"))
     return 0

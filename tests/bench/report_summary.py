@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.bench.report_rollouts import (
     RANK,
+    Engine,
     Line,
     decoding,
     of_kind,
@@ -21,26 +22,71 @@ from tests.bench.report_rollouts import (
     whole_steps,
 )
 
+STEP, HEADLINE = "step", (8, 32, 256)
+
 
 def speeds_table(lines: Sequence[Line]) -> str:
     """How many times as fast an NVFP4 base is as bf16, adapters on both, a row a model; only runs of one commit."""
+    found = speeds(lines)
+    counts = sorted({count for ratios in found.values() for count in ratios if count != STEP})
+    rows = [
+        [*key, *(f"{ratios[count]:.2f}" if count in ratios else "" for count in [*counts, STEP])]
+        for key, ratios in found.items()
+    ]
+    return table(["model", "decoding kernel", *(f"rollouts, {count}" for count in counts), "whole step"], rows)
+
+
+def headline_table(lines: Sequence[Line]) -> str:
+    """The same for those in a hurry, and the smallest card that a model was trained on."""
+    cards: dict[str, float] = {}
+    for line in of_kind(lines, "grpo/step"):
+        shape = line["shape"]
+        if shape["cap"] and line["finished"]:
+            cards[shape["model"]] = min(shape["cap"], cards.get(shape["model"], shape["cap"]))
+    rows = [
+        [
+            model,
+            *(f"{ratios[what]:.2f}" if what in ratios else "" for what in (*HEADLINE, STEP)),
+            f"{cards[model]:g}" if model in cards else "",
+        ]
+        for (model, _), ratios in speeds(lines).items()
+    ]
+    rollouts_of = (f"rollouts of {count}" for count in HEADLINE)
+    return table(["policy", *rollouts_of, "whole step", "smallest card tried, GiB"], rows)
+
+
+def speeds(lines: Sequence[Line]) -> dict[tuple[str, str], dict[Any, float]]:
+    """Model and kernel -> number of sequences, or ``STEP`` -> how many times as fast as bf16."""
     engines, runs = rollouts(lines), whole_steps(lines)
-    found: dict[tuple[str, str], dict[Any, float]] = {}  # model and kernel -> sequences or "step" -> ratio
+    found: dict[tuple[str, str], dict[Any, float]] = {}
     for key in engines:
-        wanted = (key.base, key.kv, key.rank, key.kernels) == ("nvfp4", "auto", RANK, "ours")
-        if wanted and (ratio := times_bf16(engines, key)):
+        if _is_usual(key) and (ratio := times_bf16(engines, key)):
             found.setdefault((key.model, key.decoding), {})[key.sequences] = ratio
     for line, ratio in zip(runs, step_speeds(runs), strict=True):
         if line["shape"].get("base") == "nvfp4" and ratio:
-            found.setdefault((line["shape"]["model"], decoding(line)), {})["step"] = ratio
+            found.setdefault((line["shape"]["model"], decoding(line)), {})[STEP] = ratio
     models = dict.fromkeys(model for model, _ in found)
     shown = [(model, "ours" if (model, "ours") in found else "humming") for model in models]
-    counts = sorted({count for key in shown for count in found[key] if count != "step"})
+    return {key: found[key] for key in sorted(shown, key=lambda key: (len(key[0]), key[0]))}
+
+
+def adapter_table(lines: Sequence[Line]) -> str:
+    """How much longer rollouts of one engine take with the adapter, a row a model and kernel: the newest of each."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for key, pair in rollouts(lines).items():
+        if _is_usual(key) and False in pair:
+            share = pair[True]["median_s"] / pair[False]["median_s"] - 1
+            found.setdefault((key.model, key.decoding), {})[key.sequences] = share
+    counts = sorted({count for shares in found.values() for count in shares})
     rows = [
-        [*key, *(f"{found[key][count]:.2f}" if count in found[key] else "" for count in [*counts, "step"])]
-        for key in shown
+        [*key, *(f"{100 * shares[count]:.0f} %" if count in shares else "" for count in counts)]
+        for key, shares in found.items()
     ]
-    return table(["model", "decoding kernel", *(f"rollouts, {count}" for count in counts), "whole step"], rows)
+    return table(["model", "decoding kernel", *map(str, counts)], rows)
+
+
+def _is_usual(key: Engine) -> bool:
+    return (key.base, key.kv, key.rank, key.kernels) == ("nvfp4", "auto", RANK, "ours")
 
 
 def memory_table(lines: Iterable[Line]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.bench.report import README, results, with_speeds
 from tests.bench.report_rollouts import Line, base_of, decoding, decoding_note, rollouts_table, steps_table
-from tests.bench.report_summary import memory_table, speeds_table
+from tests.bench.report_summary import adapter_table, headline_table, memory_table, speeds_table
 
 
 def rollout(base: str, rate: float, commit: str, **shape: Any) -> Line:
@@ -29,7 +30,8 @@ def step(base: str, seconds: float, commit: str, **shape: Any) -> Line:
     }
     logged = {"peak_gib": seconds, "predicted_peak_gib": seconds}
     times = {"median_s": seconds, "spread_s": [seconds, seconds], "phases_s": {}, "gap": 0.1}
-    return {"name": "grpo/step", "shape": shape, "commit": commit, "logged": logged, **times}
+    finished = {"finished": shape.pop("finished", True)}
+    return {"name": "grpo/step", "shape": shape, "commit": commit, "logged": logged, **times, **finished}
 
 
 OLD = [rollout("bf16", 100, "a"), rollout("nvfp4", 120, "a"), step("bf16", 20, "a"), step("nvfp4", 16, "a")]
@@ -56,6 +58,26 @@ def test_the_summary_is_of_our_kernel_for_a_model_that_ran_with_it():
         assert "| 7B | nvfp4 (ours) + LoRA | 64 | whole | 10.0 |" in memory_table(lines)
     other = [rollout("bf16", 100, "a", model="3B"), rollout("nvfp4", 110, "a", model="3B")]
     assert "| 3B | humming | 1.10 |" in speeds_table(NEW + other), "another model has what it was measured with"
+
+
+def test_the_readmes_table_has_what_the_results_say():
+    readme = README.read_text()
+    assert with_speeds(readme, results()) == readme
+    other = with_speeds(readme, [*OLD, step("nvfp4", 9, "c", cap=24), step("nvfp4", 9, "c", cap=16, finished=False)])
+    assert "| 7B | 1.20 |  |  | 1.25 | 24 |" in other
+    assert with_speeds(other, results()) == readme
+
+
+def test_an_adapters_share_compares_one_engine_with_itself():
+    without = rollout("nvfp4", 150, "b", decoding="ours", adapter="none")
+    assert "| 7B | ours | 25 % |" in adapter_table([*NEW[:2], {**without, "median_s": 0.8}])
+    assert "25 %" not in adapter_table(NEW)
+
+
+def test_models_stand_in_the_order_of_their_sizes():
+    lines = [rollout(base, 100, "a", model=model) for model in ("32B", "7B", "14B") for base in ("bf16", "nvfp4")]
+    for made in (speeds_table, headline_table):
+        assert [row.split(" | ")[0] for row in made(lines).splitlines()[2:]] == ["| 7B", "| 14B", "| 32B"]
 
 
 def test_each_row_names_its_kernel_and_is_compared_with_bf16_of_its_commit():

@@ -10,6 +10,7 @@ from tests.bench.bench_grpo import memory_reason
 from tests.bench.report_rollouts import Line, cards_table
 
 PLAN = "ValueError: 13.1 GiB while training, more than 12.5 of the GPU's 13.0 GiB; with kv_cache_dtype: fp8 it fits"
+ALLOCATOR = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
 WARNED = "RuntimeWarning: out of memory with 16384 tokens in a pass: going on with 8192 (micro_batch_tokens)"
 
 
@@ -17,6 +18,7 @@ WARNED = "RuntimeWarning: out of memory with 16384 tokens in a pass: going on wi
     ("errors", "reason"),
     [
         (["Traceback (most recent call last):", PLAN, ""], PLAN),
+        ([PLAN, "[rank0]: Traceback (most recent call last):", ALLOCATOR, "going away"], ALLOCATOR),
         (["torch.OutOfMemoryError: CUDA out of memory.", "RuntimeError: the engine", ""], None),
         ([WARNED, "Traceback (most recent call last):", "KeyError: 'loss'"], None),
         ([WARNED], None),
