@@ -14,6 +14,7 @@ from string import Template
 from tests.bench.report_rollouts import (
     Line,
     adapters_table,
+    base_of,
     blocks_table,
     cards_table,
     decoding_note,
@@ -138,6 +139,11 @@ the other.
 $rollouts
 
 ![Tokens a second of each sequence by their number, dotted without the adapter](rollout.png)
+
+How long an engine takes to start (`bench_start`): `first` with all caches empty, `again` the same one, and `other` with
+other lengths and numbers of sequences, for which vLLM compiles a graph but finds the kernels.
+
+$starts
 
 What vLLM's scheduler and its output processor take of a step, and what they take with
 `qerl_pl/rollout/vllm_scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
@@ -350,6 +356,16 @@ def main() -> int:
             layers_ours=layers_table(lines, "layer-ours"),
             early=layers_table(lines, "layer-early"),
             blocks=blocks_table(lines),
+            starts=_table(
+                of_kind(lines, "start/"),
+                {
+                    "model": _model,
+                    "base": base_of,
+                    "sequences": lambda line: line["shape"]["sequences"],
+                    "tokens": lambda line: line["shape"]["tokens"],
+                    "seconds": lambda line: f"{line['median_s']:.1f}",
+                },
+            ),
             host=host_table(lines),
             profiles=profiles(lines),
             steps=steps_table(lines),
