@@ -17,8 +17,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper
 
-MOST_TOKENS, MOST_RANK, MOST_SLICES = 256, 64, 3
-FEW_TOKENS = 64
+FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
 # Outputs with which this is faster for more tokens than few, too: with fewer of them a pass over y takes less time than
 # the base waits for h, with more of them the base's blocks add their parts one after another (3B to 32B, 128 and 256).
 WIDE = range(16384, 40961)

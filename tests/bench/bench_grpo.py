@@ -39,6 +39,7 @@ from tests.bench.together import is_together
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
+PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
 
 
@@ -103,10 +104,10 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
             command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=child_environment()
         )
         assert process.stderr is not None
-        reader = threading.Thread(target=pass_on, args=(process.stderr, errors))
+        reader = threading.Thread(target=pass_on, args=(process.stderr, errors), daemon=True)
         reader.start()
         usage = follow(process, args.limit)
-        reader.join()
+        reader.join(timeout=PIPE_S)
     total_s = time.perf_counter() - start
     finished = process.returncode == 0
     if args.cap and process.returncode > 0 and (reason := memory_reason(errors)):
