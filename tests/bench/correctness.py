@@ -24,6 +24,7 @@ from qerl_pl.tools.report import Curve, read_curves
 from tests.bench.harness import check, emit
 
 ROOT = Path(__file__).parent.parent.parent
+CANARY = ROOT / "docs" / "results" / "canary.jsonl"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 NUM_ROLLOUTS = 20
 NUM_ROWS = 256  # all of a rollout
@@ -192,7 +193,19 @@ def document(results: Sequence[dict[str, Any]]) -> str:
             canary_bf16=_number(max(r["canary_score_gap_max"] for r in results if r["dtype"] == "bfloat16")),
         )
     )
+    lines.append(canary_section([json.loads(line) for line in CANARY.read_text().splitlines()]))
     return "\n".join(lines)
+
+
+def canary_section(results: Sequence[dict[str, Any]]) -> str:
+    """What the canary's comparisons give on a GPU, for healthy and for broken engines (`bench_canary`)."""
+    first = results[0]
+    rows = [["engine", *(f"{what}, nats" for what in first["nats"])], ["---", *["---:"] * len(first["nats"])]]
+    for result in results:
+        gaps = (f"{median:.3f} ({least:.3f} to {most:.3f})" for least, median, most in result["nats"].values())
+        rows.append([result["name"].removeprefix("canary/").replace("_", " "), *gaps])
+    head = CANARY_HEAD.format(**first, **first["shape"])
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 HEAD = """# Which policy do rollouts come from?
@@ -244,6 +257,12 @@ in bf16 at most (means over tokens); a run stops above 1e-4 and 0.3, and under t
 changes. `tests/callbacks/test_canary.py` puts these faults into the engine of a run, transformers and vLLM, and sees it
 stop at the rollout at which the fault appears: an old adapter, one update that is lost, no adapter, one wrong matrix,
 an adapter that is held and not used, noise left behind, noise that is missing, noise of another seed, stale prefixes.
+"""
+
+CANARY_HEAD = """\
+On {device} at commit {commit}: {layers} blocks of {size}, an {format} base in {dtype}, median and range over
+{adapters} adapters (`tests/bench/bench_canary.py`). Checksums, which see most of these faults, are left out.
+Stale prefixes leave about half of what the strange adapter changes or less, which in bf16 a check may take for healthy.
 """
 
 
