@@ -40,13 +40,13 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
 
 
 def without_served(
-    schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], bool]
+    schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], object]
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
     """Humming's schedules but for those of which other kernels serve all numbers of tokens: those left serve these too.
 
     Args:
         schedules: of a linear, each for more tokens than the first number and at most the second.
-        is_served: whether another kernel has so many tokens.
+        is_served: true of a number of tokens that another kernel has.
     """
     left, fewer = [], 0
     for first, last, config in schedules:

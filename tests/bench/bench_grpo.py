@@ -110,11 +110,12 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         reader.join(timeout=PIPE_S)
     total_s = time.perf_counter() - start
     finished = process.returncode == 0
-    if args.cap and process.returncode > 0 and (reason := memory_reason(errors)):
+    if process.returncode > 0:
+        reason = memory_reason(errors) if args.cap else None
+        if reason is None:
+            raise SystemExit(f"the run ended with {process.returncode}")
         emit("grpo/too-small", shape_of(args), "bfloat16", reason=reason)
         return
-    if process.returncode > 0:
-        raise SystemExit(f"the run ended with {process.returncode}")
     curves = read_curves(folder / "run")
     phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
     steps = curves["time/step_s"].values[1:] if "time/step_s" in curves else []  # the first is a warm-up
@@ -150,7 +151,7 @@ def pass_on(stream: IO[str], last: deque[str]) -> None:
 def memory_reason(errors: Iterable[str]) -> str | None:
     """The last error of a run, if it is of the GPU's memory."""
     raised = [line for line in errors if re.match(r"(\[rank\d+\]: )?[\w.]*Error: ", line)]
-    return next((line for line in raised[-1:] if any(word in line for word in TOO_SMALL)), None)
+    return raised[-1] if raised and any(word in raised[-1] for word in TOO_SMALL) else None
 
 
 class Usage(NamedTuple):

@@ -22,6 +22,7 @@ import yaml
 
 from qerl_pl.tools.report import Curve, read_curves
 from tests.bench.harness import check, emit
+from tests.bench.report_rollouts import table
 
 ROOT = Path(__file__).parent.parent.parent
 CANARY = ROOT / "docs" / "results" / "canary.jsonl"
@@ -200,12 +201,12 @@ def document(results: Sequence[dict[str, Any]]) -> str:
 def canary_section(results: Sequence[dict[str, Any]]) -> str:
     """What the canary's comparisons give on a GPU, for healthy and for broken engines (`bench_canary`)."""
     first = results[0]
-    rows = [["engine", *(f"{what}, nats" for what in first["nats"])], ["---", *["---:"] * len(first["nats"])]]
+    rows = []
     for result in results:
         gaps = (f"{median:.3f} ({least:.3f} to {most:.3f})" for least, median, most in result["nats"].values())
         rows.append([result["name"].removeprefix("canary/").replace("_", " "), *gaps])
-    head = CANARY_HEAD.format(**first, **first["shape"])
-    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])
+    header = ["engine", *(f"{what}, nats" for what in first["nats"])]
+    return CANARY_HEAD.format(**first, **first["shape"]) + "\n" + table(header, rows)
 
 
 HEAD = """# Which policy do rollouts come from?

@@ -67,10 +67,10 @@ def rollouts_table(lines: Iterable[Line]) -> str:
         rows.append(
             [
                 *key,
-                *(_shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
+                *(shown(pair[adapter]["tokens_per_s"] if adapter in pair else None, 0) for adapter in (True, False)),
                 f"{100 * (pair[True]['median_s'] / pair[False]['median_s'] - 1):.0f} %" if False in pair else "",
-                _shown(times_bf16(found, key), 2),
-                _shown(pair[True]["decoded_per_s"] / roof, 2),
+                shown(times_bf16(found, key), 2),
+                shown(pair[True]["decoded_per_s"] / roof, 2),
             ]
         )
     header = ["model", "base", "cache", "rank", "adapter kernels", "decoding kernel", "commit", "sequences"]
@@ -128,11 +128,11 @@ def schedules_table(lines: Iterable[Line]) -> str:
         for linear, (who, kernel) in product(names, KERNELS.items()):
             times = [found.get((model, linear, size), {}).get(who) for size in sizes]
             if any(times):
-                rows.append([model, linear, kernel, *(_shown(time and 1e6 * time, 1) for time in times)])
+                rows.append([model, linear, kernel, *(shown(time and 1e6 * time, 1) for time in times)])
         if len(names) == 4:
             blocks = [[found.get((model, linear, size), {}) for linear in names] for size in sizes]
             for label, kernels in {"best of Humming's": ["rule", "ours"], "best of all": list(KERNELS)}.items():
-                rows.append([model, "all four", label, *(_shown(_together_us(block, kernels), 1) for block in blocks)])
+                rows.append([model, "all four", label, *(shown(_together_us(block, kernels), 1) for block in blocks)])
     return table(["model", "linear", "kernel", *(f"{size} tokens" for size in sizes)], rows)
 
 
@@ -147,7 +147,7 @@ def layers_table(lines: Iterable[Line], kind: str) -> str:
     found = _variants(lines, f"{kind}/", "median_s", "model", "tokens")
     names = dict.fromkeys(name for times in found.values() for name in times)
     rows = [
-        [name, *(_shown(1e6 * times[name] if name in times else None, 1) for times in found.values())] for name in names
+        [name, *(shown(1e6 * times[name] if name in times else None, 1) for times in found.values())] for name in names
     ]
     return table(["us a layer", *(f"{model}, {tokens} tokens" for model, tokens in found)], rows)
 
@@ -163,11 +163,11 @@ def steps_table(lines: Iterable[Line]) -> str:
                 policy(line),
                 line["commit"],
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
-                _shown(speed, 2),
-                *(_shown(line["phases_s"].get(phase), 2) for phase in PHASES),
-                _shown(memory.get("peak_gib"), 2),
-                _shown(memory.get("predicted_peak_gib"), 2),
-                _shown(line["gap"], 3),
+                shown(speed, 2),
+                *(shown(line["phases_s"].get(phase), 2) for phase in PHASES),
+                shown(memory.get("peak_gib"), 2),
+                shown(memory.get("predicted_peak_gib"), 2),
+                shown(line["gap"], 3),
             ]
         )
     header = [
@@ -189,13 +189,16 @@ def cards_table(lines: Iterable[Line]) -> str:
     rows: list[list[str]] = []
     for line in of_kind(lines, "grpo/"):
         shape = line["shape"]
-        card = [shape["model"], policy(line), f"{shape['cap']:g}", str(shape["completion"])] if shape.get("cap") else []
-        if card and line["name"] == "grpo/too-small":
-            rows.append([*card, "too small", "", "", ""])
-        elif card:
-            peaks = (f"{line['logged'][name]:.2f}" for name in ("peak_gib", "predicted_peak_gib"))
-            rows.append([*card, str(line["steps_done"]), f"{line['median_s']:.1f}", *peaks])
-    rows.sort(key=lambda row: (len(row[0]), row[0], -float(row[2])))
+        if not shape.get("cap"):
+            continue
+        row = [shape["model"], policy(line), f"{shape['cap']:g}", str(shape["completion"])]
+        if line["name"] == "grpo/too-small":
+            row += ["too small", "", "", ""]
+        else:
+            peaks = (shown(line["logged"][name], 2) for name in ("peak_gib", "predicted_peak_gib"))
+            row += [str(line["steps_done"]), shown(line["median_s"], 1), *peaks]
+        rows.append(row)
+    rows.sort(key=lambda row: (by_size(row[0]), -float(row[2])))
     return table(["model", "policy", "card, GiB", "completion", "steps", "step, s", "peak, GiB", "predicted"], rows)
 
 
@@ -229,7 +232,7 @@ def ranks_table(lines: Iterable[Line]) -> str:
             gpus,
             f"{run['median_s']:.2f}",
             *(f"{run['phases_s'][phase]:.2f}" for phase in ("rollout", "check", "train", "wait")),
-            _shown(runs[1]["median_s"] / run["median_s"] if 1 in runs else None, 2),
+            shown(runs[1]["median_s"] / run["median_s"] if 1 in runs else None, 2),
             " ".join(f"{reward:.4f}" for reward in run["curves"]["train/reward"]),
         ]
         for key, runs in found.items()
@@ -358,7 +361,13 @@ def _notes(runs: Iterable[Line]) -> list[str]:
     ]
 
 
-def _shown(value: float | None, digits: int) -> str:
+def by_size(model: str) -> tuple[int, str]:
+    """What to sort models by: 7B comes before 14B."""
+    return len(model), model
+
+
+def shown(value: float | None, digits: int) -> str:
+    """So many digits of it, or nothing where there is none."""
     return "" if value is None else f"{value:.{digits}f}"
 
 

@@ -12,10 +12,12 @@ from tests.bench.report_rollouts import (
     RANK,
     Engine,
     Line,
+    by_size,
     decoding,
     of_kind,
     policy,
     rollouts,
+    shown,
     step_speeds,
     table,
     times_bf16,
@@ -29,10 +31,7 @@ def speeds_table(lines: Sequence[Line]) -> str:
     """How many times as fast an NVFP4 base is as bf16, adapters on both, a row a model; only runs of one commit."""
     found = speeds(lines)
     counts = sorted({count for ratios in found.values() for count in ratios if count != STEP})
-    rows = [
-        [*key, *(f"{ratios[count]:.2f}" if count in ratios else "" for count in [*counts, STEP])]
-        for key, ratios in found.items()
-    ]
+    rows = [[*key, *(shown(ratios.get(count), 2) for count in [*counts, STEP])] for key, ratios in found.items()]
     return table(["model", "decoding kernel", *(f"rollouts, {count}" for count in counts), "whole step"], rows)
 
 
@@ -46,7 +45,7 @@ def headline_table(lines: Sequence[Line]) -> str:
     rows = [
         [
             model,
-            *(f"{ratios[what]:.2f}" if what in ratios else "" for what in (*HEADLINE, STEP)),
+            *(shown(ratios.get(what), 2) for what in (*HEADLINE, STEP)),
             f"{cards[model]:g}" if model in cards else "",
         ]
         for (model, _), ratios in speeds(lines).items()
@@ -66,8 +65,8 @@ def speeds(lines: Sequence[Line]) -> dict[tuple[str, str], dict[Any, float]]:
         if line["shape"].get("base") == "nvfp4" and ratio:
             found.setdefault((line["shape"]["model"], decoding(line)), {})[STEP] = ratio
     models = dict.fromkeys(model for model, _ in found)
-    shown = [(model, "ours" if (model, "ours") in found else "humming") for model in models]
-    return {key: found[key] for key in sorted(shown, key=lambda key: (len(key[0]), key[0]))}
+    chosen = [(model, "ours" if (model, "ours") in found else "humming") for model in models]
+    return {key: found[key] for key in sorted(chosen, key=lambda key: by_size(key[0]))}
 
 
 def adapter_table(lines: Sequence[Line]) -> str:
