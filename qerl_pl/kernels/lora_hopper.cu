@@ -8,14 +8,20 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
                           u16 *hidden, int tokens, int K, int rank, int splits) {
   extern __shared__ __align__(16) uint4 shared[];
   constexpr int WARPS = 8, THREADS = SLICES * WARPS * 32, RANKS = 32, PITCH = RANKS + 4, TILES = TOKENS / 8;
-  wait_for_kernel_before();  // it wrote x
-  let_next_kernel_start();
-
   const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, c = lane & 3;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), slice = warp / WARPS;
   const int first_rank = blockIdx.x * RANKS;
   const u16 *a = slice == 0 ? a0 : slice == 1 ? a1 : a2;
   const int chunks = K / 32, step = splits * WARPS;
+
+  if (blockIdx.z == 0) {  // so that A is near when x is there
+    constexpr int LINE = 64, OF_SLICE = WARPS * 32;
+    const int size = min(rank - first_rank, RANKS) * K;
+    for (int i = (blockIdx.y * OF_SLICE + thread % OF_SLICE) * LINE; i < size; i += splits * OF_SLICE * LINE)
+      prefetch_to_l2(a + (size_t)first_rank * K + i);
+  }
+  wait_for_kernel_before();  // it wrote x
+  let_next_kernel_start();
 
   for (int first_token = blockIdx.z * TOKENS; first_token < tokens; first_token += gridDim.z * TOKENS) {
     float sums[2][TILES][4];  // of 16 ranks and 8 tokens

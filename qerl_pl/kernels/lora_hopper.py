@@ -18,15 +18,18 @@ from torch import Tensor
 from qerl_pl.kernels import hopper
 
 FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
-# Outputs with which this is faster for more tokens than few, too: with fewer of them a pass over y takes less time than
-# the base waits for h, with more of them the base's blocks add their parts one after another (3B to 32B, 128 and 256).
-WIDE = range(16384, 40961)
-MANY_BLOCK_TOKENS = 16  # of more than few tokens: many blocks have h soon
 BLOCK_RANKS, SLICE_THREADS = 32, 256
 AHEAD = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
 """By slices and a block's tokens: chunks of inputs that a warp asks for at a time. Registers allow no more."""
 CHUNK, RANKS, OUTPUTS = 32, 8, 64  # K, R and a slice's outputs are multiples of these
 SPLITS = 8  # blocks that share the inputs
+# With more than few tokens the base waits for h if that is not there in time. Seconds for a tile of tokens, of an H200
+# that multiplies by weights meanwhile: by slices a constant and an input's (sweeps over Qwen2.5-3B to 32B).
+TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
+EARLY, LATE = 0.8, 1.1  # times the base's seconds: no more clusters than that takes; then a pass over y takes less time
+# Where the base needs the whole GPU, all tiles at the same time are still faster for these outputs: with fewer of them
+# a pass over y takes less time, with more of them the base's blocks add their parts one after another.
+WIDE, WIDE_TOKENS = range(16384, 40961), 16
 NO_SLICE = 2**31 - 1
 PARAMETERS = "const u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
 ADAPTER = "Adapter{hidden, b0, b1, b2, first1, first2, rank}"
@@ -41,17 +44,49 @@ class Update(NamedTuple):
     """One [n, R] bf16 for each slice, contiguous."""
 
 
-def is_possible(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether the kernels take an adapter of these shapes and dtypes for so many tokens."""
+class Blocks(NamedTuple):
+    """How ``shrink`` shares its work."""
+
+    tokens: int
+    """Of a block: a tile."""
+    clusters: int
+    """Of blocks with the same ranks. Each has tiles of its own, one after another."""
+
+
+def blocks(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], *, spare: int, seconds: float) -> Blocks | None:
+    """For an adapter of these shapes and dtypes; None where it is better added apart, or the kernels cannot take it.
+
+    Args:
+        num_tokens: in the batch.
+        a: one [R, K] for each slice.
+        b: one [n, R] for each slice.
+        spare: multiprocessors that the base's kernel does without.
+        seconds: that it takes.
+    """
     rank, inputs = a[0].shape
-    return (
-        num_tokens <= (MOST_TOKENS if sum(map(len, b)) in WIDE else FEW_TOKENS)
-        and len(a) <= MOST_SLICES
-        and rank <= MOST_RANK
-        and not (rank % RANKS or inputs % CHUNK)
-        and not any(len(matrix) % OUTPUTS for matrix in b)
-        and all(tensor.dtype == torch.bfloat16 for tensor in (*a, *b))
-    )
+    if (
+        not 0 < num_tokens <= MOST_TOKENS
+        or len(a) > MOST_SLICES
+        or rank > MOST_RANK
+        or (rank % RANKS or inputs % CHUNK)
+        or any(len(matrix) % OUTPUTS for matrix in b)
+        or any(tensor.dtype != torch.bfloat16 for tensor in (*a, *b))
+    ):
+        return None
+    sizes = AHEAD[len(a)]
+    tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
+    tiles = -(-num_tokens // tokens)
+    most = min(tiles, spare // (-(-rank // BLOCK_RANKS) * SPLITS))
+    if num_tokens <= FEW_TOKENS:
+        return Blocks(tokens, max(1, most))
+    constant, of_input = TILE_S[len(a)]
+    shares = {count: -(-tiles // count) * (constant + of_input * inputs) / seconds for count in range(1, most + 1)}
+    clusters = next((count for count, share in shares.items() if share <= EARLY), most)
+    if clusters and shares[clusters] <= LATE:
+        return Blocks(tokens, clusters)
+    if sum(map(len, b)) in WIDE:
+        return Blocks(WIDE_TOKENS, -(-num_tokens // WIDE_TOKENS))
+    return None
 
 
 @cache
@@ -73,7 +108,7 @@ def all_kernels() -> list[hopper.Kernel]:
     return [kernel(tokens, slices) for slices, by_tokens in AHEAD.items() for tokens in by_tokens]
 
 
-def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) -> Tensor:
+def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, how: Blocks) -> Tensor:
     """h = x A^T, rounded to bf16 once, and zero for tokens without the adapter.
 
     The kernel that is launched next may start before this one ends, and so must wait for it before it reads h. The
@@ -83,8 +118,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) ->
         x: [T, K] bf16, contiguous.
         a: one [R, K] bf16 for each slice, contiguous.
         indices: [T] or longer, int64: negative for a token without the adapter.
-        idle: multiprocessors that the next kernel does not need. For few tokens others are taken from it as few as
-            possible: tokens follow each other on the same ones.
+        how: of ``blocks``.
 
     Returns:
         [slices, T, R] bf16.
@@ -93,14 +127,9 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, *, idle: int = 0) ->
     assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]
     (num_tokens, inputs), rank = x.shape, len(a[0])
     hidden = x.new_empty(len(a), num_tokens, rank)
-    sizes = AHEAD[len(a)]
-    are_few = num_tokens <= FEW_TOKENS
-    tokens = next((most for most in sizes if num_tokens <= most), max(sizes)) if are_few else MANY_BLOCK_TOKENS
-    parts, tiles = -(-rank // BLOCK_RANKS), -(-num_tokens // tokens)
-    clusters = min(tiles, max(1, idle // (parts * SPLITS))) if are_few else tiles
     hopper.launch(
-        kernel(tokens, len(a)),
-        grid=(parts, SPLITS, clusters),
+        kernel(how.tokens, len(a)),
+        grid=(-(-rank // BLOCK_RANKS), SPLITS, how.clusters),
         threads=len(a) * SLICE_THREADS,
         cluster=SPLITS,
         device=x.device,

@@ -30,6 +30,7 @@ HERTZ, FEW_COLUMNS = 1.755e9, 1.2  # two warpgroups do not keep a multiprocessor
 BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of a cluster; of its sums, for 4 columns of 128 tokens
 # Clusters of so many blocks that run at a time, where a multiprocessor has room for one block.
 AT_A_TIME = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
+BESIDE = {**AT_A_TIME, 2: 66, 8: 15}  # the same where clusters of another kernel have the rest
 # A large linear of more tokens than a block has is left to Humming where blocks would leave more of the GPU idle than
 # this: Humming's share what is left over (`bench_schedules`, 14B with 256 tokens).
 LARGE, FULL = 50e6, 0.83  # N x K; of the multiprocessors
@@ -77,22 +78,23 @@ FULL_TILES = sorted({tokens * tiles for tokens in SLAB_CYCLES for tiles in range
 
 
 @cache
-def schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """What to run; None where this kernel cannot, or Humming's is faster."""
+def schedule(num_tokens: int, outputs: int, inputs: int, *, alone: bool = True) -> Schedule | None:
+    """What to run; None where this kernel cannot, or, if it is ``alone`` and adds no adapter, Humming's is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % COLUMN or inputs % STAGE_INPUTS:
         return None
     fitting = [variant for variant in VARIANTS if variant.tokens * TILES >= num_tokens]
     all_of_them = (Schedule(variant, splits) for variant in fitting for splits in AT_A_TIME)
-    best = min(all_of_them, key=lambda how: _seconds(how, num_tokens, outputs, inputs))
+    best = min(all_of_them, key=lambda how: seconds(how, num_tokens, outputs, inputs))
     clusters, rounds = _rounds(best, num_tokens, outputs)
     wasteful = clusters * best.splits < FULL * rounds * AT_A_TIME[1]
-    return None if wasteful and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE else best
+    is_hummings = alone and wasteful and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE
+    return None if is_hummings else best
 
 
-def idle(how: Schedule, num_tokens: int, outputs: int) -> int:
-    """Multiprocessors that have nothing to do."""
+def spare(how: Schedule, num_tokens: int, outputs: int) -> int:
+    """Multiprocessors that another kernel may have meanwhile, as this one does not get slower without them."""
     clusters, rounds = _rounds(how, num_tokens, outputs)
-    return (AT_A_TIME[how.splits] - clusters) * how.splits if rounds == 1 else 0
+    return max(0, BESIDE[how.splits] - -(-clusters // rounds)) * how.splits
 
 
 def _rounds(how: Schedule, num_tokens: int, outputs: int) -> tuple[int, int]:
@@ -102,7 +104,8 @@ def _rounds(how: Schedule, num_tokens: int, outputs: int) -> tuple[int, int]:
     return clusters, -(-clusters // AT_A_TIME[splits])
 
 
-def _seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
+def seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
+    """How long the kernel takes on an H200, about."""
     (tokens, columns), splits = how
     _, rounds = _rounds(how, num_tokens, outputs)
     if splits > 1 and (rounds > 1 or splits > inputs // STAGE_INPUTS):
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
     """What a linear may need, whatever the number of tokens: fewer have the schedule of the next full tiles."""
-    return [kernel(how.variant) for most in FULL_TILES if (how := schedule(most, outputs, inputs))]
+    return [kernel(how.variant) for most in FULL_TILES if (how := schedule(most, outputs, inputs, alone=False))]
 
 
 def batch_linear(

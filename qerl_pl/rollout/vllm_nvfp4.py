@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,13 +122,14 @@ def nvfp4_linear(
     adapter = None
     if indices is not None and no_lora is not None and not no_lora.item():
         adapter = slots(a), slots(b), indices
-    if adapter and (ours := _our_linear_with(len(x), *adapter[:2])):
+    if adapter and (found := _our_linear_with(len(x), *adapter[:2])):
+        multiply, blocks = found
         x = x.contiguous()
         first, second, which = adapter
-        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, idle=ours.idle), second)
-        return ours.multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
+        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, blocks), second)
+        return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
     if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
-        y = ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
+        y = ours(x, weight, weight_scale, weight_scale_2, bias)
     else:
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
@@ -158,24 +159,30 @@ def prompt_schedules(layer_config: str, compute_config: str) -> str:
     return json.dumps(without_served(schedules, ours))
 
 
-class _OurLinear(NamedTuple):
-    multiply: Callable[..., Tensor]
-    idle: int
-    """Multiprocessors that it leaves idle."""
-
-
-def _our_linear(tokens: int, outputs: int, inputs: int) -> _OurLinear | None:
+def _our_linear(tokens: int, outputs: int, inputs: int) -> Callable[..., Tensor] | None:
     """None where Humming's is faster."""
     if few := nvfp4_decode.schedule(tokens, outputs, inputs):
-        return _OurLinear(partial(nvfp4_decode.decode_linear, how=few), idle=0)
+        return partial(nvfp4_decode.decode_linear, how=few)
     if more := nvfp4_batch.schedule(tokens, outputs, inputs):
-        return _OurLinear(partial(nvfp4_batch.batch_linear, how=more), nvfp4_batch.idle(more, tokens, outputs))
+        return partial(nvfp4_batch.batch_linear, how=more)
     return None
 
 
-def _our_linear_with(tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]) -> _OurLinear | None:
-    """That adds an adapter itself; None where it is added apart."""
-    return _our_linear(tokens, sum(map(len, b)), a[0].shape[1]) if lora_hopper.is_possible(tokens, a, b) else None
+def _our_linear_with(
+    tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
+) -> tuple[Callable[..., Tensor], lora_hopper.Blocks] | None:
+    """That adds an adapter itself; None where it is better added apart."""
+    outputs, inputs = sum(map(len, b)), a[0].shape[1]
+    if few := nvfp4_decode.schedule(tokens, outputs, inputs):
+        multiply, spare, seconds = partial(nvfp4_decode.decode_linear, how=few), 0, 0.0
+    elif more := nvfp4_batch.schedule(tokens, outputs, inputs, alone=False):
+        multiply = partial(nvfp4_batch.batch_linear, how=more)
+        spare = nvfp4_batch.spare(more, tokens, outputs)
+        seconds = nvfp4_batch.seconds(more, tokens, outputs, inputs)
+    else:
+        return None
+    blocks = lora_hopper.blocks(tokens, a, b, spare=spare, seconds=seconds)
+    return (multiply, blocks) if blocks else None
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:

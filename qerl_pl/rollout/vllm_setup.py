@@ -90,7 +90,10 @@ def policy_arguments(
     targets = set(policy.peft_config.target_modules or ())
     if targets - set(PROJECTIONS):
         raise ValueError(f"lora targets are {sorted(targets)}; adapters reach vLLM on {', '.join(PROJECTIONS)} alone")
+    # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
+    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
+        **(early if decoding_kernel == "ours" else {}),
         "model": policy.base,
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import (
     AT_A_TIME,
+    BESIDE,
     FULL_TILES,
     MOST_TOKENS,
     VARIANTS,
@@ -75,15 +76,32 @@ def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, token
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_more_tokens_never_take_less_time(shape):
     found = {tokens: schedule(tokens, *shape) for tokens in TOKENS}
-    times = [nvfp4_batch._seconds(how, tokens, *shape) for tokens, how in found.items() if how is not None]
+    times = [nvfp4_batch.seconds(how, tokens, *shape) for tokens, how in found.items() if how is not None]
     assert all(few <= many for few, many in pairwise(times))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (27648, 5120), (5120, 27648)], ids=str)
 def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape):
-    for tokens in range(1, MOST_TOKENS + 1):
+    prepared = {kernel.name for kernel in nvfp4_batch.kernels_for(*shape)}
+    for tokens, alone in product(range(1, MOST_TOKENS + 1), (True, False)):
         full = next(most for most in FULL_TILES if tokens <= most)
-        assert schedule(tokens, *shape) == schedule(full, *shape)
+        how = schedule(tokens, *shape, alone=alone)
+        assert how == schedule(full, *shape, alone=alone)
+        assert how is None or nvfp4_batch.kernel(how.variant).name in prepared
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_spare_is_not_needed(shape):
+    outputs, _ = shape
+    for tokens in TOKENS:
+        how = schedule(tokens, *shape, alone=False)
+        assert how is not None
+        variant, splits = how
+        clusters = -(-outputs // (64 * variant.columns)) * -(-tokens // variant.tokens)
+        spare, at_a_time = nvfp4_batch.spare(how, tokens, outputs), BESIDE[splits]
+        assert spare >= 0
+        rounds = -(-clusters // (at_a_time - spare // splits))
+        assert rounds == -(-clusters // at_a_time), "as many as with the whole GPU"
 
 
 def test_the_rule_is_what_the_sweep_found():
@@ -111,7 +129,9 @@ def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
 
 
 def test_large_linears_that_would_leave_much_of_the_gpu_idle_are_left_to_humming():
-    assert schedule(256, 27648, 5120) is schedule(129, 5120, 13824) is None
+    for shape in ((256, 27648, 5120), (129, 5120, 13824)):
+        assert schedule(*shape) is None
+        assert schedule(*shape, alone=False) is not None, "it adds an adapter meanwhile, which Humming's does not"
     assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1)
     assert chosen(256, 37888, 3584) == Schedule(Variant(128, 3), 1)
     assert chosen(256, 5120, 5120) == Schedule(Variant(128, 3), 2), "a small one"

@@ -114,7 +114,8 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
                 part += hidden @ matrix.T
         return y
 
-    def shrink(x: Tensor, a: list[Tensor], indices: Tensor, *, idle: int) -> Tensor:
+    def shrink(x: Tensor, a: list[Tensor], indices: Tensor, how: lora_hopper.Blocks) -> Tensor:
+        assert how.clusters <= -(-len(x) // how.tokens)
         found.append(("shrink", len(x)))
         return torch.stack([x @ matrix.T for matrix in a]) * (indices[: len(x)] >= 0).unsqueeze(1)
 
@@ -235,8 +236,8 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
             torch._dynamo.mark_dynamic(x, 0)
         exact = sums(wrapped, x, bias)
         assert (function(x) - exact).abs().max() <= 2**-6 * exact.abs().max()
-    together = [("shrink", 8), ("decode", 8), ("shrink", 64), ("batch", 64)]
-    assert calls == [*together, ("batch", 65), ("adapter", 65), ("humming", 257), ("adapter", 257)]
+    together = [("shrink", 8), ("decode", 8), ("shrink", 64), ("batch", 64), ("shrink", 65), ("batch", 65)]
+    assert calls == [*together, ("humming", 257), ("adapter", 257)]
     calls.clear()
     wrapped.punica_wrapper.token_mapping_meta.no_lora_flag_cpu.fill_(True)
     assert torch.equal(function(x), product(x, bias))
@@ -255,13 +256,19 @@ def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices
     assert calls == [("decode", 6), ("adapter", 6)]
 
 
-@pytest.mark.parametrize(("rank", "slices", "fewest"), [(16, (384, 128), 65), (72, (384, 128), 1), (4, (N,), 1)])
-def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(calls, rank, slices, fewest):
+@pytest.mark.parametrize(
+    ("rank", "slices", "late", "fewest"),
+    [(16, (384, 128), 9.0, 257), (16, (384, 128), 0.0, 65), (72, (384, 128), 9.0, 1), (4, (N,), 9.0, 1)],
+)
+def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
+    calls, monkeypatch, rank, slices, late, fewest
+):
     from qerl_pl.rollout import vllm_nvfp4
 
+    monkeypatch.setattr(lora_hopper, "LATE", late)
     wrapped = with_adapter(prepared(), rank, slices)
     assert vllm_nvfp4.fewest_apart(wrapped) == fewest
-    for tokens in (1, 33, 64, 65, 100):
+    for tokens in (1, 33, 64, 65, 100, 256, 257):
         calls.clear()
         vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())
         assert (("adapter", tokens) in calls) == (tokens >= fewest)
@@ -279,7 +286,7 @@ def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeyp
     monkeypatch.setattr(vllm_cuda, "compile_kernels", lambda a, b, fewest: compiled.append((len(a[0][0, 0]), fewest)))
     worker: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     vllm_worker.compile_adapter_kernels(worker)
-    assert compiled == [(16, 65), (16, 1), (72, 1)]
+    assert compiled == [(16, 257), (16, 1), (72, 1)]
 
 
 def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
