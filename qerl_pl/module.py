@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -251,6 +251,14 @@ class QeRLModule(LightningModule):
     def teardown(self, stage: str) -> None:
         """Give the engine's memory back."""
         self.engine.close()
+
+    def cpu(self) -> Self:
+        """Move all but what is frozen, for which Lightning asks when a run ends: a copy of the base is of no use.
+
+        It would take as much of the host's memory as of the GPU's, on every rank.
+        """
+        frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
+        return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
 
     # ---- one RL iteration -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -63,7 +62,8 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, monkeypatch):
     free, save = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: free.wait(20) and save(*args))
     io.save_checkpoint(checkpoint(), tmp_path / "a.ckpt", IN_BACKGROUND)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    waiting = threading.get_ident()  # of a signal to the process another thread might take notice
+    threading.Timer(0.1, signal.pthread_kill, (waiting, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         io.wait()
     assert not io.is_written()

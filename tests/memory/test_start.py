@@ -1,4 +1,4 @@
-"""What a run does about its memory when it starts."""
+"""What a run does about its memory when it starts, and when it ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, usable
@@ -71,3 +72,16 @@ def test_a_limit_of_no_memory_is_refused(gib, bases):
             [WeightedReward("format", think_answer_format)],
             gpu_memory=gib,
         )
+
+
+def test_the_frozen_base_is_not_copied_to_the_host_when_a_run_ends(bases):
+    module = QeRLModule(
+        str(bases["dense"]), TransformersEngine(), [WeightedReward("format", think_answer_format)], max_prompt_tokens=64
+    )
+    base, adapter = nn.Linear(4, 4, device="meta").requires_grad_(False), nn.Linear(4, 4)
+    base.register_buffer("scales", torch.ones(4, device="meta"))
+    module.policy = nn.Sequential(base, adapter)  # pyright: ignore[reportAttributeAccessIssue]
+    adapter.weight.grad = torch.ones(4, 4)
+    assert module.cpu() is module, "of a tensor on meta there can be no copy"
+    assert {tensor.device.type for tensor in (base.weight, base.scales)} == {"meta"}
+    assert {tensor.device.type for tensor in (adapter.weight, adapter.weight.grad)} == {"cpu"}
