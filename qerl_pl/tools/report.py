@@ -27,6 +27,8 @@ class Curve(NamedTuple):
 
     steps: list[int]
     values: list[float]
+    times: list[float]
+    """When each was logged, in seconds since the epoch."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,8 +69,9 @@ def read_curves(run: Path) -> dict[str, Curve]:
     events.Reload()
     curves = {}
     for tag in events.Tags()["scalars"]:
-        latest = {event.step: event.value for event in sorted(events.Scalars(tag), key=lambda event: event.wall_time)}
-        curves[tag] = Curve(sorted(latest), [latest[step] for step in sorted(latest)])
+        latest = {event.step: event for event in sorted(events.Scalars(tag), key=lambda event: event.wall_time)}
+        found = [latest[step] for step in sorted(latest)]
+        curves[tag] = Curve(sorted(latest), [event.value for event in found], [event.wall_time for event in found])
     return curves
 
 

@@ -21,15 +21,16 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from qerl_pl.memory.device import used_bytes
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.report import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import DECODING_KERNELS, RANK, child_environment, decoding_kernel, emit
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         logged=memory,
         finished=finished,
         steps_done=len(steps) + 1,
-        quarters=quarters(steps, usage) if len(steps) >= 40 else None,
+        quarters=quarters(curves, usage) if len(steps) >= 40 else None,
         total_s=total_s,
     )
 
@@ -157,8 +158,8 @@ def memory_reason(errors: Iterable[str]) -> str | None:
 class Usage(NamedTuple):
     """Of a process, at one time."""
 
-    seconds: float
-    """Of the clock ``time.perf_counter``."""
+    time: float
+    """In seconds since the epoch."""
     gpu_bytes: int
     """Taken on the GPU by all processes."""
     host_bytes: int
@@ -176,20 +177,27 @@ def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]
             pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
             gpu = used_bytes(torch.device(DEVICE)) if DEVICE == "cuda" else 0
             files = len(os.listdir(f"/proc/{process.pid}/fd"))
-            found.append(Usage(now, gpu, pages * os.sysconf("SC_PAGE_SIZE"), files))
+            found.append(Usage(time.time(), gpu, pages * os.sysconf("SC_PAGE_SIZE"), files))
         if limit_s is not None and now - start > limit_s:
             process.kill()
         time.sleep(0.5)
     return found
 
 
-def quarters(steps: Sequence[float], usage: Sequence[Usage]) -> dict[str, list[float]]:
-    """Median seconds a step, and the most that was used, in each quarter of a run after its first step."""
-    began = usage[-1].seconds - sum(steps)
-    size, length = len(steps) // 4, sum(steps) / 4
-    parts = [[use for use in usage if (use.seconds - began) // length == part] for part in range(4)]
+def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, Any]:
+    """Median seconds of a step and of its phases, and the most that was used, in each quarter of the later steps."""
+    ends = curves["time/step_s"].times
+    edges = [round(part * (len(ends) - 1) / 4) for part in range(5)]
+
+    def medians(name: str) -> list[float]:
+        values = curves[name].values[1:]
+        return [statistics.median(values[first:last]) for first, last in pairwise(edges)]
+
+    phases = {phase: f"time/{phase}_s" for phase in PHASES}
+    parts = [[use for use in usage if ends[first] <= use.time <= ends[last]] for first, last in pairwise(edges)]
     return {
-        "step_s": [statistics.median(steps[part * size : (part + 1) * size]) for part in range(4)],
+        "step_s": medians("time/step_s"),
+        "phases_s": {phase: medians(name) for phase, name in phases.items() if name in curves},
         "gpu_bytes": [max(use.gpu_bytes for use in part) for part in parts],
         "host_bytes": [max(use.host_bytes for use in part) for part in parts],
         "files": [max(use.files for use in part) for part in parts],

@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, base: str) -> None:
     with turn():
         engine.wake()
         measure_started(args, engine, start_s, dummy=dummy)
-    engine.close()
+        engine.close()  # the next one may need the room
 
 
 def measure_started(args: argparse.Namespace, engine: VLLMEngine, start_s: float, *, dummy: bool) -> None:

@@ -215,7 +215,9 @@ $cards
 
 ## Long runs
 
-Each column has the four quarters of a run, its first step left out.
+Each column has the four quarters of a run, its first step left out. In the run of commit 443f568 the last quarter has
+the process's end too, when Lightning copied the base to the host (it stays where it is since then); and another
+benchmark measured on the host's other GPU meanwhile.
 
 $long_runs
 
