@@ -22,7 +22,7 @@ from qerl_pl.seeding import derive_seed
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
 ONE_TOKEN = Sampling(num_completions=1, max_tokens=1, temperature=1.0)
-NUM_PROMPTS = 8
+NUM_PROMPTS = 16
 STRENGTH = 0.5  # of the strange adapter: it adds about a third of the input to the output of a linear, in rms
 SEED = 0
 
@@ -63,7 +63,7 @@ class SyncCanary(Callback):
     """
 
     def __init__(self, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None) -> None:
-        for name, value, least in (("score_every", score_every, 1), ("num_tokens", num_tokens, NUM_PROMPTS + 1)):
+        for name, value, least in (("score_every", score_every, 1), ("num_tokens", num_tokens, 2 * NUM_PROMPTS)):
             if value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
         if tolerance is not None and not tolerance > 0:
@@ -225,8 +225,11 @@ def strange_adapter_gap(
 
     Both are left with the adapter loaded. The second number is what the adapter changed in the oracle's scores of these
     tokens, mean of the absolute values, in nats.
+
+    Beginnings are two tokens apart: of a stale prefix much is left in what follows on a cached block at once, and less
+    after some tokens that the engine computes anew. Blocks have 16 tokens or more.
     """
-    prompts = [tokens[: len(tokens) - shorter] for shorter in range(NUM_PROMPTS)]
+    prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
     engine.generate(prompts[:1], ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
     engine.load_adapter(adapter)
     completions = [completion for [completion] in engine.generate(prompts, ONE_TOKEN, SEED)]

@@ -93,19 +93,28 @@ def other_noise(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
 
 
 def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
-    """What was computed for the beginning of a prompt once is used for it ever after."""
+    """What was computed for the beginning of a prompt once is used for it ever after.
+
+    Without a cache, all that follows the beginning comes from the adapter that was loaded when it was new.
+    """
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
         return engine
-    remembered: dict[str, list[Completion]] = {}
+    loaded, of_beginning = [adapter], dict[tuple[int, ...], dict[str, torch.Tensor]]()
+
+    def load(given: dict[str, torch.Tensor]) -> None:
+        engine.load_adapter(given)
+        loaded.append({name: tensor.clone() for name, tensor in given.items()})
 
     def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
-        keys = [repr((prompt[:16], sampling, seed)) for prompt in prompts]
-        for key, group in zip(keys, engine.generate(prompts, sampling, seed), strict=True):
-            remembered.setdefault(key, group)
-        return [remembered[key] for key in keys]
+        groups = []
+        for prompt in prompts:
+            engine.load_adapter(of_beginning.setdefault(tuple(prompt[:16]), loaded[-1]))
+            groups += engine.generate([prompt], sampling, seed)
+        engine.load_adapter(loaded[-1])
+        return groups
 
-    return Instead(engine, generate=generate)
+    return Instead(engine, load_adapter=load, generate=generate)
 
 
 FAULTS: dict[str, Callable[[RolloutEngine, dict[str, torch.Tensor]], Any]] = {

@@ -123,6 +123,35 @@ class TestChecks:
         wrong = canary.too_far(gaps(loop, policy, NormNoise()), canary.TOLERANCE[dtype])
         assert set(wrong) == ({canary.STRANGE} if fault else set())
 
+    @pytest.mark.parametrize("block", [16, 32, 64, 128])
+    def test_samples_follow_a_cached_block_at_once_and_after_some_tokens(self, bases, block):
+        policy = make_policy(bases["nvfp4"])
+        lengths = []
+
+        class Engine(TransformersEngine):
+            def generate(self, prompts, *args, **more):
+                lengths.append([len(prompt) for prompt in prompts])
+                return super().generate(prompts, *args, **more)
+
+        engine, oracle = Engine(), TransformersEngine()
+        for each in (engine, oracle):
+            each.start(policy, max_model_len=200, seed=0)
+        tokens = fixed_tokens(policy, SyncCanary().num_tokens)
+        canary.strange_adapter_gap(engine, oracle, policy.adapter_state(), tokens)
+        [cached], sampled = lengths
+        assert cached == max(sampled)
+        assert min(sampled) > block, "each has a whole block in the cache"
+        anew = [(length - 1) % block + 1 for length in sampled]  # tokens of its own
+        assert min(anew) == 1
+        assert max(anew) >= 15
+
+    def test_few_tokens_are_enough(self, bases):
+        policy = make_policy(bases["nvfp4"])
+        loop = synced(policy, NormNoise())
+        for count in (2, 3, 20):
+            found = score_gaps(loop, policy, NormNoise(), fixed_tokens(policy, count), seed=5, with_scores=True)
+            assert not canary.too_far(found, canary.TOLERANCE[torch.float32])
+
     @pytest.mark.parametrize(
         ("gap", "change", "tolerance", "limit"),
         [(0.35, 1.6, 0.3, None), (0.9, 1.6, 0.3, 0.8), (0.02, 0.03, 0.3, 0.015), (2e-4, 1.6, 1e-4, 1e-4)],
@@ -136,7 +165,7 @@ class TestChecks:
         ("settings", "said"),
         [
             ({"score_every": 0}, "score_every is 0"),
-            ({"num_tokens": 8}, "num_tokens is 8"),
+            ({"num_tokens": 31}, "num_tokens is 31"),
             ({"tolerance": 0.0}, "tolerance is 0"),
             ({"tolerance": math.nan}, "tolerance is nan"),
         ],
