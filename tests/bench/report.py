@@ -175,9 +175,9 @@ $schedules
 
 Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`), by the
 kernels of this repository. `none` has no adapter. `together` is what an engine does: x A^T starts the base's kernel at
-once, which adds the product with B to its own sums (`kernels/lora_hopper.py`, with up to 64 tokens, for gate and up
-with up to 256). `apart` adds the adapter afterwards with the kernels for any base, as an engine does else, and `matmul`
-with cuBLAS.
+once, which adds the product with B to its own sums (`kernels/lora_hopper.py`; with more than 64 tokens, of gate and up
+alone up to commit 65f810d, and since 443f568 of all linears of which the base leaves room and time for x A^T). `apart`
+adds the adapter afterwards with the kernels for any base, as an engine does else, and `matmul` with cuBLAS.
 
 $layers_ours
 
@@ -190,7 +190,8 @@ $layers
 What launching every kernel of a layer early did, norms and the gate too (commit 7e474b8, taken back): linears alone
 gain (`none-early`), and adapters lose more (`all-early` against `ours`), probably because their programs wait on
 multiprocessors that the base still needs. Humming adds partial sums up in any order: none of these repeats the bits of
-its last run.
+its last run. Since 443f568 adapters are in the kernels of the base, and norms, gates and rotations start early again
+beside these, by Inductor's own option.
 
 $early
 
