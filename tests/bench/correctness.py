@@ -199,14 +199,19 @@ def document(results: Sequence[dict[str, Any]]) -> str:
 
 
 def canary_section(results: Sequence[dict[str, Any]]) -> str:
-    """What the canary's comparisons give on a GPU, for healthy and for broken engines (`bench_canary`)."""
-    first = results[0]
-    rows = []
+    """What the canary's comparisons give for healthy and for broken engines, a table a run of `bench_canary`."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
-        gaps = (f"{median:.3f} ({least:.3f} to {most:.3f})" for least, median, most in result["nats"].values())
-        rows.append([result["name"].removeprefix("canary/").replace("_", " "), *gaps])
-    header = ["engine", *(f"{what}, nats" for what in first["nats"])]
-    return CANARY_HEAD.format(**first, **first["shape"]) + "\n" + table(header, rows)
+        runs.setdefault((result["device"], result["commit"]), []).append(result)
+    parts = [CANARY_HEAD]
+    for first, *others in runs.values():
+        rows = []
+        for result in (first, *others):
+            gaps = (f"{median:.3f} ({least:.3f} to {most:.3f})" for least, median, most in result["nats"].values())
+            rows.append([result["name"].removeprefix("canary/").replace("_", " "), *gaps])
+        header = ["engine", *(f"{what}, nats" for what in first["nats"])]
+        parts.append(CANARY_RUN.format(**first, **first["shape"], table=table(header, rows)))
+    return "\n".join(parts)
 
 
 HEAD = """# Which policy do rollouts come from?
@@ -261,9 +266,16 @@ an adapter that is held and not used, noise left behind, noise that is missing, 
 """
 
 CANARY_HEAD = """\
-On {device} at commit {commit}: {layers} blocks of {size}, an {format} base in {dtype}, median and range over
-{adapters} adapters (`tests/bench/bench_canary.py`). Checksums, which see most of these faults, are left out.
-Stale prefixes leave about half of what the strange adapter changes or less, which in bf16 a check may take for healthy.
+What its comparisons give (`tests/bench/bench_canary.py`), median and range over adapters. Checksums, which see most of
+these faults, are left out. Of stale prefixes more is left the sooner a sample follows a cached block. Up to commit
+65f810d there were 8 samples, each at least 9 tokens after one, and stale prefixes came close to half of the change in
+bf16; now there are 16, and some follow at once.
+"""
+
+CANARY_RUN = """\
+{layers} blocks of {size}, an {format} base in {dtype}, {adapters} adapters, on {device} at commit {commit}:
+
+{table}
 """
 
 
