@@ -26,7 +26,9 @@ SPLITS = 8  # blocks that share the inputs
 # With more than few tokens the base waits for h if that is not there in time. Seconds for a tile of tokens, of an H200
 # that multiplies by weights meanwhile: by slices a constant and an input's (sweeps over Qwen2.5-3B to 32B).
 TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
-EARLY, LATE = 0.8, 1.1  # times the base's seconds: no more clusters than that takes; then a pass over y takes less time
+# Times the base's seconds: no more clusters than it takes to have h by the first. Where there is room for too few to
+# have it by the second, a pass over y takes less time.
+EARLY, LATE = 0.8, 1.1
 # Where the base needs the whole GPU, all tiles at the same time are still faster for these outputs: with fewer of them
 # a pass over y takes less time, with more of them the base's blocks add their parts one after another.
 WIDE, WIDE_TOKENS = range(16384, 40961), 16
@@ -76,12 +78,12 @@ def blocks(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], *, spare: 
     sizes = AHEAD[len(a)]
     tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
     tiles = -(-num_tokens // tokens)
-    most = min(tiles, spare // (-(-rank // BLOCK_RANKS) * SPLITS))
+    room = min(tiles, spare // (-(-rank // BLOCK_RANKS) * SPLITS))
     if num_tokens <= FEW_TOKENS:
-        return Blocks(tokens, max(1, most))
+        return Blocks(tokens, max(1, room))
     constant, of_input = TILE_S[len(a)]
-    shares = {count: -(-tiles // count) * (constant + of_input * inputs) / seconds for count in range(1, most + 1)}
-    clusters = next((count for count, share in shares.items() if share <= EARLY), most)
+    shares = {count: -(-tiles // count) * (constant + of_input * inputs) / seconds for count in range(1, room + 1)}
+    clusters = next((count for count, share in shares.items() if share <= EARLY), room)
     if clusters and shares[clusters] <= LATE:
         return Blocks(tokens, clusters)
     if sum(map(len, b)) in WIDE:

@@ -149,7 +149,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     }
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
-  let_next_kernel_start();
+  let_next_kernel_start();  // it waits for this one's end before it reads y
   const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);
