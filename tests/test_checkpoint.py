@@ -62,10 +62,13 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, monkeypatch):
     free, save = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: free.wait(20) and save(*args))
     io.save_checkpoint(checkpoint(), tmp_path / "a.ckpt", IN_BACKGROUND)
-    waiting = threading.get_ident()  # of a signal to the process another thread might take notice
-    threading.Timer(0.1, signal.pthread_kill, (waiting, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        io.wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            io.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not io.is_written()
     free.set()
     io.wait()
