@@ -26,7 +26,7 @@ SPLITS = 8  # blocks that share the inputs
 # With more than few tokens the base waits for h if that is not there in time. Seconds for a tile of tokens, of an H200
 # that multiplies by weights meanwhile: by slices a constant and an input's (sweeps over Qwen2.5-3B to 32B).
 TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
-# Times the base's seconds: no more clusters than it takes to have h by the first. Where there is room for too few to
+# Times the room's seconds: no more clusters than it takes to have h by the first. Where there is room for too few to
 # have it by the second, a pass over y takes less time.
 EARLY, LATE = 0.8, 1.1
 # Where the base needs the whole GPU, all tiles at the same time are still faster for these outputs: with fewer of them
@@ -55,15 +55,22 @@ class Blocks(NamedTuple):
     """Of blocks with the same ranks. Each has tiles of its own, one after another."""
 
 
-def blocks(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], *, spare: int, seconds: float) -> Blocks | None:
+class Room(NamedTuple):
+    """Beside a base's kernel, at its start, as that does not get slower."""
+
+    multiprocessors: int
+    seconds: float
+    """When they are over, the base's first blocks end and wait for h."""
+
+
+def blocks(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], room: Room) -> Blocks | None:
     """For an adapter of these shapes and dtypes; None where it is better added apart, or the kernels cannot take it.
 
     Args:
         num_tokens: in the batch.
         a: one [R, K] for each slice.
         b: one [n, R] for each slice.
-        spare: multiprocessors that the base's kernel does without.
-        seconds: that it takes.
+        room: beside the base's kernel.
     """
     rank, inputs = a[0].shape
     if (
@@ -78,12 +85,13 @@ def blocks(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], *, spare: 
     sizes = AHEAD[len(a)]
     tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
     tiles = -(-num_tokens // tokens)
-    room = min(tiles, spare // (-(-rank // BLOCK_RANKS) * SPLITS))
+    most = min(tiles, room.multiprocessors // (-(-rank // BLOCK_RANKS) * SPLITS))
     if num_tokens <= FEW_TOKENS:
-        return Blocks(tokens, max(1, room))
+        return Blocks(tokens, max(1, most))
     constant, of_input = TILE_S[len(a)]
-    shares = {count: -(-tiles // count) * (constant + of_input * inputs) / seconds for count in range(1, room + 1)}
-    clusters = next((count for count, share in shares.items() if share <= EARLY), room)
+    tile_s = constant + of_input * inputs
+    shares = {count: -(-tiles // count) * tile_s / room.seconds for count in range(1, most + 1)}
+    clusters = next((count for count, share in shares.items() if share <= EARLY), most)
     if clusters and shares[clusters] <= LATE:
         return Blocks(tokens, clusters)
     if sum(map(len, b)) in WIDE:

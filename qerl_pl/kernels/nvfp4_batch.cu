@@ -44,7 +44,7 @@ FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 ba
 template <int TOKENS, int COLUMNS, int STAGES>
 FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const TensorMap *scale,
                           const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits,
-                          Adapter adapter) {
+                          int wide, Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = COLUMNS * 4, THREADS = WARPS * 32, SLABS = 8;
   constexpr int TILE = TOKENS * 128, WEIGHTS = 2 * TILE, SCALES = WEIGHTS + SLABS * COLUMNS * 512;
@@ -56,7 +56,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   const int stages = K / (SLABS * 16);
   const int first = (int)((long long)stages * blockIdx.y / splits);
   const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
-  const int first_column = blockIdx.x * COLUMNS, first_token = blockIdx.z * TOKENS;
+  const int first_column = blockIdx.x * (COLUMNS - 1) + min((int)blockIdx.x, wide), first_token = blockIdx.z * TOKENS;
+  const int columns = blockIdx.x < wide ? COLUMNS : COLUMNS - 1;  // the last warpgroup of a narrow block has none
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
   const u32 full = memory + STAGES * STAGE + WARPS * CONVERTED, read = full + STAGES * 8;
 
@@ -69,7 +70,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   };
   if (thread == 0) {
     prefetch(x), prefetch(weight), prefetch(scale);
-    for (int i = 0; i < STAGES; i++) begin_barrier(full + i * 8, 1), begin_barrier(read + i * 8, WARPS);
+    for (int i = 0; i < STAGES; i++) begin_barrier(full + i * 8, 1), begin_barrier(read + i * 8, columns * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     make_visible_to_wgmma();  // and to copies
     for (int i = 0; i < STAGES && first + i < last; i++) copy_stage(first + i, i);
@@ -96,7 +97,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 
   u32 slot = 0, parity = 0;
 #pragma unroll 1
-  for (int stage = first; stage < last; stage++) {
+  for (int stage = column < columns ? first : last; stage < last; stage++) {
     const u32 base = slot * STAGE, before = slot ? slot - 1 : STAGES - 1;
     wait_for(full + slot * 8, parity);
     u32 even, odd;
@@ -136,7 +137,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   __syncthreads();  // all stages have been read
   const int n = first_column * 64 + warp * 16;
   constexpr int AHEAD = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : COLUMNS < 5 ? 8 : 4;  // as registers allow
-  if (adapter.hidden && n < N) add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
+  if (adapter.hidden && n < N && column < columns) add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
 
   constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
   float *block_sums = (float *)shared;
@@ -152,6 +153,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll 4
     for (int part = thread; part < here * FOURS; part += THREADS) {
       const int token = part / FOURS, output = part % FOURS * 4;
+      if (output >= columns * 64) continue;  // they are the next block's
       store_outputs(y, bias, token, first_column * 64 + output, N,
                     *(const float4 *)(block_sums + token * PITCH + output));
     }

@@ -10,7 +10,9 @@ Weights lie as Humming 0.1.17 lays them out: see ``nvfp4_decode.fragments``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache, lru_cache
+from heapq import heapreplace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from qerl_pl.kernels import hopper, lora_hopper
 MOST_TOKENS = 256
 COLUMN, SLAB, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; of what is copied at a time
 SHARED_BYTES = 227 * 1024  # of a block, at most
-TILES = 2  # of tokens, at most
+TILES, MOST_ROUNDS = 2, 8  # of tokens, at most
 
 # What costs how much on an H200. A sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens found these:
 # for each of them the rule chooses the fastest schedule.
@@ -31,6 +33,8 @@ BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of a cluster; of i
 # Clusters of so many blocks that run at a time, where a multiprocessor has room for one block.
 AT_A_TIME = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
 BESIDE = {**AT_A_TIME, 2: 66, 8: 15}  # the same where clusters of another kernel have the rest
+# What an adapter's part adds to a block, where registers are few and so less of it is loaded at a time.
+ADAPTER_S = {(128, 5): 2.5e-6}
 # A large linear of more tokens than a block has is left to Humming where blocks would leave more of the GPU idle than
 # this: Humming's share what is left over (`bench_schedules`, 14B with 256 tokens).
 LARGE, FULL = 50e6, 0.83  # N x K; of the multiprocessors
@@ -67,10 +71,18 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A kernel, and how many blocks share the inputs of the same outputs and tokens."""
+    """How a kernel shares its work."""
 
     variant: Variant
     splits: int
+    """Blocks that share the inputs of the same outputs and tokens."""
+    blocks: int
+    """Along the outputs. Without splits some may be narrower than the others, by a column."""
+
+    def wide(self, outputs: int) -> int:
+        """How many blocks are not narrower: the first ones."""
+        narrower = self.blocks * (self.variant.columns - 1)
+        return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // COLUMN - narrower))
 
 
 VARIANTS = [Variant(tokens, columns) for tokens in SLAB_CYCLES for columns in range(2, 6)]
@@ -82,38 +94,80 @@ def schedule(num_tokens: int, outputs: int, inputs: int, *, alone: bool = True) 
     """What to run; None where this kernel cannot, or, if it is ``alone`` and adds no adapter, Humming's is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % COLUMN or inputs % STAGE_INPUTS:
         return None
+
+    def cost(how: Schedule) -> tuple[float, int]:
+        adapter = 0.0 if alone else ADAPTER_S.get(how.variant, 0.0) * _rounds(how, num_tokens)
+        return seconds(how, num_tokens, outputs, inputs) + adapter, how.blocks
+
     fitting = [variant for variant in VARIANTS if variant.tokens * TILES >= num_tokens]
-    all_of_them = (Schedule(variant, splits) for variant in fitting for splits in AT_A_TIME)
-    best = min(all_of_them, key=lambda how: seconds(how, num_tokens, outputs, inputs))
-    clusters, rounds = _rounds(best, num_tokens, outputs)
-    wasteful = clusters * best.splits < FULL * rounds * AT_A_TIME[1]
-    is_hummings = alone and wasteful and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE
+    best = min((how for variant in fitting for how in _schedules(variant, num_tokens, outputs)), key=cost)
+    busy = _clusters(best, num_tokens) * best.splits / (_rounds(best, num_tokens) * AT_A_TIME[1])
+    is_hummings = alone and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE and busy < FULL
     return None if is_hummings else best
 
 
-def spare(how: Schedule, num_tokens: int, outputs: int) -> int:
-    """Multiprocessors that another kernel may have meanwhile, as this one does not get slower without them."""
-    clusters, rounds = _rounds(how, num_tokens, outputs)
-    return max(0, BESIDE[how.splits] - -(-clusters // rounds)) * how.splits
+@cache
+def room(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.Room:
+    """For ``lora_hopper.shrink``. Where a multiprocessor has several blocks, it may have later ones' time earlier."""
+    _, splits, blocks = how
+    whole, rounds = seconds(how, num_tokens, outputs, inputs), _rounds(how, num_tokens)
+    if splits > 1:
+        return lora_hopper.Room(max(0, BESIDE[splits] - _clusters(how, num_tokens)) * splits, whole)
+    tiles, multiprocessors = -(-num_tokens // how.variant.tokens), range(1, AT_A_TIME[1] + 1)
+    needed = _columns_in_turn(how, tiles, outputs, AT_A_TIME[1])
+    fewest = next(count for count in multiprocessors if _columns_in_turn(how, tiles, outputs, count) <= needed)
+    first = whole if rounds == 1 else outputs / COLUMN / blocks * _column_s(how, inputs) + BLOCK_S
+    return lora_hopper.Room(int((AT_A_TIME[1] - fewest) * whole / first), first)
 
 
-def _rounds(how: Schedule, num_tokens: int, outputs: int) -> tuple[int, int]:
-    """Clusters, and how often the GPU is filled with them."""
-    (tokens, columns), splits = how
-    clusters = -(-outputs // (COLUMN * columns)) * -(-num_tokens // tokens)
-    return clusters, -(-clusters // AT_A_TIME[splits])
+def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
+    columns, tiles = outputs // COLUMN, -(-num_tokens // variant.tokens)
+    fewest, most = -(-columns // variant.columns), columns // (variant.columns - 1)
+    yield from (Schedule(variant, splits, fewest) for splits in AT_A_TIME)
+    for multiprocessors in (AT_A_TIME[1], AT_A_TIME[1] - lora_hopper.SPLITS):  # all, and all but a cluster of another's
+        for rounds in range(1, MOST_ROUNDS + 1):
+            if fewest < (blocks := rounds * multiprocessors // tiles) <= most:
+                yield Schedule(variant, 1, blocks)
+
+
+def _clusters(how: Schedule, num_tokens: int) -> int:
+    return how.blocks * -(-num_tokens // how.variant.tokens)
+
+
+def _rounds(how: Schedule, num_tokens: int) -> int:
+    """How often the GPU is filled with clusters."""
+    return -(-_clusters(how, num_tokens) // AT_A_TIME[how.splits])
+
+
+@cache
+def _columns_in_turn(how: Schedule, tiles: int, outputs: int, multiprocessors: int) -> int:
+    """The most columns that a multiprocessor has one block after another; it takes the next block when one ends."""
+    wide = how.wide(outputs)
+    widths = [how.variant.columns] * wide + [how.variant.columns - 1] * (how.blocks - wide)
+    ends = [0] * multiprocessors
+    for width in widths * tiles:
+        heapreplace(ends, ends[0] + width)
+    return max(ends)
+
+
+def _column_s(how: Schedule, inputs: int) -> float:
+    """Seconds that a block has for each of its columns."""
+    (tokens, columns), splits, _ = how
+    slabs = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // SLAB
+    return slabs * SLAB_CYCLES[tokens] * (FEW_COLUMNS if columns == 2 else 1) / HERTZ
 
 
 def seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
     """How long the kernel takes on an H200, about."""
-    (tokens, columns), splits = how
-    _, rounds = _rounds(how, num_tokens, outputs)
-    if splits > 1 and (rounds > 1 or splits > inputs // STAGE_INPUTS):
+    (tokens, columns), splits, _ = how
+    rounds = _rounds(how, num_tokens)
+    if splits == 1:
+        in_turn = _columns_in_turn(how, -(-num_tokens // tokens), outputs, AT_A_TIME[1])
+        return in_turn * _column_s(how, inputs) + rounds * BLOCK_S
+    if rounds > 1 or splits > inputs // STAGE_INPUTS:
         return math.inf  # more clusters than fit at a time were never faster
-    slabs = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // SLAB
-    cycles = slabs * columns * SLAB_CYCLES[tokens] * (FEW_COLUMNS if columns == 2 else 1)
-    sums = CLUSTER_S + SUM_S * (splits - 1) / splits * columns * tokens / 512 if splits > 1 else 0.0
-    return rounds * (cycles / HERTZ + BLOCK_S) + sums
+    sums = SUM_S * (splits - 1) / splits * columns * tokens / 512
+    return columns * _column_s(how, inputs) + BLOCK_S + CLUSTER_S + sums
 
 
 @cache
@@ -124,9 +178,9 @@ def kernel(variant: Variant) -> hopper.Kernel:
 extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
     {name}(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
     const __grid_constant__ TensorMap scale, const float *global_scale, const u16 *bias, u16 *y, int tokens, int N,
-    int K, int splits, {lora_hopper.PARAMETERS}) {{
+    int K, int splits, int wide, {lora_hopper.PARAMETERS}) {{
   nvfp4_batch<{variant.tokens}, {variant.columns}, {variant.stages}>(&x, &weight, &scale, global_scale, bias, y, tokens,
-                                                                     N, K, splits, {lora_hopper.ADAPTER});
+                                                                     N, K, splits, wide, {lora_hopper.ADAPTER});
 }}
 """
     return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
@@ -134,7 +188,8 @@ extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
     """What a linear may need, whatever the number of tokens: fewer have the schedule of the next full tiles."""
-    return [kernel(how.variant) for most in FULL_TILES if (how := schedule(most, outputs, inputs, alone=False))]
+    all_of_them = (schedule(most, outputs, inputs, alone=alone) for most in FULL_TILES for alone in (True, False))
+    return [kernel(how.variant) for how in all_of_them if how]
 
 
 def batch_linear(
@@ -159,7 +214,7 @@ def batch_linear(
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
-    (tokens, columns), splits = how
+    (tokens, columns), splits, blocks = how
     y = x.new_empty(num_tokens, outputs) if out is None else out
     slabs, all_columns = inputs // SLAB, outputs // COLUMN
     # Rows of 128 bytes of x, swizzled as wgmma reads them; 512 bytes of weights and 64 of scales of a column and slab.
@@ -168,12 +223,13 @@ def batch_linear(
     scale_map = _tensor_map(scales.data_ptr(), (8, all_columns, slabs), (64, outputs), (8, columns, 8), False)
     hopper.launch(
         kernel(how.variant),
-        grid=(-(-all_columns // columns), splits, -(-num_tokens // tokens)),
+        grid=(blocks, splits, -(-num_tokens // tokens)),
         threads=128 * columns,
         cluster=splits,
         device=x.device,
         arguments=[
             *(x_map, weight_map, scale_map, global_scale, bias, y, num_tokens, outputs, inputs, splits),
+            how.wide(outputs),
             *lora_hopper.arguments(update),
         ],
         early=update is not None,

@@ -14,7 +14,6 @@ import torch
 from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import (
     AT_A_TIME,
-    BESIDE,
     FULL_TILES,
     MOST_TOKENS,
     VARIANTS,
@@ -65,12 +64,14 @@ def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, token
     if (how := schedule(tokens, outputs, inputs)) is None:
         assert tokens > 128
         return
-    variant, splits = how
-    tiles = -(-tokens // variant.tokens)
-    clusters = -(-outputs // (64 * variant.columns)) * tiles
+    variant, splits, blocks = how
+    tiles, columns, wide = -(-tokens // variant.tokens), outputs // 64, how.wide(outputs)
+    clusters = blocks * tiles
     assert tiles <= 2
     assert 1 <= splits <= inputs // 128
     assert splits == 1 or clusters <= AT_A_TIME[splits]
+    widths = [variant.columns] * wide + [variant.columns - 1] * (blocks - wide)
+    assert sum(widths[:-1]) < columns <= sum(widths)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -91,34 +92,57 @@ def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_spare_is_not_needed(shape):
-    outputs, _ = shape
+def test_an_adapters_room_would_be_idle(shape):
+    outputs, inputs = shape
     for tokens in TOKENS:
         how = schedule(tokens, *shape, alone=False)
         assert how is not None
-        variant, splits = how
-        clusters = -(-outputs // (64 * variant.columns)) * -(-tokens // variant.tokens)
-        spare, at_a_time = nvfp4_batch.spare(how, tokens, outputs), BESIDE[splits]
-        assert spare >= 0
-        rounds = -(-clusters // (at_a_time - spare // splits))
-        assert rounds == -(-clusters // at_a_time), "as many as with the whole GPU"
+        variant, splits, blocks = how
+        wide, tiles = how.wide(outputs), -(-tokens // variant.tokens)
+        widths = ([variant.columns] * wide + [variant.columns - 1] * (blocks - wide)) * tiles * splits
+        ends = [0] * 132
+        for width in widths:  # a multiprocessor that is ready takes the next block
+            ends[ends.index(min(ends))] += width
+        idle = 132 - sum(widths) / max(ends)
+        room, whole = nvfp4_batch.room(how, tokens, outputs, inputs), nvfp4_batch.seconds(how, tokens, outputs, inputs)
+        assert 0 <= room.multiprocessors * room.seconds / whole <= idle + 1e-9
+        assert 0 < room.seconds <= whole
+        if len(widths) <= 132:
+            assert room.seconds == whole
+            assert room.multiprocessors + len(widths) <= 132
 
 
 def test_the_rule_is_what_the_sweep_found():
     """Of the schedules that were measured on an H200, the fastest ones."""
     found = {
-        (128, 37888, 3584): (128, 5, 1),
-        (256, 37888, 3584): (128, 3, 1),
-        (128, 3584, 18944): (128, 4, 8),
-        (256, 3584, 18944): (128, 4, 4),
-        (64, 3584, 3584): (64, 2, 4),
-        (128, 4608, 3584): (128, 3, 4),
-        (256, 4608, 3584): (128, 5, 4),
-        (64, 27648, 5120): (64, 4, 1),
-        (256, 3584, 3584): (128, 2, 2),
+        (128, 37888, 3584): (128, 5, 1, 119),
+        (192, 37888, 3584): (96, 5, 1, 132),
+        (256, 37888, 3584): (128, 5, 1, 132),
+        (128, 3584, 18944): (128, 4, 8, 14),
+        (256, 3584, 18944): (128, 4, 4, 14),
+        (64, 3584, 3584): (64, 2, 4, 28),
+        (128, 4608, 3584): (128, 3, 4, 24),
+        (256, 4608, 3584): (128, 5, 4, 15),
+        (64, 27648, 5120): (64, 4, 1, 108),
+        (256, 3584, 3584): (128, 2, 2, 28),
+        (192, 27648, 5120): (96, 4, 1, 124),
+        (256, 27648, 5120): (128, 4, 1, 124),
+        (64, 55296, 5120): (64, 4, 1, 248),
+        (128, 55296, 5120): (128, 4, 1, 248),
+        (192, 55296, 5120): (96, 5, 1, 186),
+        (256, 55296, 5120): (128, 5, 1, 186),
     }
-    for shape, (tokens, columns, splits) in found.items():
-        assert schedule(*shape) == Schedule(Variant(tokens, columns), splits), shape
+    for shape, (tokens, columns, *others) in found.items():
+        assert schedule(*shape) == Schedule(Variant(tokens, columns), *others), shape
+
+
+def test_the_rule_counts_what_an_adapter_adds_to_blocks_with_few_registers():
+    """As measured: with an adapter blocks of 5 x 128 take longer than others that are slower without."""
+    for shape, blocks in {(256, 37888, 3584): (3, 198), (256, 55296, 5120): (4, 248)}.items():
+        assert chosen(*shape).variant == Variant(128, 5)
+        how = schedule(*shape, alone=False)
+        assert how is not None
+        assert (how.variant.columns, how.blocks) == blocks
 
 
 @pytest.mark.parametrize(
@@ -129,12 +153,12 @@ def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
 
 
 def test_large_linears_that_would_leave_much_of_the_gpu_idle_are_left_to_humming():
-    for shape in ((256, 27648, 5120), (129, 5120, 13824)):
+    for shape in ((256, 5120, 13824), (129, 5120, 13824)):
         assert schedule(*shape) is None
         assert schedule(*shape, alone=False) is not None, "it adds an adapter meanwhile, which Humming's does not"
-    assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1)
-    assert chosen(256, 37888, 3584) == Schedule(Variant(128, 3), 1)
-    assert chosen(256, 5120, 5120) == Schedule(Variant(128, 3), 2), "a small one"
+    assert chosen(256, 27648, 5120), "blocks of unequal width leave little of it idle"
+    assert chosen(128, 5120, 13824), "one block has all tokens"
+    assert chosen(256, 5120, 5120), "a small one"
 
 
 @pytest.mark.parametrize("variant", sorted({*VARIANTS} - {Variant(128, 5)}), ids=str)
@@ -163,9 +187,11 @@ def test_the_product_is_the_formulas(shape):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 5, 8])
 def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
-    shape = 704, 2176  # 11 columns: the last block has some beyond the end
-    most, how = variant.tokens, Schedule(variant, splits)
-    assert_nothing_else_is_written(batch_linear, shape, how, 1, most - 3, most, 2 * most - 5)
+    shape, most = (704, 2176), variant.tokens  # 11 columns: the last block has some beyond the end
+    fewest = -(-11 // variant.columns)
+    for blocks in range(fewest, 11 // (variant.columns - 1) + 1) if splits == 1 else (fewest,):
+        how = Schedule(variant, splits, blocks)
+        assert_nothing_else_is_written(batch_linear, shape, how, 1, most - 3, most, 2 * most - 5)
 
 
 @on_gpu
