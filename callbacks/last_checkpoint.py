@@ -112,7 +112,8 @@ class LastCheckpoint(ModelCheckpoint):
             link = self._folder / (PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
             os.link(last, link)
-            os.replace(link, self._folder / PREVIOUS)
+            replace = writer.replace if writer else os.replace
+            replace(link, self._folder / PREVIOUS)
         os.replace(self._folder / PENDING, last)
 
 

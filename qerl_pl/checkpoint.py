@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict
@@ -60,9 +60,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if background_bytes is None or sum(tensor.nbytes for tensor in tensors) < background_bytes:
             _write(checkpoint, Path(path))
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing = self._thread.submit(_write, self._copy(checkpoint, tensors), Path(path))
+        self._writing = self._in_background(_write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
         """Whether ``wait`` returns at once."""
@@ -80,6 +78,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
             self._writing = None
             writing.result()
 
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename a file over another, and return before that one's space is free: of 1 GB it takes a fifth of a second.
+
+        Raises:
+            OSError: there is no source, or it cannot be renamed.
+        """
+        old = target.open("rb") if target.exists() else None  # while it is open, its space is not freed
+        os.replace(source, target)
+        if old is not None:
+            self._in_background(old.close)
+
     def teardown(self) -> None:
         """Write what is left to write, end the thread, and let go of the host memory."""
         try:
@@ -89,6 +98,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
+
+    def _in_background(self, function: Callable[..., None], *args: object) -> Future[None]:
+        """One after another."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
         """On the host, with its tensors in the memory of the copy before it, which must have been written.
