@@ -26,7 +26,7 @@ SHARED_BYTES = 227 * 1024  # of a block, at most
 TILES, MOST_ROUNDS = 2, 8  # of tokens, at most
 
 # What costs how much on an H200. A sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens found these:
-# for each of them the rule chooses the fastest schedule.
+# for each of them the rule chooses the fastest schedule or one 1 % from it.
 SLAB_CYCLES = {64: 48, 96: 61, 128: 74}  # by a block's tokens: a warpgroup's share of a multiprocessor for a slab
 HERTZ, FEW_COLUMNS = 1.755e9, 1.2  # two warpgroups do not keep a multiprocessor busy
 BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of a cluster; of its sums, for 4 columns of 128 tokens
@@ -47,6 +47,10 @@ class Variant(NamedTuple):
     """64, 96 or 128: of a block."""
     columns: int
     """2 to 5, each 64 outputs: of a block. Each has a warpgroup."""
+
+    def tiles(self, num_tokens: int) -> int:
+        """Blocks for the tokens of one range of outputs."""
+        return -(-num_tokens // self.tokens)
 
     @property
     def stage_bytes(self) -> int:
@@ -113,7 +117,7 @@ def room(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopp
     whole, rounds = seconds(how, num_tokens, outputs, inputs), _rounds(how, num_tokens)
     if splits > 1:
         return lora_hopper.Room(max(0, BESIDE[splits] - _clusters(how, num_tokens)) * splits, whole)
-    tiles, multiprocessors = -(-num_tokens // how.variant.tokens), range(1, AT_A_TIME[1] + 1)
+    tiles, multiprocessors = how.variant.tiles(num_tokens), range(1, AT_A_TIME[1] + 1)
     needed = _columns_in_turn(how, tiles, outputs, AT_A_TIME[1])
     fewest = next(count for count in multiprocessors if _columns_in_turn(how, tiles, outputs, count) <= needed)
     first = whole if rounds == 1 else outputs / COLUMN / blocks * _column_s(how, inputs) + BLOCK_S
@@ -121,7 +125,7 @@ def room(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopp
 
 
 def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    columns, tiles = outputs // COLUMN, -(-num_tokens // variant.tokens)
+    columns, tiles = outputs // COLUMN, variant.tiles(num_tokens)
     fewest, most = -(-columns // variant.columns), columns // (variant.columns - 1)
     yield from (Schedule(variant, splits, fewest) for splits in AT_A_TIME)
     for multiprocessors in (AT_A_TIME[1], AT_A_TIME[1] - lora_hopper.SPLITS):  # all, and all but a cluster of another's
@@ -131,7 +135,7 @@ def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Sche
 
 
 def _clusters(how: Schedule, num_tokens: int) -> int:
-    return how.blocks * -(-num_tokens // how.variant.tokens)
+    return how.blocks * how.variant.tiles(num_tokens)
 
 
 def _rounds(how: Schedule, num_tokens: int) -> int:
@@ -162,7 +166,7 @@ def seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
     (tokens, columns), splits, _ = how
     rounds = _rounds(how, num_tokens)
     if splits == 1:
-        in_turn = _columns_in_turn(how, -(-num_tokens // tokens), outputs, AT_A_TIME[1])
+        in_turn = _columns_in_turn(how, how.variant.tiles(num_tokens), outputs, AT_A_TIME[1])
         return in_turn * _column_s(how, inputs) + rounds * BLOCK_S
     if rounds > 1 or splits > inputs // STAGE_INPUTS:
         return math.inf  # more clusters than fit at a time were never faster
@@ -223,7 +227,7 @@ def batch_linear(
     scale_map = _tensor_map(scales.data_ptr(), (8, all_columns, slabs), (64, outputs), (8, columns, 8), False)
     hopper.launch(
         kernel(how.variant),
-        grid=(blocks, splits, -(-num_tokens // tokens)),
+        grid=(blocks, splits, how.variant.tiles(num_tokens)),
         threads=128 * columns,
         cluster=splits,
         device=x.device,

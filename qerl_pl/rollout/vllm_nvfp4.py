@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def nvfp4_linear(
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, blocks), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
     if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
-        y = ours[0](x, weight, weight_scale, weight_scale_2, bias)
+        y = ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
     else:
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
@@ -159,14 +159,19 @@ def prompt_schedules(layer_config: str, compute_config: str) -> str:
     return json.dumps(without_served(schedules, ours))
 
 
-def _our_linear(
-    tokens: int, outputs: int, inputs: int, *, alone: bool = True
-) -> tuple[Callable[..., Tensor], lora_hopper.Room] | None:
-    """And the room beside it; None where Humming's is faster, or, if it is to add an adapter, where ours cannot."""
+class _OurLinear(NamedTuple):
+    multiply: Callable[..., Tensor]
+    room: lora_hopper.Room
+    """Beside it, for an adapter."""
+
+
+def _our_linear(tokens: int, outputs: int, inputs: int, *, alone: bool = True) -> _OurLinear | None:
+    """None where Humming's is faster, or, if it is not ``alone`` and adds an adapter, where ours cannot."""
     if few := nvfp4_decode.schedule(tokens, outputs, inputs):
-        return partial(nvfp4_decode.decode_linear, how=few), lora_hopper.Room(0, 0.0)
+        return _OurLinear(partial(nvfp4_decode.decode_linear, how=few), lora_hopper.Room(0, 0.0))
     if more := nvfp4_batch.schedule(tokens, outputs, inputs, alone=alone):
-        return partial(nvfp4_batch.batch_linear, how=more), nvfp4_batch.room(more, tokens, outputs, inputs)
+        multiply = partial(nvfp4_batch.batch_linear, how=more)
+        return _OurLinear(multiply, nvfp4_batch.room(more, tokens, outputs, inputs))
     return None
 
 
@@ -174,10 +179,9 @@ def _our_linear_with(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[Callable[..., Tensor], lora_hopper.Blocks] | None:
     """That adds an adapter itself; None where it is better added apart."""
-    found = _our_linear(tokens, sum(map(len, b)), a[0].shape[1], alone=False)
-    if found and (blocks := lora_hopper.blocks(tokens, a, b, found[1])):
-        return found[0], blocks
-    return None
+    ours = _our_linear(tokens, sum(map(len, b)), a[0].shape[1], alone=False)
+    blocks = lora_hopper.blocks(tokens, a, b, ours.room) if ours else None
+    return (ours.multiply, blocks) if ours and blocks else None
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:

@@ -22,6 +22,7 @@ from tests.bench.report_rollouts import (
     draw_steps,
     host_table,
     layers_table,
+    long_run_phases_table,
     long_runs_table,
     methods_table,
     of_kind,
@@ -168,7 +169,9 @@ $blocks
 Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
 with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, `nvfp4_decode` for few tokens and `nvfp4_batch`
 for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to Humming. Gate and up
-of 14B were measured before they went to `nvfp4_decode` with 64 tokens, and, as down, to Humming with 256.
+of 14B were measured before they went to `nvfp4_decode` with 64 tokens, and before `nvfp4_batch` had blocks of unequal
+width (08e3224), which leave less of the GPU idle for gate and up of 14B with more than 128 tokens and of 32B with more
+than 64; down of 14B has gone to Humming with 256 where it has no adapter.
 $decoding
 
 $schedules
@@ -218,9 +221,16 @@ $cards
 
 Each column has the four quarters of a run, its first step left out. In the run of commit 443f568 the last quarter has
 the process's end too, when Lightning copied the base to the host (it stays where it is since then); and another
-benchmark measured on the host's other GPU meanwhile.
+benchmark measured on the host's other GPU meanwhile. That of 08e3224, alone on its host, was ended by its limit in
+seconds.
 
 $long_runs
+
+The median seconds of its phases. What waits for the GPU alone (`train`, and most of `rollout`) hardly varies; `check`
+and `between` are the host's work as well, and vary with it. `between` has the replacement of the checkpoint before the
+last one, of 1 GB, which is no longer waited for after 08e3224.
+
+$long_run_phases
 
 ## Several GPUs
 
@@ -374,6 +384,7 @@ def main() -> int:
             steps=steps_table(lines),
             cards=cards_table(lines),
             long_runs=long_runs_table(lines),
+            long_run_phases=long_run_phases_table(lines),
             ranks=ranks_table(lines),
             small=small,
             large=large,

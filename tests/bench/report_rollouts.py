@@ -211,11 +211,20 @@ def long_runs_table(lines: Iterable[Line]) -> str:
             parts = quarters["gpu_bytes"], quarters["host_bytes"]
             gpu, host = (" ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
             files = " ".join(str(count) for count in quarters["files"])
-            shape = line["shape"]
-            rows.append(
-                [shape["model"], policy(line), shape["completion"], line["steps_done"], steps, gpu, host, files]
-            )
-    return table(["model", "policy", "completion", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"], rows)
+            about = line["shape"]["model"], policy(line), line["commit"], line["shape"]["completion"]
+            rows.append([*about, line["steps_done"], steps, gpu, host, files])
+    names = "model", "policy", "commit", "completion", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"
+    return table(names, rows)
+
+
+def long_run_phases_table(lines: Iterable[Line]) -> str:
+    """Quarters of long runs: the median seconds of each phase."""
+    rows = [
+        [line["shape"]["model"], policy(line), line["commit"], phase, *(f"{second:.3f}" for second in seconds)]
+        for line in of_kind(lines, "grpo/step")
+        for phase, seconds in ((line.get("quarters") or {}).get("phases_s") or {}).items()
+    ]
+    return table(["model", "policy", "commit", "phase", "first", "second", "third", "last"], rows)
 
 
 def ranks_table(lines: Iterable[Line]) -> str:
