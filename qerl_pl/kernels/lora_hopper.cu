@@ -62,7 +62,7 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
           warp_sums[(j * 8 + c * 2 + (k & 1)) * PITCH + i * 16 + (k >> 1) * 8 + g] = sums[i][j][k];
     __syncthreads();
     constexpr int FOURS = RANKS / 4;
-    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // of a slice's warps, in the first one's
+    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // of a slice's warps, to the first one
       const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS;
       float4 *four = (float4 *)((float *)shared + (of_slice * WARPS * TOKENS + token) * PITCH + part % FOURS * 4);
       float4 sum = *four;

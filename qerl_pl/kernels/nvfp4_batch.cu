@@ -4,7 +4,8 @@
 // has a warpgroup, of which a warp turns 16 outputs of a slab to bf16: one wgmma takes the four warps' outputs from
 // registers and all the block's tokens from shared memory. Warpgroups wait for stages and not for each other, so the
 // tensor cores multiply for some while others convert. Blocks that share columns and tokens, and split the inputs, are
-// one cluster, which adds its sums up in shared memory.
+// one cluster, which adds its sums up in shared memory. Where inputs are not split, the first ``wide`` blocks along the
+// outputs have all their columns, and the others one fewer.
 
 struct alignas(64) TensorMap {  // of the driver: a tensor in memory, and the boxes that are copied of it
   char bytes[128];
@@ -137,7 +138,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   __syncthreads();  // all stages have been read
   const int n = first_column * 64 + warp * 16;
   constexpr int AHEAD = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : COLUMNS < 5 ? 8 : 4;  // as registers allow
-  if (adapter.hidden && n < N && column < columns) add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
+  if (adapter.hidden && n < N && column < columns)
+    add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
 
   constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
   float *block_sums = (float *)shared;
