@@ -60,9 +60,15 @@ def test_it_returns_before_the_file_is_there_from_so_many_bytes_on(io, tmp_path,
     assert (tmp_path / "a.ckpt").exists()
 
 
-def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, monkeypatch):
-    free, save = threading.Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: free.wait(20) and save(*args))
+@pytest.fixture
+def free(monkeypatch):
+    """Nothing is written before this event."""
+    event, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: event.wait(20) and save(*args))
+    return event
+
+
+def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, free):
     io.save_checkpoint(checkpoint(), tmp_path / "a.ckpt", IN_BACKGROUND)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     try:
@@ -84,9 +90,7 @@ def kept_open() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's list of open files")
-def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, monkeypatch):
-    free, save = threading.Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: free.wait(20) and save(*args))
+def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, free):
     io.save_checkpoint(checkpoint(), tmp_path / "other.ckpt", IN_BACKGROUND)
     for name in ("new", "target"):
         (tmp_path / f"{name}.ckpt").write_text(name)

@@ -111,7 +111,8 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
             products[key] = lambda each, linear=linear, how=how: linear(
                 x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
             )
-            schedules[key] = {**how.variant._asdict(), "splits": how.splits}
+            about = how._asdict()
+            schedules[key] = {**about.pop("variant")._asdict(), **about}
     exact = multiply(config, tensors, theirs, locks, x)
     torch.cuda.synchronize()  # the locks are shared
     check((key, relative_error(run(tensors), exact), 2**-6) for key, run in products.items())  # sums in another order

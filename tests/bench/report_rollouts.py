@@ -205,14 +205,14 @@ def cards_table(lines: Iterable[Line]) -> str:
 def long_runs_table(lines: Iterable[Line]) -> str:
     """Quarters of long runs: the median step, and the most memory and open files."""
     rows = []
-    for line in of_kind(lines, "grpo/step"):
-        if quarters := line.get("quarters"):
-            steps = " ".join(f"{seconds:.2f}" for seconds in quarters["step_s"])
-            parts = quarters["gpu_bytes"], quarters["host_bytes"]
-            gpu, host = (" ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
-            files = " ".join(str(count) for count in quarters["files"])
-            about = line["shape"]["model"], policy(line), line["commit"], line["shape"]["completion"]
-            rows.append([*about, line["steps_done"], steps, gpu, host, files])
+    for line in _long_runs(lines):
+        quarters = line["quarters"]
+        steps = " ".join(f"{seconds:.2f}" for seconds in quarters["step_s"])
+        parts = quarters["gpu_bytes"], quarters["host_bytes"]
+        gpu, host = (" ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
+        files = " ".join(str(count) for count in quarters["files"])
+        about = line["shape"]["model"], policy(line), line["commit"], line["shape"]["completion"]
+        rows.append([*about, line["steps_done"], steps, gpu, host, files])
     names = "model", "policy", "commit", "completion", "steps", "step, s", "GPU, GiB", "host, GiB", "open files"
     return table(names, rows)
 
@@ -221,10 +221,14 @@ def long_run_phases_table(lines: Iterable[Line]) -> str:
     """Quarters of long runs: the median seconds of each phase."""
     rows = [
         [line["shape"]["model"], policy(line), line["commit"], phase, *(f"{second:.3f}" for second in seconds)]
-        for line in of_kind(lines, "grpo/step")
-        for phase, seconds in ((line.get("quarters") or {}).get("phases_s") or {}).items()
+        for line in _long_runs(lines)
+        for phase, seconds in line["quarters"].get("phases_s", {}).items()
     ]
     return table(["model", "policy", "commit", "phase", "first", "second", "third", "last"], rows)
+
+
+def _long_runs(lines: Iterable[Line]) -> list[Line]:
+    return [line for line in of_kind(lines, "grpo/step") if line.get("quarters")]
 
 
 def ranks_table(lines: Iterable[Line]) -> str:

@@ -14,6 +14,7 @@ import torch
 from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import (
     AT_A_TIME,
+    BESIDE,
     FULL_TILES,
     MOST_TOKENS,
     VARIANTS,
@@ -42,6 +43,12 @@ def chosen(tokens: int, outputs: int, inputs: int) -> Schedule:
     return how
 
 
+def widths(how: Schedule, outputs: int) -> list[int]:
+    """Columns of the blocks along the outputs."""
+    wide = how.wide(outputs)
+    return [how.variant.columns] * wide + [how.variant.columns - 1] * (how.blocks - wide)
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_source_compiles_for_every_variant(variant):
     assert hopper.compiled(nvfp4_batch.kernel(variant)).startswith(b"\x7fELF")
@@ -65,13 +72,13 @@ def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, token
         assert tokens > 128
         return
     variant, splits, blocks = how
-    tiles, columns, wide = -(-tokens // variant.tokens), outputs // 64, how.wide(outputs)
+    tiles = -(-tokens // variant.tokens)
     clusters = blocks * tiles
     assert tiles <= 2
     assert 1 <= splits <= inputs // 128
     assert splits == 1 or clusters <= AT_A_TIME[splits]
-    widths = [variant.columns] * wide + [variant.columns - 1] * (blocks - wide)
-    assert sum(widths[:-1]) < columns <= sum(widths)
+    *others, last = widths(how, outputs)
+    assert sum(others) < outputs // 64 <= sum(others) + last
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -98,18 +105,18 @@ def test_an_adapters_room_would_be_idle(shape):
         how = schedule(tokens, *shape, alone=False)
         assert how is not None
         variant, splits, blocks = how
-        wide, tiles = how.wide(outputs), -(-tokens // variant.tokens)
-        widths = ([variant.columns] * wide + [variant.columns - 1] * (blocks - wide)) * tiles * splits
+        clusters = blocks * -(-tokens // variant.tokens)
+        busy = widths(how, outputs) * (clusters // blocks) * splits
         ends = [0] * 132
-        for width in widths:  # a multiprocessor that is ready takes the next block
+        for width in busy:  # a multiprocessor that is ready takes the next block
             ends[ends.index(min(ends))] += width
-        idle = 132 - sum(widths) / max(ends)
+        idle = 132 - sum(busy) / max(ends)
         room, whole = nvfp4_batch.room(how, tokens, outputs, inputs), nvfp4_batch.seconds(how, tokens, outputs, inputs)
         assert 0 <= room.multiprocessors * room.seconds / whole <= idle + 1e-9
         assert 0 < room.seconds <= whole
-        if len(widths) <= 132:
+        if clusters * splits <= 132:
             assert room.seconds == whole
-            assert room.multiprocessors + len(widths) <= 132
+            assert room.multiprocessors <= (BESIDE[splits] - clusters) * splits
 
 
 def test_the_rule_is_what_the_sweep_found():
@@ -156,9 +163,10 @@ def test_large_linears_that_would_leave_much_of_the_gpu_idle_are_left_to_humming
     for shape in ((256, 5120, 13824), (129, 5120, 13824)):
         assert schedule(*shape) is None
         assert schedule(*shape, alone=False) is not None, "it adds an adapter meanwhile, which Humming's does not"
-    assert chosen(256, 27648, 5120), "blocks of unequal width leave little of it idle"
-    assert chosen(128, 5120, 13824), "one block has all tokens"
-    assert chosen(256, 5120, 5120), "a small one"
+    assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1, 108)
+    assert chosen(256, 27648, 5120) == Schedule(Variant(128, 4), 1, 124), "unequal blocks leave little of it idle"
+    assert chosen(256, 37888, 3584) == Schedule(Variant(128, 5), 1, 132)
+    assert chosen(256, 5120, 5120) == Schedule(Variant(128, 3), 2, 27), "a small one"
 
 
 @pytest.mark.parametrize("variant", sorted({*VARIANTS} - {Variant(128, 5)}), ids=str)
