@@ -60,7 +60,9 @@ sequences:
 
 $added
 
-Memory of whole steps, which `python -m qerl_pl plan` tells beforehand:
+Memory of whole steps, which `python -m qerl_pl plan` tells beforehand. What they took is the most that another process
+saw of them, looking every 5 ms; what a run logs of itself (`memory/peak_gib`) is up to half a GiB above, as it counts
+its CUDA context as a whole GiB from the start:
 
 $memory
 
@@ -226,9 +228,10 @@ seconds.
 
 $long_runs
 
-The median seconds of its phases. What waits for the GPU alone (`train`, and most of `rollout`) hardly varies; `check`
-and `between` are the host's work as well, and vary with it. `between` has the replacement of the checkpoint before the
-last one, of 1 GB, which is no longer waited for after 08e3224.
+The median seconds of their phases. `train`, and most of `rollout`, are the GPU's; `check` and `between` are the host's
+work as well, and vary most with it. In the first half of the run of 80ef12e the host was slower at everything: steps of
+completions this short wait for it between kernels. `between` has the replacement of the checkpoint before the last one,
+of 1 GB, which is no longer waited for after 08e3224.
 
 $long_run_phases
 

@@ -165,7 +165,7 @@ def steps_table(lines: Iterable[Line]) -> str:
                 f"{line['median_s']:.1f} ({line['spread_s'][0]:.1f} to {line['spread_s'][-1]:.1f})",
                 shown(speed, 2),
                 *(shown(line["phases_s"].get(phase), 2) for phase in PHASES),
-                shown(memory.get("peak_gib"), 2),
+                shown(taken_gib(line), 2),
                 shown(memory.get("predicted_peak_gib"), 2),
                 shown(line["gap"], 3),
             ]
@@ -195,11 +195,20 @@ def cards_table(lines: Iterable[Line]) -> str:
         if line["name"] == "grpo/too-small":
             row += ["too small", "", "", ""]
         else:
-            peaks = (shown(line["logged"][name], 2) for name in ("peak_gib", "predicted_peak_gib"))
-            row += [str(line["steps_done"]), shown(line["median_s"], 1), *peaks]
+            peaks = taken_gib(line), line["logged"]["predicted_peak_gib"]
+            row += [str(line["steps_done"]), shown(line["median_s"], 1), *(shown(peak, 2) for peak in peaks)]
         rows.append(row)
     rows.sort(key=lambda row: (by_size(row[0]), -float(row[2])))
     return table(["model", "policy", "card, GiB", "completion", "steps", "step, s", "peak, GiB", "predicted"], rows)
+
+
+def taken_gib(run: Line) -> float | None:
+    """The most that a run had of the GPU, seen by the process beside it; by its own reading where none looked.
+
+    The run's own reading is up to half a GiB above: it counts a whole GiB for its CUDA context from the start.
+    """
+    looked_at = run.get("peak_bytes")
+    return looked_at / GIB if looked_at else run.get("logged", {}).get("peak_gib")
 
 
 def long_runs_table(lines: Iterable[Line]) -> str:
@@ -304,10 +313,11 @@ def draw_steps(lines: Iterable[Line], path: Path) -> None:
         left = [start + value for start, value in zip(left, values, strict=True)]
     seconds.set_xlabel("seconds a step")
     figure.legend(*seconds.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES), fontsize="small")
-    held = [run for run in of_kind(lines, "grpo/") if "peak_gib" in run.get("logged", {})]
+    held = [run for run in of_kind(lines, "grpo/") if taken_gib(run)]
     places = range(len(held))
-    for name, key, shift in (("predicted", "predicted_peak_gib", 0.2), ("measured", "peak_gib", -0.2)):
-        memory.barh([place + shift for place in places], [run["logged"].get(key, 0) for run in held], 0.4, label=name)
+    planned = [run["logged"].get("predicted_peak_gib", 0) for run in held]
+    for name, sizes, shift in (("predicted", planned, 0.2), ("measured", [taken_gib(run) for run in held], -0.2)):
+        memory.barh([place + shift for place in places], sizes, 0.4, label=name)
     memory.set_yticks(list(places), [_bar(run) for run in held])
     memory.set_xlabel("GiB of the GPU, at most")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize="small")

@@ -20,6 +20,7 @@ from tests.bench.report_rollouts import (
     shown,
     step_speeds,
     table,
+    taken_gib,
     times_bf16,
     whole_steps,
 )
@@ -88,16 +89,21 @@ def _is_usual(key: Engine) -> bool:
     return (key.base, key.kv, key.rank, key.kernels) == ("nvfp4", "auto", RANK, "ours")
 
 
+def _by_size_and_card(line: Line) -> tuple[tuple[int, str], float]:
+    return by_size(line["shape"]["model"]), line["shape"]["cap"] or float("inf")
+
+
 def memory_table(lines: Iterable[Line]) -> str:
     """What whole steps took of the GPU beside the plan, a row a model, policy and card: the newest run of each."""
     newest = {}
     for line in sorted(of_kind(lines, "grpo/step"), key=lambda line: decoding(line) == "ours"):
-        if "peak_gib" in line["logged"]:
+        if "predicted_peak_gib" in line["logged"]:
             setting = tuple(line["shape"][name] for name in ("model", "base", "aqn", "completion", "cap"))
             newest[setting] = line
     rows = []
-    for (model, _, _, length, cap), line in newest.items():
-        peak, planned = line["logged"]["peak_gib"], line["logged"]["predicted_peak_gib"]
+    for (model, _, _, length, cap), line in sorted(newest.items(), key=lambda item: _by_size_and_card(item[1])):
+        peak, planned = taken_gib(line), line["logged"]["predicted_peak_gib"]
+        assert peak, line
         card = f"{cap:g}" if cap else "whole"
         apart = f"{100 * abs(planned / peak - 1):.1f} %"
         rows.append([model, policy(line), length, card, f"{peak:.1f}", f"{planned:.1f}", apart])

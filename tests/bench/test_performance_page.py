@@ -60,6 +60,12 @@ def test_the_summary_is_of_our_kernel_for_a_model_that_ran_with_it():
     assert "| 3B | humming | 1.10 |" in speeds_table(NEW + other), "another model has what it was measured with"
 
 
+def test_what_a_run_took_is_what_was_seen_from_outside_where_somebody_looked():
+    seen = {**step("nvfp4", 10, "b", cap=16), "peak_bytes": 9.5 * 2**30}
+    rows = [row.split(" | ")[3:6] for row in memory_table([step("nvfp4", 12, "b"), seen]).splitlines()[2:]]
+    assert rows == [["16", "9.5", "10.0"], ["whole", "12.0", "12.0"]], "smallest cards first"
+
+
 def test_the_readmes_table_has_what_the_results_say():
     readme = README.read_text()
     assert with_speeds(readme, results()) == readme
