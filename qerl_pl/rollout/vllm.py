@@ -23,6 +23,7 @@ from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_process_group, preserved_rng, preserved_torch_settings
+from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class VLLMEngine:
             "kv_cache_dtype": kv_cache_dtype,
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
+        self.start_s: dict[str, float] = {}
+        """Seconds of the last start by phase: imports, vLLM itself, adapter (its slots and kernels)."""
         self._llm: LLM | None = None
         self._asleep = False
 
@@ -118,15 +121,18 @@ class VLLMEngine:
         if self._llm is not None:
             return
         vllm_setup.prepare_environment()
+        vllm_setup.log_starting()
+        watch = Stopwatch()
         self._end_tokens = end_tokens(policy.base, policy.config)
         # vLLM looks at names of torch that are deprecated, which is no news to the user.
         quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with preserved_rng(), preserved_torch_settings(), quietly:
-            from vllm import LLM
-            from vllm.lora.request import LoRARequest
-            from vllm.platforms import current_platform
+            with watch.phase("imports"):
+                from vllm import LLM
+                from vllm.lora.request import LoRARequest
+                from vllm.platforms import current_platform
 
-            from qerl_pl.rollout.vllm_loader import register_loader
+                from qerl_pl.rollout.vllm_loader import register_loader
 
             vllm_plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
@@ -153,7 +159,7 @@ class VLLMEngine:
                     vllm_setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                with _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more:
+                with _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more, watch.phase("vLLM"):
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
@@ -164,10 +170,13 @@ class VLLMEngine:
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
-        self._call(vllm_worker.reserve_adapter, self._lora_request)
-        if not self._on_cpu:
-            self._call(vllm_worker.compile_adapter_kernels)
-        self.load_adapter(policy.adapter_state())
+        with watch.phase("adapter"):
+            self._call(vllm_worker.reserve_adapter, self._lora_request)
+            if not self._on_cpu:
+                self._call(vllm_worker.compile_adapter_kernels)
+            self.load_adapter(policy.adapter_state())
+        self.start_s = dict(watch.seconds)
+        vllm_setup.log_started(self.start_s)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True

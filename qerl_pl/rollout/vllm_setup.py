@@ -192,6 +192,17 @@ def destroy_groups() -> None:
     destroy_distributed_environment()
 
 
+def log_starting() -> None:
+    """Say that a user has to wait, and why it may be long."""
+    rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
+
+
+def log_started(seconds: Mapping[str, float]) -> None:
+    """Say how long the start took, by phase."""
+    parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    rank_zero_info(f"vLLM started in {sum(seconds.values()):.1f} s: {parts}")
+
+
 def log_kernels(linears: Mapping[str, int]) -> None:
     """Say what vLLM computes its linears with: names of classes, and how many linears each of them has."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())

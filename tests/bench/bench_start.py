@@ -34,13 +34,13 @@ def start(args: argparse.Namespace, kind: str) -> None:
     engine = VLLMEngine(max_num_seqs=sequences)
     begin = time.perf_counter()
     engine.start(policy, max_model_len=tokens, seed=0)
-    seconds = time.perf_counter() - begin
+    seconds, phases = time.perf_counter() - begin, engine.start_s
     [scores] = engine.score([list(range(16))])
     check([("the number of scores that are not finite", float(not torch.tensor(scores).isfinite().all()), 0)])
     engine.close()
     shape = {"model": args.size, "base": args.base, "sequences": sequences, "tokens": tokens}
     kernel = decoding_kernel("auto", args.base, DTYPE)
-    emit(f"start/{kind}", {**shape, "decoding": kernel}, str(DTYPE).removeprefix("torch."), [seconds])
+    emit(f"start/{kind}", {**shape, "decoding": kernel}, str(DTYPE).removeprefix("torch."), [seconds], phases_s=phases)
 
 
 def main(argv: list[str] | None = None) -> None:

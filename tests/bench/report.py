@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from string import Template
 
@@ -30,6 +31,7 @@ from tests.bench.report_rollouts import (
     ranks_table,
     rollouts_table,
     schedules_table,
+    shown,
     steps_table,
     table,
 )
@@ -144,7 +146,8 @@ $rollouts
 ![Tokens a second of each sequence by their number, dotted without the adapter](rollout.png)
 
 How long an engine takes to start (`bench_start`): `first` with all caches empty, `again` the same one, and `other` with
-other lengths and numbers of sequences, for which vLLM compiles a graph but finds the kernels.
+other lengths and numbers of sequences, for which vLLM compiles a graph but finds the kernels. Of the seconds, `imports`
+are those of vLLM's modules, `vLLM` those of its own start, and `adapter` those of the adapter's slots and kernels.
 
 $starts
 
@@ -380,6 +383,9 @@ def main() -> int:
                     "sequences": lambda line: line["shape"]["sequences"],
                     "tokens": lambda line: line["shape"]["tokens"],
                     "seconds": lambda line: f"{line['median_s']:.1f}",
+                    "imports": partial(_phase, "imports"),
+                    "vLLM": partial(_phase, "vLLM"),
+                    "adapter": partial(_phase, "adapter"),
                 },
             ),
             host=host_table(lines),
@@ -421,6 +427,10 @@ def _ratio(line: Line) -> str:
 
 def _model(line: Line) -> str:
     return line["shape"]["model"]
+
+
+def _phase(name: str, line: Line) -> str:
+    return shown(line.get("phases_s", {}).get(name), 1)
 
 
 def _unaccounted(line: Line) -> int:
