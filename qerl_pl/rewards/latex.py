@@ -61,6 +61,7 @@ _NAMES = {
     "overrightarrow": "vec",
     "simeq|cong": "approx",
     "imath": "i",
+    "lg": "log_{10}",
     "degree": "^\\circ ",
     "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
 }
@@ -145,7 +146,7 @@ def normalize(text: str) -> str:
     text = _TEXT_UNIT.sub(" ", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
-    text = text if "\\" in text else in_digits(text)
+    text = text if "\\" in text else _said_once(in_digits(text))
     text = _COMPOUND.sub(" ", text)
     text = _UNITS.sub("", text).rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
@@ -195,10 +196,10 @@ def _commands(text: str) -> str:
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
-    text = re.sub(r"\\(?:mathrm|text)\{\s*([ei])\s*\}", r"\1", text)  # the constants, set upright
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
+    text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants, set upright
     text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
@@ -223,6 +224,12 @@ def _unwrap(text: str) -> str:
         if inner == text:
             return text
         text = inner
+
+
+def _said_once(text: str) -> str:
+    """``5 (five)`` as 5."""
+    twice = re.fullmatch(r"(\d+)\s*\(([A-Za-z -]+)\)", text)
+    return twice[1] if twice and in_digits(twice[2]) == twice[1] else text
 
 
 def _with_round_brackets(interval: re.Match[str]) -> str:

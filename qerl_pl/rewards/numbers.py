@@ -24,6 +24,15 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_THOUSAND = re.compile(r"(?<=\d)[kK]\b")
+_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
+# What makes more of a number than its digits say: a root, a factorial, a variable, "half of 10", "2 and a half".
+_EXPRESSION = re.compile(
+    "[\u221a-\u221c\u03c0]"
+    r"|\d!|(?<![A-Za-z])pi(?![A-Za-z])|\d(?![gmslhLCF]\b)[A-Za-z]\b"
+    r"|\b(?i:sqrt|root|log|ln|sin|cos|tan|half|twice|thrice|double|triple|not)[\s(]+(?:of\s+)?[-+]?[\d.]"
+    r"|\band\s+[a-z]+[\s-]+(?:half|thirds?|quarters?|fourths?|fifths?)\b"
+)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 # Applied in order; each turns a way of writing into plain text.
@@ -45,6 +54,7 @@ _REWRITES = [
     (re.compile(r"([-+])\s*[$\u20ac\u00a3\u00a5\u20b9]\s*"), r"\1"),
     (re.compile(r"[$\u20ac\u00a3\u00a5\u20b9]"), " "),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
+    (re.compile(r"\b(?:USD|EUR|GBP|INR|Rs)\.?(?=\d)"), " "),
     # Digits that belong to a unit or a name: "m2", "cm^{2}", "CO_2".
     (re.compile(r"(?<=[A-Za-z])(?:\s*[\^_]\s*\{?-?\d+\}?|\d+)"), ""),
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
@@ -86,9 +96,9 @@ def parse_number(text: str) -> Number | None:
     """
     if len(text) > MAX_ANSWER:
         return None
-    plain = in_digits(plain_text(text).rsplit("=", 1)[-1])
-    if "\\" in plain or "\u00b1" in plain:  # a root, a logarithm, two values: math-verify's business
-        return None
+    plain = _THOUSAND.sub(" thousand", _signed(plain_text(text).rsplit("=", 1)[-1]))
+    if "\\" in plain or "\u00b1" in plain or _EXPRESSION.search(plain):
+        return None  # a root, a logarithm, two values: math-verify's business
     found = {_value(match) for match in _NUMBER.finditer(plain)}
     return found.pop() if len(found) == 1 else None
 
@@ -97,7 +107,7 @@ def exact_number(text: str) -> Number | None:
     """The number that ``text`` is, with nothing but white space around it, or None."""
     if len(text) > MAX_ANSWER:
         return None
-    match = _NUMBER.fullmatch(in_digits(plain_text(text).strip()))
+    match = _NUMBER.fullmatch(_signed(plain_text(text).strip()))
     return _value(match) if match else None
 
 
@@ -144,6 +154,11 @@ def ascii_digits(text: str) -> str:
     text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     return "".join(str(unicodedata.decimal(char, char)) for char in text)
+
+
+def _signed(plain: str) -> str:
+    """Numbers in words in digits, and ``minus`` and ``negative`` as a sign."""
+    return _MINUS.sub("-", in_digits(plain))
 
 
 def _value(match: re.Match[str]) -> Number | None:

@@ -43,13 +43,14 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
     """
     end = _END_OF_TURN.search(text)
     text = text[: end.start()] if end else text
-    thoughts = text.rfind("</think>") + 1
-    if "<think>" in text and not thoughts:
+    before, closed, _ = text.rpartition("</think>")
+    if "<think>" in text and not closed:
         return text
+    thoughts = len(before + closed)
     for question in islice(_NEXT_QUESTION.finditer(text, thoughts), _MAX_QUESTIONS):
-        head = text[: question.start()]
-        if question.start() and (marked_answer(head, marker) or (stated and stated_answer(head))):
-            return head
+        said = text[thoughts : question.start()]  # what was tried in the thoughts is no answer
+        if marked_answer(said, marker) or (stated and stated_answer(said)):
+            return text[: question.start()]
     return text
 
 

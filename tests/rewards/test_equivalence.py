@@ -1,6 +1,8 @@
 """Ways of writing an answer that mean the same, and near ones that do not."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qerl_pl.rewards.equivalence import judge
 
@@ -32,6 +34,17 @@ SAME = [
     ("108", ["108 \\checkmark"]),
     ("6", ["6 sq. units"]),
     ("a=1,b=2", ["1, 2", "b=2, a=1", "(1,2)"]),
+    ("6+9i", ["6+9\\textit{i}", "6+9\\mathrm{i}"]),
+    ("\\lg 2", ["\\log_{10} 2"]),
+    ("5", ["5 (five)", "5(Five)"]),
+    # tiny numbers, and numbers that all but cancel
+    ("1-\\frac{1}{2^{2023}}", ["\\frac{2^{2023}-1}{2^{2023}}"]),
+    ("\\frac{1}{2023!}", ["\\frac{2024}{2024!}"]),
+    ("\\sqrt{3}^{-200}", ["3^{-100}"]),
+    ("\\sqrt{2}+\\sqrt{3}", ["\\sqrt{5+2\\sqrt{6}}"]),
+    ("\\sin^2(1)+\\cos^2(1)", ["1"]),
+    ("\\frac{\\sqrt{2}}{2}", ["0.707107"]),
+    ("2^{10^{10}}", ["2^{10^{10}}"]),
 ]
 OTHER = [
     ("\\frac{1}{2}x", ["1/(2x)", "1/2 y"]),
@@ -45,6 +58,20 @@ OTHER = [
     ("a=1,b=2", ["2, 1", "(2, 1)", "a=2, b=1"]),
     ("x=1,x=2", ["1, 3"]),
     ("7", ["7 \\implies 8", "8, because 7 is odd", "7^t", "7^{th+1}"]),
+    ("5", ["5 (six)", "5 (x)"]),
+    ("\\lg 2", ["\\ln 2"]),
+    ("5k", ["5000"]),
+    # tiny numbers, and numbers that differ by one
+    ("\\frac{1}{2^{2023}}", ["\\frac{1}{2^{2024}}", "0", "0.0", "0.0000001"]),
+    ("1-\\frac{1}{2^{2023}}", ["1-\\frac{1}{2^{2024}}", "1-\\frac{1}{10^{9999}}"]),
+    ("2-\\frac{2025}{2^{2023}}", ["2-\\frac{2025}{2^{2024}}"]),
+    ("\\frac{1}{2023!}", ["\\frac{1}{2024!}"]),
+    ("(2/3)^{100}", ["(2/3)^{101}"]),
+    ("\\frac{1}{3^{100}}", ["\\frac{2}{3^{100}}"]),
+    ("\\frac{\\sqrt{2}}{3^{100}}", ["\\frac{\\sqrt{3}}{3^{100}}"]),
+    ("1-e^{-1000}", ["1-e^{-1001}"]),
+    ("\\sin(10)", ["\\sin(10)+10^{-30}"]),
+    ("1+i", ["1+i+\\frac{i}{10^{30}}"]),
 ]
 
 
@@ -56,3 +83,10 @@ def test_it_is_the_same_answer(gold, written):
 @pytest.mark.parametrize(("gold", "written"), [(gold, form) for gold, forms in OTHER for form in forms])
 def test_it_is_another_answer(gold, written):
     assert judge(gold, written).score == 0.0
+
+
+@given(base=st.integers(2, 9), power=st.integers(30, 3000), more=st.integers(1, 9), whole=st.integers(0, 9))
+def test_fractions_are_compared_exactly_however_near_they_are(base, power, more, whole):
+    gold = f"{whole}-\\frac{{1}}{{{base}^{{{power}}}}}"
+    assert judge(gold, f"\\frac{{{whole}*{base}^{{{power}}}-1}}{{{base}^{{{power}}}}}").score == 1.0
+    assert judge(gold, f"{whole}-\\frac{{1}}{{{base}^{{{power + more}}}}}").score == 0.0

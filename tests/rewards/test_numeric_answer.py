@@ -52,9 +52,28 @@ SAME = {
         "\\boxed{18}",
         "US$18",
         "018",
+        "USD18",
+        "Rs18",
+        "Rs.18",
+        "18cm",
+        "18m",
+        "18 half dollars",
+        "Twice a week, so 18",
         "=18",
     ],
-    "-5": ["- 5", "\u22125", "-$5", "$-5", "-5.00 degrees", "-10/2", "-\\frac{10}{2}"],
+    "-5": [
+        "- 5",
+        "\u22125",
+        "-$5",
+        "$-5",
+        "-5.00 degrees",
+        "-10/2",
+        "-\\frac{10}{2}",
+        "minus 5",
+        "Negative $5",
+        "negative five",
+    ],
+    "70000": ["70k", "$70K", "seventy thousand"],
     "1,250,000": [
         "1250000",
         "1{,}250{,}000",
@@ -108,6 +127,16 @@ def test_a_number_is_right_in_every_way_of_writing_it(gold, written):
 )
 def test_a_wrong_or_ambiguous_span_scores_zero(span):
     assert score(f"<answer>{span}</answer>", "18") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "span"),
+    [("5", f"{before}5") for before in ("\u221a", "sqrt ", "log ", "minus ", "negative ", "not ", "twice ", "half of ")]
+    + [("5", span) for span in ("sqrt(5)", "square root of 5", "Double 5", "5\u03c0", "5 pi", "5x", "5x^2", "5!")]
+    + [("2", "2 and a half"), ("2", "2 and three quarters"), ("1", "1 hour and a half"), ("18", "18M"), ("70", "70k")],
+)
+def test_an_expression_is_not_the_number_in_it(gold, span):
+    assert score(f"<answer>{span}</answer>", gold) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_a_question_ends_the_turn_only_after_an_answer_of_the_kind_that_counts()
     assert NumericAnswer().judge([text], ["5"])[0].score == 1.0
 
 
+@pytest.mark.parametrize("guess", ["<answer>3</answer>", "\\boxed{3}", "#### 3", "The answer is 3."])
+@pytest.mark.parametrize("heading", ["\nProblem: the total.\n", "Question: the total.\n"])
+def test_a_guess_in_the_thoughts_is_not_the_answer_before_the_next_question(guess, heading):
+    text = f"<think>maybe {guess}\n</think>{heading}<answer>5</answer>"
+    assert own_turn(text) == text
+    for marker in ("answer", "any"):
+        assert NumericAnswer(marker=marker).judge([text], ["5"])[0].score == 1.0
+    assert own_turn(f"{text}\nProblem: another.\n<answer>6</answer>").strip() == text
+
+
 def test_thoughts_that_were_cut_off_have_no_final_part():
     assert final_part("<think>So $x = 5$. The answer is 5") == ""
     assert final_part("<think>4</think>5") == "5"
