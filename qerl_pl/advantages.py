@@ -69,3 +69,28 @@ def group_advantages(
     else:
         advantages = centered
     return torch.where(signal, advantages, 0.0).to(rewards.dtype)
+
+
+def less_penalty(advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline = "normalized") -> Tensor:
+    """Advantages of rewards that a penalty is taken off: A - (penalty - the group's).
+
+    "centered" and "leave_one_out" are linear, so this is ``group_advantages(rewards - penalty)``: RLOO's KL in the
+    reward (arXiv 2402.14740). "normalized" divides the task's rewards by their own std and leaves the centered penalty
+    undivided. A std with the penalty in it would bring the penalty's noise to full size where the rewards are equal,
+    whatever its coefficient; the std of the rewards would do so where they are nearly equal. Groups of equal rewards
+    need no rule of their own.
+
+    Args:
+        advantages: [P, G] from ``group_advantages``.
+        penalty: [P, G], in units of the advantage; anything where ``scored`` is False.
+        scored: [P, G] bool, as there.
+        baseline: as there.
+
+    Returns:
+        [P, G], linear in the penalty; 0 on unscored rows if the advantages are.
+
+    Raises:
+        ValueError: see ``has_signal``, of the penalty.
+    """
+    linear = "centered" if baseline == "normalized" else baseline
+    return advantages - group_advantages(penalty, scored, linear)

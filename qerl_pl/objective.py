@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Literal
 
 import torch
@@ -35,7 +36,8 @@ class Objective:
         aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr.GRPO).
         clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
         clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
-        max_ratio: two-sided clip: largest ratio where the advantage is negative; null: none.
+        max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
+            Not for "cispo", whose bounds hold for both signs.
         baseline: how rewards become advantages inside a group.
         ratio_against: what the surrogate's ratio is taken against. "trainer": its own log-probabilities before the
             first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
@@ -47,12 +49,13 @@ class Objective:
             kept on purpose, so only rollouts without noise are corrected: the two cannot be told apart token by token
             without scoring every rollout a second time with clean norms (docs/correctness.md has their sizes).
         correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token.
-        correction_low: lower bound of a weight.
-        correction_high: upper bound of a weight.
+        correction_low: lower bound of a weight, from 0 to 1.
+        correction_high: upper bound of a weight, at least 1.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: weight of the KL to the base (the adapter off); 0 leaves the reference pass out.
         kl: estimator.
-        kl_in: a term of the "loss" or taken off the "reward".
+        kl_in: a term of the "loss", or taken off the "reward": there the KL of a completion, less its group's, comes
+            off the advantage and is not divided by the std of "normalized" (``qerl_pl.advantages.less_penalty``).
         entropy_coefficient: weight of an entropy bonus.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
@@ -82,14 +85,38 @@ class Objective:
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high", "kl_coefficient"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; expected 0 or more")
+            if value is not None and not value >= 0:
+                raise ValueError(f"model.objective.{name} is {value}; expected 0 or more")
+        if self.max_ratio is not None:
+            self._check_max_ratio(self.max_ratio)
+        if not 0 <= self.correction_low <= 1:
+            raise ValueError(f"model.objective.correction_low is {self.correction_low}; expected 0 or more, at most 1")
+        if not self.correction_high >= 1:
+            raise ValueError(
+                f"model.objective.correction_high is {self.correction_high}; expected 1 or more: the weight where "
+                "trainer and sampler are equal is 1"
+            )
         if not 0 < self.top_entropy_share <= 1:
-            raise ValueError(f"top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1")
+            raise ValueError(
+                f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
+            )
         if self.ratio_against == "sampler" and self.correction != "none":
             raise ValueError(
-                f"ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would make up for the "
-                "sampler a second time; set one of them to its default"
+                f"model.objective.ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would "
+                "make up for the sampler a second time; set one of them to its default"
+            )
+
+    def _check_max_ratio(self, max_ratio: float) -> None:
+        if self.surrogate == "cispo":
+            raise ValueError(
+                f"model.objective.max_ratio is {max_ratio} and surrogate is 'cispo', whose 1 + clip_high holds for "
+                "both signs of the advantage; expected null"
+            )
+        usual: float = signature(SURROGATES[self.surrogate]).parameters["clip_high"].default
+        highest = 1 + (usual if self.clip_high is None else self.clip_high)
+        if not max_ratio > highest:
+            raise ValueError(
+                f"model.objective.max_ratio is {max_ratio}; expected more than 1 + clip_high = {highest:g}, or null"
             )
 
     def at_noise(self, sigma: float) -> Objective:

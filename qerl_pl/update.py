@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.advantages import group_advantages
+from qerl_pl.advantages import less_penalty
 from qerl_pl.correction import Correction, effective_share, importance_weights
 from qerl_pl.losses import count_divisor, entropy_threshold, kl_estimate
 from qerl_pl.memory.retry import MicroBatchBudget
@@ -32,7 +32,7 @@ class UpdateReport:
     entropy: Tensor
     """[B, S] fp32 nats, likewise."""
     experience: Experience
-    """As used: on the policy's device, the KL taken off the rewards where it belongs there."""
+    """As used: on the policy's device, the KL taken off the advantages where ``kl_in`` is "reward"."""
     micro_batch_tokens: int
     """As given, or what was left of it when memory ran out."""
 
@@ -164,7 +164,9 @@ def improve(
             sums = budget.run(partial(passes, update), longest=longest, undo=policy.zero_grad)
             for name, value in {**sums, "grad_norm": step()}.items():
                 totals[name] = totals.get(name, 0) + value
-    metrics = _metrics(totals, num_tokens=experience.mask[live].sum(), num_updates=num_updates)
+    metrics = _metrics(
+        totals, num_tokens=experience.mask[live].sum(), num_kept=kept[live].sum(), num_updates=num_updates
+    )
     if objective.correction != "none":
         whole = correct(old - experience.sampler_logprobs, experience.mask)
         sums = (whole.num_outside, whole.num_units, whole.weight_sum, whole.square_sum)
@@ -195,13 +197,15 @@ def _kl_in_reward(
     experience: Experience, objective: Objective, old: Tensor, reference: Tensor, group_size: int
 ) -> Experience:
     kl = kl_estimate(old, reference, experience.sampled, objective.kl).sum(dim=1)
-    rewards = experience.rewards - objective.kl_coefficient * kl
-    shape = -1, group_size
-    advantages = group_advantages(rewards.view(shape), experience.scored.view(shape), objective.baseline)
-    return replace(experience, rewards=rewards, advantages=advantages.flatten())
+    advantages, penalty, scored = (
+        values.view(-1, group_size)
+        for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
+    )
+    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())
 
 
-def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_updates: int) -> dict[str, Tensor]:
+def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_kept: Tensor, num_updates: int) -> dict[str, Tensor]:
+    """Means a token: the surrogate's over those that carry it, the KL to the reference over all that count."""
     names = {
         "policy/clipped_low_share": "clipped_low",
         "policy/clipped_high_share": "clipped_high",
@@ -210,10 +214,12 @@ def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_updates: int)
         "policy/kl_ref": "kl_ref",
     }
     zero = torch.zeros_like(num_tokens)
-    sums = [num_tokens, *(totals.get(total, zero) for total in (*names.values(), "loss"))]
-    num_tokens, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
-    visits = (num_tokens * num_updates).clamp(min=torch.finfo(num_tokens.dtype).tiny)
-    found = {name: value / visits for name, value in zip(names, sums, strict=True)}
+    sums = [num_tokens, num_kept, *(totals.get(total, zero) for total in (*names.values(), "loss"))]
+    num_tokens, num_kept, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
+    found: dict[str, Tensor] = {}
+    for (name, total), value in zip(names.items(), sums, strict=True):
+        count = num_tokens if total == "kl_ref" else num_kept
+        found[name] = value / (count * num_updates).clamp(min=torch.finfo(count.dtype).tiny)
     found["train/loss"] = loss / num_updates
     found["train/grad_norm"] = totals["grad_norm"] / num_updates
     return found

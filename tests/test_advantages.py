@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.advantages import Baseline, group_advantages, has_signal
+from qerl_pl.advantages import Baseline, group_advantages, has_signal, less_penalty
 from tests.reference.advantages import advantages as reference
 
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -92,3 +92,49 @@ def test_a_scored_reward_that_is_not_finite_is_refused(reward):
 def test_shapes_are_checked(rewards, scored):
     with pytest.raises(ValueError, match=r"expected the same \[P, G\]"):
         has_signal(torch.zeros(rewards), torch.ones(scored) > 0)
+
+
+@st.composite
+def rewards_and_penalties(draw) -> tuple[Tensor, Tensor, Tensor]:
+    """[P, G] rewards, penalties and scored; every second case has groups of equal rewards alone."""
+    rewards, scored = draw(rewards_and_scored())
+    if draw(st.booleans()):
+        rewards = rewards[:, :1].expand_as(rewards)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return rewards, torch.randn(rewards.shape, generator=generator, dtype=torch.float64), scored
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@given(case=rewards_and_penalties(), coefficient=st.floats(0, 10))
+def test_what_a_penalty_moves_is_linear_in_its_coefficient_and_sums_to_zero(baseline, case, coefficient):
+    rewards, penalty, scored = case
+    plain = group_advantages(rewards, scored, baseline)
+    assert torch.equal(less_penalty(plain, 0 * penalty, scored, baseline), plain)
+    moved = less_penalty(plain, coefficient * penalty, scored, baseline) - plain
+    once = less_penalty(plain, penalty, scored, baseline) - plain
+    torch.testing.assert_close(moved, coefficient * once, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(moved.sum(1), torch.zeros(len(rewards), dtype=torch.float64), rtol=0, atol=1e-9)
+    assert (moved[~scored] == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["centered", "leave_one_out"])
+@given(case=rewards_and_penalties())
+def test_a_penalty_off_linear_advantages_is_one_off_the_rewards(baseline, case):
+    rewards, penalty, scored = case
+    found = less_penalty(group_advantages(rewards, scored, baseline), penalty, scored, baseline)
+    torch.testing.assert_close(found, group_advantages(rewards - penalty, scored, baseline))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-12, 1e-7, 1e-3, 1.0])
+def test_a_penalty_counts_the_same_whatever_the_spread_of_the_rewards(spread):
+    rewards, scored = 0.7 + spread * torch.tensor([[1.0, 0.0, 0.0, 1.0]]).double(), torch.ones(1, 4) > 0
+    plain = group_advantages(rewards, scored, "normalized")
+    penalty = torch.tensor([[0.0050, 0.0048, 0.0049, 0.0064]]).double()
+    moved = less_penalty(plain, penalty, scored, "normalized") - plain
+    torch.testing.assert_close(moved, penalty.mean() - penalty)
+
+
+def test_equal_penalties_move_nothing():
+    rewards, scored = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.7, 0.7, 0.7, 0.7]]), torch.ones(2, 4) > 0
+    plain = group_advantages(rewards, scored)
+    assert torch.equal(less_penalty(plain, torch.full((2, 4), 0.7), scored), plain)

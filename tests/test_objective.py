@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from qerl_pl.advantages import group_advantages
+from qerl_pl.losses import entropy_threshold
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
@@ -111,6 +114,98 @@ def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
     _, plain = updated(policy, experience, Objective())
     assert torch.equal(gradient, plain)
     assert "correction/outside_share" not in report.metrics
+
+
+def away_from_its_base(policy: Policy) -> Policy:
+    """The policy with an adapter that does something."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    equal = replace(experience, rewards=torch.ones(ROWS), advantages=torch.zeros(ROWS))
+    in_reward = Objective(kl_in="reward", kl="k1")
+    _, tenth = updated(policy, equal, replace(in_reward, kl_coefficient=0.1))
+    report, thousandth = updated(policy, equal, replace(in_reward, kl_coefficient=0.001))
+    assert tenth.norm() > 0
+    torch.testing.assert_close(thousandth, tenth / 100, rtol=1e-3, atol=1e-8)
+    groups = report.experience.advantages.view(-1, 2)
+    torch.testing.assert_close(groups.sum(1), torch.zeros(ROWS // 2), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("baseline", ["normalized", "centered", "leave_one_out"])
+def test_a_kl_in_the_reward_of_small_weight_is_next_to_none(policy, baseline):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    pairs = experience.rewards.view(-1, 2), experience.scored.view(-1, 2)
+    experience = replace(experience, advantages=group_advantages(*pairs, baseline).flatten())
+    _, plain = updated(policy, experience, Objective(baseline=baseline))
+    _, small = updated(policy, experience, Objective(baseline=baseline, kl_in="reward", kl_coefficient=1e-8))
+    torch.testing.assert_close(small, plain, rtol=1e-4, atol=1e-6 * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it(policy, share):
+    experience, gap = sampled_elsewhere(away_from_its_base(policy))
+    own, _ = updated(policy, experience, Objective(top_entropy_share=share))
+    assert own.metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+    against = Objective(top_entropy_share=share, ratio_against="sampler", kl_coefficient=0.1, clip_low=0.0, clip_high=0)
+    report, _ = updated(policy, experience, against)
+    kept = experience.mask & (report.entropy >= entropy_threshold(report.entropy[experience.mask], share))
+    assert kept.sum() < experience.mask.sum() or share == 1
+    values = gap[kept]
+    upwards = (values > 0) == (experience.advantages.unsqueeze(1).expand_as(gap)[kept] > 0)
+    clipped = report.metrics["policy/clipped_low_share"] + report.metrics["policy/clipped_high_share"]
+    assert clipped == pytest.approx(upwards.float().mean().item())
+    assert report.metrics["policy/ratio"] == pytest.approx(values.exp().mean().item(), rel=1e-4)
+    assert report.metrics["policy/kl_old"] == pytest.approx((values.expm1() - values).mean().item(), rel=1e-3)
+    whole, _ = updated(policy, experience, replace(against, top_entropy_share=1.0))
+    assert report.metrics["policy/kl_ref"] == pytest.approx(whole.metrics["policy/kl_ref"].item())  # over all tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"clip_low": -0.1}, r"clip_low is -0\.1; expected 0 or more"),
+        ({"clip_high": math.nan}, "clip_high is nan; expected 0 or more"),
+        ({"kl_coefficient": math.nan}, "kl_coefficient is nan; expected 0 or more"),
+        ({"correction": "truncate", "correction_high": 0.5}, r"correction_high is 0\.5; expected 1 or more"),
+        ({"correction": "mask", "correction_high": math.nan}, "correction_high is nan; expected 1 or more"),
+        ({"correction": "mask", "correction_low": 1.5}, r"correction_low is 1\.5; expected 0 or more, at most 1"),
+        ({"correction": "mask", "correction_low": -0.5}, r"correction_low is -0\.5; expected 0 or more, at most 1"),
+        ({"max_ratio": 1.28}, r"max_ratio is 1\.28; expected more than 1 \+ clip_high = 1\.28"),
+        ({"max_ratio": 1.5, "clip_high": 0.6}, r"max_ratio is 1\.5; expected more than 1 \+ clip_high = 1\.6"),
+        ({"max_ratio": 1.0004, "surrogate": "sequence"}, r"max_ratio is 1\.0004; .* = 1\.0004, or null"),
+        ({"max_ratio": math.nan}, "max_ratio is nan; expected more than 1"),
+        ({"max_ratio": 10.0, "surrogate": "cispo"}, r"max_ratio is 10\.0 and surrogate is 'cispo'.*expected null"),
+        ({"top_entropy_share": 0.0}, r"top_entropy_share is 0\.0; expected more than 0"),
+    ],
+)
+def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(settings, said):
+    with pytest.raises(ValueError, match=rf"model\.objective\.{said}"):
+        Objective(**settings)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(max_ratio=1.3),
+        Objective(max_ratio=1.001, surrogate="sequence"),
+        Objective(surrogate="cispo", clip_low=math.inf),
+        Objective(correction="truncate", correction_low=1.0, correction_high=1.0),
+        Objective(correction="mask", correction_high=math.inf),
+        Objective(max_ratio=3.0, clip_low=0.0, clip_high=0.0),
+    ],
+    ids=str,
+)
+def test_what_the_settings_accept_the_update_accepts(policy, objective):
+    experience, _ = sampled_elsewhere(policy)
+    report, gradient = updated(policy, experience, objective)
+    assert report.metrics["train/loss"].isfinite()
+    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(
