@@ -6,12 +6,14 @@ import sys
 import warnings
 from pathlib import Path
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from callbacks.close_engine import CloseEngine
 from callbacks.rng_state import RNGState
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
+from qerl_pl.checkpoint import LAST
 from qerl_pl.module import QeRLModule
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
@@ -22,6 +24,17 @@ NOT_FOR_US = (
     r"Checkpoint directory .* exists and is not empty",  # so it should be when a run goes on
     r"The dirpath has changed from",  # so it should be when a run is evaluated
 )
+
+
+class SaveAcceptedConfig(SaveConfigCallback):
+    """Writes config.yaml once a run has begun: a start that the checkpoint refuses leaves the record as it was."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
 
 
 class QeRLCLI(LightningCLI):
@@ -38,16 +51,26 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
 
     def before_instantiate_classes(self) -> None:
-        """Give an evaluation its own folder in the run's: its curves and completions are not those of the training."""
+        """Give an evaluation its own folder in the run's: its curves and completions are not those of the training.
+
+        Each policy has one, named by its checkpoint, and the base has one.
+        """
         command = str(self.subcommand)
         config = self.config[command]
         if command == "fit":
+            last = Path(config.run_dir, "checkpoints", LAST)
+            if config.ckpt_path is None and last.exists():
+                raise ValueError(
+                    f"{config.run_dir} has a run already ({last}): go on with it by --ckpt_path last, or start another "
+                    "by --run_dir"
+                )
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(Path(config.run_dir, "checkpoints", f"{config.ckpt_path}.ckpt"))
         source = config.data.source
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
-        folder = str(Path(config.run_dir, command, name.lower()))
+        policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""
+        folder = str(Path(config.run_dir, command, name.lower() + policy))
         config.trainer.default_root_dir = config.trainer.logger.init_args.save_dir = folder
 
     def _parse_ckpt_path(self) -> None:
@@ -66,6 +89,7 @@ def main(args: list[str]) -> QeRLCLI:
         PromptDataModule,
         seed_everything_default=0,
         auto_configure_optimizers=False,
+        save_config_callback=SaveAcceptedConfig,
         save_config_kwargs={"overwrite": True},
         trainer_defaults={"callbacks": [RNGState(), StopTogether(), CloseEngine()]},
     )

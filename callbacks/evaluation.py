@@ -40,13 +40,15 @@ class EvaluationReport(Callback):
         if not trainer.is_global_zero:
             return
         n, name = pl_module.val_sampling.num_completions, pl_module.rewards[0].name
-        summary = summarize(pl_module.evaluated, n=n, name=name, level=self.level)
+        checkpoint = trainer.ckpt_path and str(trainer.ckpt_path)
+        summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name, level=self.level)}
         path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(summary, indent=1) + "\n")
         os.replace(temporary, path)
-        table = Table("", "value", f"{self.level:.0%} interval", title=f"{summary['num_problems']} problems x {n}")
+        title = f"{Path(checkpoint).name if checkpoint else 'the base'}, {summary['num_problems']} problems x {n}"
+        table = Table("", "value", f"{self.level:.0%} interval", title=title)
         for key, value in summary["accuracy"].items():
             table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
         for key in ("truncated_share", "unscored_share", "mean_tokens"):

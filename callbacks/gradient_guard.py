@@ -68,11 +68,12 @@ class GradientGuard(Callback):
         if math.isfinite(norm) and norm <= self.max_ratio * usual:
             self._norms = [*self._norms, norm][-self.window :]
             return
-        found = f"{norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
+        found = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise FloatingPointError(
             f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
-            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last goes on from before it: "
-            "with a lower learning rate, or with a higher GradientGuard.max_ratio where this is no fault"
+            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last does the same rollout again: raise "
+            "GradientGuard.max_ratio where this is no fault, or go further back, to previous.ckpt or best.ckpt, with a "
+            "lower learning rate"
         )
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:

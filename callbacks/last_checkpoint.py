@@ -107,7 +107,7 @@ class LastCheckpoint(ModelCheckpoint):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.flush()
         last = self._folder / LAST
-        if last.exists():
+        if last.exists() and not (writer and writer.damaged and writer.damaged.samefile(last)):
             # A second name for the old file first, so that no moment has neither.
             link = self._folder / (PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
@@ -115,6 +115,8 @@ class LastCheckpoint(ModelCheckpoint):
             replace = writer.replace if writer else os.replace
             replace(link, self._folder / PREVIOUS)
         os.replace(self._folder / PENDING, last)
+        if writer:
+            writer.damaged = None
 
 
 def _writer(trainer: Trainer) -> SafeCheckpointIO | None:

@@ -6,7 +6,10 @@ tokens have no use for, and a draw from the global random stream at every start.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 
@@ -66,11 +69,11 @@ class TrainLoader:
             rows = order[start : start + self.batch_size][self.rank :: self.num_ranks]
             yield [self.prompts[row] for row in rows]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """The position: the epoch, the next batch in it, and what the meaning of both depends on."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go to a saved position.
 
         Raises:
@@ -81,10 +84,21 @@ class TrainLoader:
                 raise ValueError(
                     f"cannot resume: the checkpoint's data had {name} {state[name]}, this run's has {value}"
                 )
-        self.epoch, self.next_batch = state["epoch"], state["next_batch"]
+        self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 
-    def _identity(self) -> dict[str, int]:
-        return {"num_prompts": len(self.prompts), "batch_size": self.batch_size, "seed": self.seed}
+    def _identity(self) -> dict[str, int | str]:
+        identity = {"num_prompts": len(self.prompts), "batch_size": self.batch_size, "seed": self.seed}
+        return {**identity, "prompt_digest": self._digest}
+
+    @cached_property
+    def _digest(self) -> str:
+        """Sixteen hex digits over tokens and answers, in order."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            tokens = array("q", prompt.tokens).tobytes()
+            answer = prompt.answer.encode()
+            digest.update(f"{len(tokens)} {len(answer)} ".encode() + tokens + answer)
+        return digest.hexdigest()[:16]
 
     def _order(self) -> list[int]:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", self.epoch))

@@ -40,6 +40,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._host: list[Tensor] = []  # of the last copy, tensor by tensor; read while it is written
+        self.damaged: Path | None = None
+        """The file for which the last load took the one before it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, whole or not at all.
@@ -126,16 +128,28 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         path = Path(path)
         try:
-            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            return _read(path, map_location or "cpu")
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             previous = path.with_name(PREVIOUS)
             if path.name == LAST and previous.exists():
+                self.damaged = path
                 rank_zero_warn(f"the checkpoint {path} is damaged; going on from {previous}, the one before it")
                 return self.load_checkpoint(previous, map_location)
             raise ValueError(
                 f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by --ckpt_path, or "
                 "delete it to start anew"
             ) from error
+
+
+def _read(path: Path, map_location: Any) -> dict[str, Any]:
+    """Tensors and builtins, after the checksums of all that the file holds: torch looks at none of them."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged:
+        raise zipfile.BadZipFile(f"{damaged} is not what was written")
+    return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
@@ -167,10 +181,16 @@ def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """What must stay the same over a run: the base (by content, not by path), the adapter's shape, the seed."""
+    """What a policy must be loaded with: the base (by content, not by path), the adapter's shape, the seed."""
     settings = asdict(lora)
     settings["targets"] = sorted(settings["targets"])
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
+
+
+def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
+    """The adapter's, of a run's identity."""
+    found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
+    return LoraSettings(**{**found, "targets": tuple(found["targets"])})
 
 
 def base_digest(base: str) -> str:

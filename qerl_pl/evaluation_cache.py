@@ -17,7 +17,7 @@ class EvaluationCache:
 
     Args:
         folder: where the files go.
-        identity: everything but the prompts that the records depend on (policy, sampling, rewards), JSON-ready.
+        identity: everything but the prompts that the records depend on (policy, engine, sampling, rewards), JSON-ready.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, get_scheduler
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer, get_scheduler
 from qerl_pl import ranks
 from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.correction import mismatch
+from qerl_pl.description import Indescribable, describe, digest_of
 from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation_cache import EvaluationCache
 from qerl_pl.loop import RolloutLoop
@@ -36,9 +38,10 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
-from qerl_pl.rewards.base import WeightedReward, describe
+from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.checksums import checksums
+from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.seeding import derive_seed
@@ -117,6 +120,12 @@ class QeRLModule(LightningModule):
             raise ValueError("model.rewards is empty; give at least one reward")
         if updates_per_rollout < 1:
             raise ValueError(f"model.updates_per_rollout is {updates_per_rollout}; expected at least 1")
+        if not max_grad_norm >= 0:
+            raise ValueError(f"model.max_grad_norm is {max_grad_norm}; expected a norm above 0, or 0 for no clipping")
+        if warmup_steps < 0:
+            raise ValueError(f"model.warmup_steps is {warmup_steps}; expected 0 optimizer steps or more")
+        if not 0 <= max_unscored_share <= 1:
+            raise ValueError(f"model.max_unscored_share is {max_unscored_share}; expected 0 to 1")
         if gpu_memory is not None and gpu_memory <= 0:
             raise ValueError(f"model.gpu_memory is {gpu_memory}; expected more than 0 GiB, or null")
         if sampling.temperature == 0:
@@ -163,6 +172,7 @@ class QeRLModule(LightningModule):
             )
         self.micro_batch_tokens = micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
         self._choose_micro_batch = micro_batch_tokens is None
+        self._kv_cache_bytes = engine.kv_cache_bytes if isinstance(engine, VLLMEngine) else None
         self.memory_plan: Plan | None = None
         """Of this run on its GPU; None without one."""
         self.norm_noise = NormNoise()
@@ -174,6 +184,10 @@ class QeRLModule(LightningModule):
         """A record a completion of the last evaluation, over all ranks, in the order of the problems."""
         self._own_evaluated: list[dict[str, Any]] = []
         self._evaluation_cache: EvaluationCache | None = None
+        try:  # now, as they were built: an engine that runs holds more than its settings
+            self._as_built: str | Indescribable = describe((engine, rewards))
+        except Indescribable as error:
+            self._as_built = error.with_traceback(None)
 
     # ---- what a step is a function of -------------------------------------------------------------------------------
 
@@ -202,7 +216,7 @@ class QeRLModule(LightningModule):
             )
         if stage == "fit":
             self._check_steps()
-        if self.memory_plan is None and self.trainer.strategy.root_device.type == "cuda":
+        if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage, self.trainer.strategy.root_device)
         tokenizer = AutoTokenizer.from_pretrained(self.base)
         self.loop = RolloutLoop(
@@ -246,7 +260,26 @@ class QeRLModule(LightningModule):
         scheduler = get_scheduler(
             self.lr_schedule, optimizer, num_warmup_steps=self.warmup_steps, num_training_steps=self.trainer.max_steps
         )
+        self._optimizer_settings = [_settings(group) for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Go on with the optimizer's settings of this start: those of a checkpoint come with its moments."""
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer)
+        assert isinstance(scheduler, LambdaLR)
+        groups = optimizer.param_groups
+        changed = {}
+        for group, settings in zip(groups, self._optimizer_settings, strict=True):
+            changed |= {name: (group.get(name), value) for name, value in settings.items() if group.get(name) != value}
+            group.update(settings)
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        rates = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = group["initial_lr"] * rate
+        for name, (before, now) in changed.items():
+            name = "lr" if name == "initial_lr" else name
+            rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {before}")
 
     def teardown(self, stage: str) -> None:
         """Give the engine's memory back."""
@@ -322,9 +355,9 @@ class QeRLModule(LightningModule):
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         self._own_evaluated = []
+        self._evaluation_cache = None
         if self.trainer.state.fn != TrainerFn.FITTING:
-            folder = Path(self.trainer.default_root_dir) / "evaluation"
-            self._evaluation_cache = EvaluationCache(folder, self._evaluation_identity())
+            self._evaluation_cache = self._open_cache()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -367,9 +400,8 @@ class QeRLModule(LightningModule):
 
     def _finish_evaluation(self, stage: str) -> None:
         rows = self.evaluated = ranks.gather_groups(self._own_evaluated, self.val_sampling.num_completions)
-        scored = [row for row in rows if row["reward"] is not None]
-        values = {name: [row["rewards"][name] for row in scored] for name in (reward.name for reward in self.rewards)}
-        values["reward"] = [row["reward"] for row in scored]
+        values = {term.name: [row["rewards"][term.name] or 0.0 for row in rows] for term in self.rewards}
+        values["reward"] = [row["reward"] or 0.0 for row in rows]  # what could not be scored has earned nothing
         values["unscored_share"] = [float(row["reward"] is None) for row in rows]
         values["truncated_share"] = [float(not row["finished"]) for row in rows]
         values["completion_tokens"] = [float(row["num_tokens"]) for row in rows]
@@ -382,15 +414,31 @@ class QeRLModule(LightningModule):
         """What must stay the same over a run; reads the base's files."""
         return run_identity(base=self.base, lora=self.lora, seed=self.seed)
 
+    @property
+    def _rollout_identity(self) -> dict[str, Any]:
+        """What must stay the same for training to go on: steps are counted in updates."""
+        return {"updates_per_rollout": self.updates_per_rollout}
+
+    def _open_cache(self) -> EvaluationCache | None:
+        if isinstance(self._as_built, Indescribable):
+            rank_zero_warn(
+                "this evaluation starts anew if it is interrupted: the engine or a reward cannot be described, and "
+                f"finished batches of other ones must not be taken for theirs ({self._as_built})"
+            )
+            return None
+        return EvaluationCache(Path(self.trainer.default_root_dir) / "evaluation", self._evaluation_identity())
+
     def _evaluation_identity(self) -> dict[str, Any]:
         """What the records of an evaluation are a function of, beside the prompts."""
+        tokenizer = chain.from_iterable(Path(self.base).glob(name) for name in ("*token*", "vocab*", "merges*"))
         return {
             **self._identity,
             "adapter": checksums(self.policy.adapter_state()),
             "sampling": asdict(self.val_sampling),
             "dtype": str(self.compute_dtype),
-            "engine": type(self.engine).__qualname__,
-            "rewards": [(term.name, term.weight, describe(term.reward)) for term in self.rewards],
+            "engine and rewards": self._as_built,
+            "end_tokens": end_tokens(self.base, self.policy.config),
+            "tokenizer": digest_of(sorted(tokenizer)),
         }
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -398,7 +446,7 @@ class QeRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the adapter alone, and what the run must not change."""
         checkpoint["state_dict"] = self.policy.adapter_state()
-        checkpoint["identity"] = self._identity
+        checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the adapter in.
@@ -406,7 +454,10 @@ class QeRLModule(LightningModule):
         Raises:
             ValueError: the checkpoint is of another base, adapter or seed.
         """
-        check_identity(checkpoint["identity"], self._identity)
+        current = self._identity
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            current = current | self._rollout_identity
+        check_identity(checkpoint["identity"], current)
         self.policy.load_adapter_state(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
 
@@ -417,6 +468,8 @@ class QeRLModule(LightningModule):
 
     def _plan_memory(self, stage: str, device: torch.device) -> None:
         """Choose the size of micro-batches and of the engine's cache, where the YAML leaves it open."""
+        if isinstance(self.engine, VLLMEngine):
+            self.engine.kv_cache_bytes = self._kv_cache_bytes  # what was given, not what the last stage's plan chose
         available = available_bytes(device)
         limit = available if self.gpu_memory is None else min(available, int(self.gpu_memory * 2**30))
         plan = plan_for(checkpoint_shape(self.base, self.compute_dtype), self.run_memory(stage), limit)
@@ -452,3 +505,13 @@ class QeRLModule(LightningModule):
             raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
         if max_steps % updates:
             raise ValueError(f"trainer.max_steps ({max_steps}) is no multiple of model.updates_per_rollout ({updates})")
+        if self.warmup_steps >= max_steps:
+            rank_zero_warn(
+                f"model.warmup_steps ({self.warmup_steps}) is no less than trainer.max_steps ({max_steps}): the "
+                "learning rate never arrives"
+            )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's parameters; the learning rate is what the schedule starts from."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}

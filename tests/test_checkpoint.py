@@ -43,6 +43,38 @@ def test_what_is_loaded_is_what_was_there_when_it_was_saved(io, tmp_path, option
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["a.ckpt"]
 
 
+def large() -> dict[str, Any]:
+    return {"weight": torch.arange(10000.0)}
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000, 10000, 30000, 40000])
+def test_a_file_that_was_cut_anywhere_is_damaged(io, tmp_path, size):
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint(large(), path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged"):
+        io.load_checkpoint(path)
+    io.save_checkpoint(large(), tmp_path / "previous.ckpt")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert torch.equal(io.load_checkpoint(path)["weight"], large()["weight"])
+    assert io.damaged == path
+
+
+def test_a_value_that_the_disk_has_changed_is_seen(io, tmp_path):
+    path = tmp_path / "a.ckpt"
+    io.save_checkpoint(large(), path)
+    written = path.read_bytes()
+    page = written.index(torch.arange(5000.0, 5100.0).numpy().tobytes())
+    path.write_bytes(written[:page] + bytes(4) + written[page + 4 :])
+    with pytest.raises(ValueError, match="not what was written"):
+        io.load_checkpoint(path)
+
+
+def test_a_file_that_is_not_there_is_not_damaged(io, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(tmp_path / "a.ckpt")
+
+
 @pytest.mark.parametrize(("background_bytes", "waits"), [(56, False), (57, True)])  # the tensors have 24 + 24 + 8
 def test_it_returns_before_the_file_is_there_from_so_many_bytes_on(io, tmp_path, monkeypatch, background_bytes, waits):
     free, save = threading.Event(), torch.save

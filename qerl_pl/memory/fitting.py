@@ -55,7 +55,7 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
     """Bytes of a cache for so many sequences of the longest length."""
-    one = parts.kv_token_bytes(shape, run.itemsize, engine.kv_cache_dtype)
+    one = parts.kv_token_bytes(shape, engine.itemsize(run.itemsize), engine.kv_cache_dtype)
     block = engine.block_size or parts.KV_BLOCK
     return parts.kv_cache(one, block=block, length=run.max_model_len, num_sequences=num_sequences)
 

@@ -96,6 +96,17 @@ def kv_cache(token_bytes: int, *, block: int, length: int, num_sequences: int) -
     return (num_sequences * ceil(length / block) + 1) * block * token_bytes
 
 
+def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
+    """vLLM's weights: packed linears as they are, the others, norms and biases in the engine's compute dtype.
+
+    Embedding and head are the trainer's where they are shared, which they can be only in the trainer's dtype.
+    """
+    own_embeddings = not shared_embeddings or engine_itemsize != itemsize
+    dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
+    dense += own_embeddings * shape.embedding_bytes
+    return shape.engine_packed_bytes + dense // itemsize * engine_itemsize
+
+
 def engine_pass(shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int) -> int:
     """vLLM's largest forward pass: the MLP at its widest with LoRA's fp32 buffers, or logits.
 

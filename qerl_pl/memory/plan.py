@@ -98,21 +98,22 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
 
 def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
+    itemsize = engine.itemsize(run.itemsize)
     rank = parts.slot_rank(run.rank)
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
     num_seqs = engine.max_num_seqs
     largest = parts.engine_pass(
         shape,
-        run.itemsize,
+        itemsize,
         batched_tokens=engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         num_seqs=num_seqs,
         slot_rank=rank,
     )
     state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
-    slots = run.itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
-    base = shape.engine_linear_bytes + shape.other_bytes + (0 if run.shared_embeddings else shape.embedding_bytes)
+    slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
+    base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     return {
         "engine's base": _at(base, *weights),
         "engine's adapter": _at(slots, *weights),

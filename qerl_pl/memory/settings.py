@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from qerl_pl.policy.lora import PROJECTIONS
 
 DEFAULT_BATCHED_TOKENS = 8192
@@ -16,6 +18,8 @@ CHECKED_TOKENS = 4096
 class EngineMemory:
     """Of a vLLM engine; the names are those of its arguments."""
 
+    dtype: str = "auto"
+    """Compute dtype; "auto" is the policy's."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     """None: ``DEFAULT_BATCHED_TOKENS``."""
@@ -26,6 +30,10 @@ class EngineMemory:
     enforce_eager: bool = False
     sleep_level: int = 0
     """0: asleep it keeps its weights on the device, and gives its cache back alone."""
+
+    def itemsize(self, policy_itemsize: int) -> int:
+        """Bytes of the engine's compute dtype, from those of the policy's."""
+        return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class RunMemory:
     evaluation_tokens: int = 0
     """Of the longest completion of an evaluation."""
     itemsize: int = 2
-    """Bytes of the compute dtype."""
+    """Bytes of the policy's compute dtype."""
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     train_norms: bool = False
@@ -56,7 +64,7 @@ class RunMemory:
     batch_tokens: int = 0
     """Of the transformers engine's cache."""
     shared_embeddings: bool = True
-    """Trainer and engine hold embedding and head once."""
+    """Trainer and engine hold embedding and head once, where their dtypes are the same."""
 
     @property
     def longest_row(self) -> int:

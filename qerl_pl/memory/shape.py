@@ -39,6 +39,8 @@ class ModelShape:
     """Weights of every linear but the head, packed ones as ``FrozenLinear`` allocates them."""
     engine_linear_bytes: int
     """The same in vLLM, which holds linears in a format that it has no kernels for (NF4) dense."""
+    engine_packed_bytes: int
+    """Of those, what it holds packed, whatever its compute dtype."""
     embedding_bytes: int
     """Input embedding and, if it is not tied to it, the head."""
     other_bytes: int
@@ -86,17 +88,18 @@ def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
 
 def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool]) -> ModelShape:
     config, head = model.config, model.get_output_embeddings()
-    linear_bytes = dense_bytes = largest_packed = 0
+    linear_bytes = dense_bytes = packed_bytes = largest_packed = 0
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or module is head:
             continue
         dense_bytes += module.weight.nbytes
         if fmt is not None and is_packed(name):
             packed = FrozenLinear(module.in_features, module.out_features, fmt, device="meta")
-            linear_bytes += sum(buffer.nbytes for buffer in packed.buffers())
+            packed_bytes += sum(buffer.nbytes for buffer in packed.buffers())
             largest_packed = max(largest_packed, module.weight.numel())
         else:
             linear_bytes += module.weight.nbytes
+    linear_bytes += packed_bytes
     block = {
         name.rpartition(".")[2]: module
         for name, module in model.get_submodule("model.layers.0").named_modules()
@@ -117,6 +120,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         linears=tuple((name, linear.out_features, linear.in_features) for name, linear in block.items()),
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
+        engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
         embedding_bytes=embedding_bytes,
         other_bytes=other_bytes,
         largest_packed=largest_packed,

@@ -26,7 +26,7 @@ class LoraSettings:
         alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
         dropout: on the adapter's input while training. Above 0 the trainer's log-probabilities are no longer those
             of the policy that sampled.
-        targets: names of the linears that get an adapter.
+        targets: names of the linears that get an adapter, of ``PROJECTIONS``.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
 
@@ -108,15 +108,21 @@ def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Refuse adapter targets that match nothing: PEFT takes a list of which only some names match without a word.
+    """Refuse adapter targets that match nothing or are never trained, which PEFT takes without a word.
 
     Raises:
-        ValueError: a target names no module; the linears that there are are listed.
+        ValueError: a target names no linear, or none of the blocks' projections.
     """
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:
         raise ValueError(f"lora targets {unmatched} match no linear of the model; it has {sorted(linears)}")
+    outside = [target for target in targets if target not in PROJECTIONS]
+    if outside:
+        raise ValueError(
+            f"lora targets {outside} are no projections of the blocks; expected some of {', '.join(PROJECTIONS)} "
+            "(the head's weight is read directly: an adapter on it would never be trained)"
+        )
 
 
 def cast_output_to_input(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

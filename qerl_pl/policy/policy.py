@@ -203,8 +203,8 @@ def load_policy(
         offload_checkpoints: keep what blocks are recomputed from in host memory.
 
     Raises:
-        ValueError: the folder holds no model that we can train, an adapter target matches nothing, or there are no
-            checkpoints to offload.
+        ValueError: the folder holds no model that we can train, an adapter target is none of the blocks' linears, or
+            there are no checkpoints to offload.
     """
     return make_policy(
         load_base(base, dtype=dtype, device=device),

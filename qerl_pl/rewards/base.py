@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, NoneType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -148,11 +147,3 @@ def _verdicts(
         if score is not None and not math.isfinite(score):
             raise ValueError(f"reward {term.name!r} scored row {row} as {score}; expected a finite number or None")
     return tuple(verdicts)
-
-
-def describe(reward: Reward) -> str:
-    """Import path of a reward and, of a class, its settings: equal for equal rewards, in every process."""
-    owner = reward if isinstance(reward, FunctionType) else type(reward)
-    plain = (str, int, float, bool, NoneType)
-    settings = {name: value for name, value in vars(reward).items() if isinstance(value, plain)}
-    return f"{owner.__module__}.{owner.__qualname__} {settings}"

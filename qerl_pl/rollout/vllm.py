@@ -28,6 +28,7 @@ from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core_client import InprocClient
 
     from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
@@ -110,7 +111,7 @@ class VLLMEngine:
         """What of the settings decides how much memory the engine takes."""
         names = {field.name for field in fields(EngineMemory)}
         given = {name: value for name, value in self._arguments.items() if name in names}
-        return EngineMemory(kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
+        return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
         """Load vLLM with the policy's base and adapter. Every request carries its own seed, so ``seed`` is not used.
@@ -123,6 +124,8 @@ class VLLMEngine:
         vllm_setup.prepare_environment()
         vllm_setup.log_starting()
         watch = Stopwatch()
+        self._policy, self._max_model_len = policy, max_model_len
+        self._base_norms = self._clean_norms = {}
         self._end_tokens = end_tokens(policy.base, policy.config)
         # vLLM looks at names of torch that are deprecated, which is no news to the user.
         quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -165,18 +168,25 @@ class VLLMEngine:
                 with self._trainers_group():
                     vllm_setup.destroy_groups()
                 raise
+        try:
+            self._get_ready(policy, LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory"), watch)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = dict(watch.seconds)
+        vllm_setup.log_started(self.start_s)
+
+    def _get_ready(self, policy: Policy, lora_request: LoRARequest, watch: Stopwatch) -> None:
+        """Once vLLM runs: its clean norms, and the adapter in its slots."""
         vllm_setup.log_kernels(self._call(vllm_worker.linear_kernels))
-        self._policy, self._max_model_len = policy, max_model_len
+        self._lora_request = lora_request
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
-        self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
         with watch.phase("adapter"):
             self._call(vllm_worker.reserve_adapter, self._lora_request)
             if not self._on_cpu:
                 self._call(vllm_worker.compile_adapter_kernels)
             self.load_adapter(policy.adapter_state())
-        self.start_s = dict(watch.seconds)
-        vllm_setup.log_started(self.start_s)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True

@@ -18,7 +18,6 @@ from qerl_pl.kernels import hopper
 from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
-from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
@@ -83,13 +82,10 @@ def policy_arguments(
     """Arguments of ``vllm.LLM`` that follow from the policy.
 
     Raises:
-        ValueError: the adapter's rank is more than vLLM takes, or it is on other linears than those of the blocks.
+        ValueError: the adapter's rank is more than vLLM takes.
     """
     from vllm.platforms import current_platform
 
-    targets = set(policy.peft_config.target_modules or ())
-    if targets - set(PROJECTIONS):
-        raise ValueError(f"lora targets are {sorted(targets)}; adapters reach vLLM on {', '.join(PROJECTIONS)} alone")
     # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
@@ -103,7 +99,7 @@ def policy_arguments(
         "enable_lora": True,
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
-        "lora_target_modules": sorted(targets),
+        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
         # vLLM hashes this: a cached graph of other kernels would call those, or expect Humming's own schedules.
         "additional_config": {
             "adapter_kernels": "qerl_pl",

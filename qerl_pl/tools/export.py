@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
-from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.checkpoint import SafeCheckpointIO, lora_settings
 from qerl_pl.policy.lora import LoraSettings, peft_config
 
 
@@ -60,8 +60,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
-    settings = LoraSettings(**{**model["lora"], "targets": tuple(model["lora"]["targets"])})
-    adapter = SafeCheckpointIO().load_checkpoint(path)["state_dict"]
+    found = SafeCheckpointIO().load_checkpoint(path)
+    adapter, settings = found["state_dict"], lora_settings(found["identity"])  # config.yaml may be of a later start
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

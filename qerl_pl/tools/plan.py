@@ -113,6 +113,7 @@ def run_memory(config: Mapping[str, Any]) -> RunMemory:
     if kind not in ("VLLMEngine", "TransformersEngine"):
         raise ValueError(f"model.engine is {kind}, whose memory is not known; VLLMEngine and TransformersEngine are")
     vllm = {field.name: engine[field.name] for field in fields(EngineMemory) if field.name in engine}
+    optimizer = model["optimizer"]  # a path alone where it is a function, as the default is
     num_devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
     return RunMemory(
         rows=-(-data["batch_size"] // (num_devices * trainer["num_nodes"])) * model["sampling"]["num_completions"],
@@ -123,7 +124,7 @@ def run_memory(config: Mapping[str, Any]) -> RunMemory:
         rank=model["lora"]["rank"],
         targets=tuple(model["lora"]["targets"]),
         train_norms=model["lora"]["train_norms"],
-        state_bytes=state_bytes(model["optimizer"]["class_path"]),
+        state_bytes=state_bytes(optimizer if isinstance(optimizer, str) else optimizer["class_path"]),
         micro_batch_tokens=model["micro_batch_tokens"],
         gradient_checkpointing=model["gradient_checkpointing"],
         offload_checkpoints=model["offload_checkpoints"],

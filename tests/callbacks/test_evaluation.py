@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from callbacks.evaluation import summarize
 from qerl_pl.evaluation_cache import EvaluationCache
-from qerl_pl.rewards.base import describe
-from qerl_pl.rewards.format import think_answer_format
-from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.types import Prompt
 
 
@@ -37,10 +32,3 @@ def test_finished_batches_are_found_again_by_the_same_policy_alone(tmp_path):
     assert EvaluationCache(tmp_path, {"adapter": 1}).read(prompts) == rows
     assert EvaluationCache(tmp_path, {"adapter": 2}).read(prompts) is None
     assert EvaluationCache(tmp_path, {"adapter": 1}).read([Prompt((1, 2), "4")]) is None
-
-
-def test_rewards_are_described_by_what_they_do():
-    assert describe(NumericAnswer()) == describe(NumericAnswer())
-    assert describe(NumericAnswer()) != describe(NumericAnswer(marker="boxed"))
-    assert "think_answer_format" in describe(think_answer_format)
-    json.dumps(describe(think_answer_format))

@@ -108,8 +108,10 @@ def test_a_run_goes_on_with_another_number_of_ranks():
         (TrainLoader(prompts(9), 4, seed=0), "num_prompts"),
         (TrainLoader(prompts(8), 2, seed=0), "batch_size"),
         (TrainLoader(prompts(8), 4, seed=1), "seed"),
+        (TrainLoader(prompts(9)[1:], 4, seed=0), "prompt_digest"),
+        (TrainLoader([*prompts(7), Prompt((7,), "8")], 4, seed=0), "prompt_digest"),
     ],
-    ids=["other data", "other batch size", "other seed"],
+    ids=["more data", "other batch size", "other seed", "other data", "other answer"],
 )
 def test_a_position_in_another_run_is_refused(other, named):
     with pytest.raises(ValueError, match=f"cannot resume: .* {named}"):

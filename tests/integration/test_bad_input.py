@@ -10,6 +10,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from qerl_pl.tools.export import export_adapter
 from tests.integration.conftest import IN_BACKGROUND, launch, load_last
 
 
@@ -18,6 +19,9 @@ from tests.integration.conftest import IN_BACKGROUND, launch, load_last
     [
         (("--model.base", "/nowhere"), "/nowhere"),
         (("--model.lora.targets", "[query]"), "query.*q_proj"),
+        (("--model.max_grad_norm", "-1"), "max_grad_norm is -1"),
+        (("--model.warmup_steps", "-5"), "warmup_steps is -5"),
+        (("--model.max_unscored_share", "5"), "max_unscored_share is 5"),
         (("--model.updates_per_rollout", "3"), "max_steps.*8.*updates_per_rollout.*3"),
         (("--model.micro_batch_tokens", "50"), "micro_batch_tokens"),
         (("--model.sampling.num_completions", "1"), "at least 2"),
@@ -68,8 +72,9 @@ def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, 
         (("--model.lora.rank", "8"), "lora.rank: the run has 4, this start has 8"),
         (("--seed_everything", "1"), "seed: the run has 0, this start has 1"),
         (("--model.base", "dense"), "base: the run has"),
+        (("--model.updates_per_rollout", "2"), "updates_per_rollout: the run has 1, this start has 2"),
     ],
-    ids=["rank", "seed", "base"],
+    ids=["rank", "seed", "base", "updates"],
 )
 @pytest.mark.slow
 def test_another_run_is_not_resumed(run, bases, finished, other, said):
@@ -79,14 +84,34 @@ def test_another_run_is_not_resumed(run, bases, finished, other, said):
 
 
 @pytest.mark.slow
+def test_a_run_is_not_replaced_by_one_that_starts_anew(run, finished):
+    with pytest.raises(ValueError, match=r"has a run already.*--ckpt_path last.*--run_dir"):
+        run("fit", finished)
+
+
+@pytest.mark.slow
+def test_a_start_that_is_refused_changes_nothing_that_was_written(run, finished, tmp_path):
+    run_dir, output = tmp_path / "run", tmp_path / "adapter"
+    shutil.copytree(finished, run_dir)
+    config = (run_dir / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=r"lora\.alpha: the run has 8\.0, this start has 64\.0"):
+        run("fit", run_dir, "--ckpt_path", "last", "--model.lora.alpha", "64")
+    assert (run_dir / "config.yaml").read_text() == config
+    (run_dir / "config.yaml").write_text(config.replace("alpha: 8.0", "alpha: 64.0"))
+    assert export_adapter(run_dir, output).alpha == 8, "an adapter is scaled as it was trained"
+
+
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_and_the_one_before_it_goes_on(run, finished, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     last = run_dir / "checkpoints" / "last.ckpt"
     whole = load_last(run_dir)
     last.write_bytes(last.read_bytes()[:-2000])
+    previous = last.with_name("previous.ckpt").read_bytes()
     with pytest.warns(UserWarning, match=f"{last} is damaged"):
         run("fit", run_dir, "--ckpt_path", "last")
+    assert last.with_name("previous.ckpt").read_bytes() == previous, "a damaged file took the place of a whole one"
     assert load_last(run_dir)["global_step"] == whole["global_step"]
     for path in last.parent.glob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:1000])

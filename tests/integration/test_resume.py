@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
     curves = read_curves(tmp_path / "straight")
     assert curves["policy/kl_old"].values[-1] > 0, "the second update's ratio is not 1"
+
+
+@pytest.mark.slow
+def test_settings_of_the_optimizer_are_those_of_the_start_that_goes_on(run, tmp_path, caplog):
+    lower = ("--model.optimizer.init_args.lr", "1e-4")
+    run("fit", tmp_path / "stopped", "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=3")
+    with caplog.at_level(logging.INFO):
+        run("fit", tmp_path / "stopped", *lower, "--ckpt_path", "last")
+    assert "model.optimizer: lr is 0.0001 from here on; the checkpoint had 0.01" in caplog.text
+    run("fit", tmp_path / "lower", *lower)
+    rates, lowers = (read_curves(tmp_path / name)["lr-AdamW"].values for name in ("stopped", "lower"))
+    assert rates[:4] == pytest.approx([100 * rate for rate in lowers[:4]])
+    assert rates[4:] == pytest.approx(lowers[4:])
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -118,7 +120,7 @@ def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
 @pytest.mark.slow
 def test_prediction_writes_every_completion_of_the_trained_policy(run, finished, tmp_path):
     run("predict", tmp_path, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
-    rows = records(next((tmp_path / "predict" / "arithmetic" / "completions").glob("predict-*.jsonl")))
+    rows = records(next((tmp_path / "predict" / "arithmetic-last" / "completions").glob("predict-*.jsonl")))
     assert len(rows) == 6
     assert {"prompt", "completion", "answer", "reward", "finished"} <= rows[0].keys()
     run("predict", tmp_path / "base")
@@ -139,7 +141,7 @@ def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(r
     events = read_curves(tmp_path)
     run("validate", tmp_path, *source, *small, "--ckpt_path", "last")
     assert read_curves(tmp_path) == events, "an evaluation wrote into the curves of the training"
-    rows = records(next((tmp_path / "validate" / "gsm8k" / "completions").glob("validate-*.jsonl")))
+    rows = records(next((tmp_path / "validate" / "gsm8k-last" / "completions").glob("validate-*.jsonl")))
     assert len(rows) == 1319
     assert all(row["reward"] is not None for row in rows)
 
@@ -154,7 +156,7 @@ def test_both_engines_give_the_same_greedy_validation(run, finished, tmp_path, a
         run("validate", tmp_path / name, *more, *engine)
     rows, summaries = [], []
     for name in ("transformers", "vllm"):
-        folder = tmp_path / name / "validate" / "arithmetic"
+        folder = tmp_path / name / "validate" / ("arithmetic-last" if adapter else "arithmetic")
         rows.append(records(next((folder / "completions").glob("validate-*.jsonl"))))
         summaries.append(json.loads((folder / "evaluation" / "validate.json").read_text()))
     assert len({row["completion"] for row in rows[0]}) > 12, "the policy says the same to everything"
@@ -237,15 +239,40 @@ def test_the_doctor_names_every_check_and_the_commands_are_listed(capsys):
 
 
 @pytest.mark.slow
+def test_training_after_an_evaluation_in_one_process_validates_what_it_trains(run, tmp_path):
+    cli = run("validate", tmp_path)
+    before, seen = [row["completion"] for row in cli.model.evaluated], []
+    follow = LambdaCallback(on_validation_end=lambda trainer, module: seen.append(list(module.evaluated)))
+    cli.model.optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-2)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=8,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        inference_mode=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[follow],
+    )
+    trainer.fit(cli.model, cli.datamodule)
+    assert len(seen) == 2
+    assert all([row["completion"] for row in rows] != before for rows in seen)
+
+
+@pytest.mark.slow
 def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished, tmp_path, capsys):
     sampling = "{num_completions: 3, max_tokens: 8, temperature: 0.7}"
     more = ("--model.val_sampling", sampling, "--data.val_batch_size", "2")
     checkpoint = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
     run("test", tmp_path, *more, *checkpoint)
     assert "pass@3" in capsys.readouterr().out
-    whole = json.loads((tmp_path / "test" / "arithmetic" / "evaluation" / "test.json").read_text())
-    assert (whole["num_problems"], whole["num_completions"]) == (6, 3)
-    batches = sorted((tmp_path / "test" / "arithmetic" / "evaluation").glob("*/*.jsonl"))
+    of_policy, of_base = (tmp_path / "test" / name / "evaluation" for name in ("arithmetic-last", "arithmetic"))
+    whole = json.loads((of_policy / "test.json").read_text())
+    assert (whole["num_problems"], whole["num_completions"], whole["checkpoint"]) == (6, 3, checkpoint[1])
+    batches = sorted(of_policy.glob("*/*.jsonl"))
     assert len(batches) == 3
     kept = {path: path.stat().st_mtime_ns for path in batches[:2]}
     text = batches[2].read_text()
@@ -253,6 +280,9 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     run("test", tmp_path, *more, *checkpoint)
     assert {path: path.stat().st_mtime_ns for path in batches[:2]} == kept, "a finished batch was sampled again"
     assert batches[2].read_text() == text, "the missing batch came out differently"
-    assert json.loads((tmp_path / "test" / "arithmetic" / "evaluation" / "test.json").read_text()) == whole
-    run("test", tmp_path, *more)  # the base: another policy, so nothing of the above is its
-    assert len(list((tmp_path / "test" / "arithmetic" / "evaluation").glob("*/*.jsonl"))) == 6
+    assert json.loads((of_policy / "test.json").read_text()) == whole
+    run("test", tmp_path, *more)
+    assert "the base, 6 problems x 3" in capsys.readouterr().out
+    assert json.loads((of_base / "test.json").read_text())["checkpoint"] is None
+    assert len(list(of_base.glob("*/*.jsonl"))) == 3
+    assert json.loads((of_policy / "test.json").read_text()) == whole, "the base's table replaced the policy's"

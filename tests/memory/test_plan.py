@@ -14,8 +14,11 @@ from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, fitted, small
 from qerl_pl.memory.plan import MOMENTS, TRAINING, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import SIZES, model_config
+from tests.memory.conftest import small_config
 
 GIB = 2**30
 SHAPES = {name: config_shape(model_config(name), NVFP4, torch.bfloat16) for name in ("3B", "7B", "32B")}
@@ -94,6 +97,34 @@ def test_embeddings_that_are_shared_count_once():
     run = replace(HALVES, engine=EngineMemory(kv_cache_bytes=GIB))
     apart = plan(SHAPES["7B"], replace(run, shared_embeddings=False))
     assert apart.peak - plan(SHAPES["7B"], run).peak == SHAPES["7B"].embedding_bytes
+
+
+@pytest.mark.parametrize("fmt", [None, NVFP4, NF4], ids=["dense", "nvfp4", "nf4"])
+@pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_an_engine_of_another_dtype_takes_what_it_takes_beside_a_trainer_of_that_dtype(
+    fmt: Format | None, trainer: str, engine: str
+):
+    def parts(trainer: str, engine: str) -> dict[str, int]:
+        dtype = getattr(torch, trainer)
+        run = replace(HALVES, itemsize=dtype.itemsize, shared_embeddings=False, engine=EngineMemory(dtype=engine))
+        found = fitted(config_shape(small_config(), fmt, dtype), run, 80 * GIB)
+        return {name: part["start"] for name, part in found.parts.items() if "start" in part}
+
+    mixed, alike, auto = parts(trainer, engine), parts(engine, engine), parts(trainer, "auto")
+    follow = {"engine's base", "engine's adapter", "KV cache", "engine's passes", "fragmentation"}
+    assert {name: mixed[name] for name in follow} == {name: alike[name] for name in follow}
+    assert {name: mixed[name] for name in mixed if name not in follow} == {
+        name: auto[name] for name in auto if name not in follow
+    }
+    larger, smaller = (mixed, auto) if engine == "float32" else (auto, mixed)
+    assert all(larger[name] > smaller[name] for name in follow)
+    assert parts(trainer, trainer) == auto
+
+
+def test_embeddings_are_not_shared_with_an_engine_of_another_dtype():
+    mixed = replace(HALVES, engine=EngineMemory(dtype="float32", kv_cache_bytes=GIB))
+    apart = replace(mixed, shared_embeddings=False)
+    assert plan(SHAPES["7B"], mixed).parts == plan(SHAPES["7B"], apart).parts
 
 
 def test_the_phases_of_training_are_those_with_gradients():

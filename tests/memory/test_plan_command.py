@@ -10,6 +10,8 @@ import yaml
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.memory.plan import MOMENTS
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.tools.plan import read_settings, run_memory
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "integration" / "toy.yaml")
@@ -58,6 +60,37 @@ def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
     assert run["rows"] == 6 * toy["model"]["sampling"]["num_completions"]
     assert run["micro_batch_tokens"] == toy["model"]["micro_batch_tokens"]
     assert run["engine"] is None, "the toy samples with transformers"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_an_engine_in_the_settings_has_the_memory_of_the_engine_that_they_make(bases, dtype):
+    options = ("--model.engine.init_args.dtype", dtype, "--model.engine.init_args.max_num_seqs", "5")
+    found = run_memory(read_settings(["-c", TOY, "--model.base", str(bases["dense"]), *VLLM, *options]))
+    assert found.engine == VLLMEngine(dtype, max_num_seqs=5).memory
+
+
+def test_a_wider_engine_takes_more_and_the_trainer_as_much(bases, tmp_path):
+    def parts(dtype: str) -> dict[str, int]:
+        options = ("--model.dtype", "bfloat16", "--model.engine.init_args.dtype", dtype)
+        files = ("-c", TOY, "--json", str(tmp_path / "plan.json"))
+        assert command(["plan", *files, "--gpu-memory", "8", "--model.base", str(bases["dense"]), *VLLM, *options]) == 0
+        found = json.loads((tmp_path / "plan.json").read_text())["parts"]
+        return {name: max(part.values()) for name, part in found.items() if name != "fragmentation"}
+
+    usual, wide = parts("auto"), parts("float32")
+    assert parts("bfloat16") == usual
+    wider = {"engine's base", "engine's adapter", "KV cache", "engine's passes"}
+    assert {name for name in usual if wide[name] > usual[name]} == wider
+    assert {name for name in usual if wide[name] == usual[name]} == usual.keys() - wider
+
+
+def test_the_default_optimizer_can_be_planned(bases, tmp_path):
+    settings = yaml.safe_load(Path(TOY).read_text())
+    del settings["model"]["optimizer"]
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(settings))
+    files = ("-c", str(tmp_path / "toy.yaml"), "--json", str(tmp_path / "plan.json"))
+    assert command(["plan", *files, "--gpu-memory", "8", "--model.base", str(bases["dense"])]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["run"]["state_bytes"] == 8, "AdamW's in fp32"
 
 
 def test_what_does_not_fit_is_told_by_the_name_of_its_key(bases, capsys):

@@ -45,8 +45,10 @@ def test_training_that_may_not_fit_is_told_and_tried():
 
 
 def test_an_engine_tells_what_its_memory_depends_on():
-    engine = VLLMEngine(max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
-    assert engine.memory == EngineMemory(max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
+    engine = VLLMEngine(dtype="float32", max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
+    assert engine.memory == EngineMemory(
+        dtype="float32", max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True
+    )
     engine.kv_cache_bytes = 5
     assert engine.memory.kv_cache_bytes == 5
 

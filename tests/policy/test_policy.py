@@ -168,6 +168,11 @@ def test_targets_that_match_nothing_are_refused(base):
         load_policy(base, dtype=torch.float32, lora=LoraSettings(targets=("q_proj", "query")), seed=0)
 
 
+def test_an_adapter_on_the_head_is_refused_as_it_would_not_be_trained(base):
+    with pytest.raises(ValueError, match=r"\['lm_head'\].*q_proj, .*, down_proj .*never be trained"):
+        load_policy(base, dtype=torch.float32, lora=LoraSettings(targets=("q_proj", "lm_head")), seed=0)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"targets": ()}], ids=lambda wrong: next(iter(wrong))
 )

@@ -18,6 +18,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
+    Setup,
     make_engine,
     make_policy,
     random_adapter,
@@ -168,11 +169,25 @@ def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
 
 
 @pytest.mark.vllm
-def test_an_adapter_outside_the_blocks_is_refused(checkpoints):
-    lora = LoraSettings(rank=4, targets=("q_proj", "lm_head"))
-    policy = load_policy(checkpoints["dense"], dtype=torch.float32, lora=lora, seed=0)
-    with pytest.raises(ValueError, match="lm_head"):
-        make_engine("vllm").start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+def test_a_start_that_fails_once_vllm_runs_is_none(checkpoints, monkeypatch):
+    policy = make_policy(checkpoints["dense"])
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    engine = make_engine("vllm")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.fingerprint()
+    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
+    assert engine.fingerprint() == setup.expected_fingerprint()
+    engine.close()
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no room for the adapter")
 
 
 @pytest.mark.vllm

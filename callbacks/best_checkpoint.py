@@ -1,0 +1,41 @@
+"""The checkpoint of the best validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+BEST = "best"
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps ``best.ckpt``, of the best validation so far, over interruptions of the run too.
+
+    A step's checkpoint is written before the validation that is due after it, and Lightning forgets a score where the
+    run's folder has moved. So a run that goes on takes the best score from ``best.ckpt`` itself; one of a later step
+    than it goes on from is of a past that is done again.
+
+    Args:
+        monitor: what is compared.
+        mode: whether more of it is better, or less.
+    """
+
+    def __init__(self, monitor: str = "val/reward", mode: Literal["min", "max"] = "max") -> None:
+        super().__init__(monitor=monitor, mode=mode, save_top_k=1, filename=BEST, enable_version_counter=False)
+        self._last_global_step_saved = -1  # Lightning's 0 leaves out the validation before the first step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        assert self.dirpath is not None, "resolved in setup"
+        best = Path(self.dirpath) / f"{BEST}{self.FILE_EXTENSION}"
+        if trainer.ckpt_path is None or not best.exists():
+            return
+        kept = trainer.strategy.checkpoint_io.load_checkpoint(best)
+        score = kept["callbacks"].get(self.state_key, {}).get("best_model_score")
+        if score is not None and kept["global_step"] <= trainer.global_step:
+            self.best_model_path = self.kth_best_model_path = str(best)
+            self.best_model_score = self.kth_value = score
+            self.best_k_models = {str(best): score}
