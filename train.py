@@ -57,6 +57,8 @@ class QeRLCLI(LightningCLI):
         """
         command = str(self.subcommand)
         config = self.config[command]
+        if not config.trainer.logger:
+            raise ValueError("trainer.logger is off; curves and folders of a run are its logger's: leave that on")
         if command == "fit":
             last = Path(config.run_dir, "checkpoints", LAST)
             if config.ckpt_path is None and last.exists():

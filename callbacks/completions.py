@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
+from qerl_pl.whole import write_whole
 
 
 class CompletionLogger(Callback):
@@ -65,11 +65,7 @@ class CompletionLogger(Callback):
         path = Path(trainer.default_root_dir) / "completions" / f"{name}.jsonl"
         if not trainer.is_global_zero:
             return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(temporary, path)
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return path
 
     def _show(self, trainer: Trainer, tag: str, rows: list[dict[str, Any]], step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from qerl_pl.module import QeRLModule
 from qerl_pl.pass_at_k import bootstrap_interval, pass_at_k
+from qerl_pl.whole import write_whole
 
 
 class EvaluationReport(Callback):
@@ -43,10 +43,7 @@ class EvaluationReport(Callback):
         checkpoint = trainer.ckpt_path and str(trainer.ckpt_path)
         summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name, level=self.level)}
         path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary, indent=1) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(summary, indent=1) + "\n")
         title = f"{Path(checkpoint).name if checkpoint else 'the base'}, {summary['num_problems']} problems x {n}"
         table = Table("", "value", f"{self.level:.0%} interval", title=title)
         for key, value in summary["accuracy"].items():

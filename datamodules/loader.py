@@ -80,9 +80,9 @@ class TrainLoader:
             ValueError: it was saved with other data, another batch size or another seed: it would mean other prompts.
         """
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise ValueError(
-                    f"cannot resume: the checkpoint's data had {name} {state[name]}, this run's has {value}"
+                    f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}"
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qerl_pl.types import Prompt
+from qerl_pl.whole import write_whole
 
 
 class EvaluationCache:
@@ -32,11 +32,7 @@ class EvaluationCache:
 
     def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep a batch, whole or not at all."""
-        path = self._path(prompts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(self._path(prompts), "".join(json.dumps(row) + "\n" for row in rows))
 
     def _path(self, prompts: Sequence[Prompt]) -> Path:
         return self.folder / f"{_digest([list(prompt) for prompt in prompts])}.jsonl"

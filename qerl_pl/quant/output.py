@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
+from qerl_pl.whole import write_whole
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")
@@ -90,6 +91,4 @@ class OutputFolder:
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")

@@ -69,6 +69,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     config.inference_mode = True
     config.save_pretrained(str(temporary))
     tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
-    save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = temporary / "adapter_model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors lets nobody else read it
     os.replace(temporary, output)
     return settings

@@ -23,6 +23,7 @@ from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
 from qerl_pl.module import DTYPES
+from qerl_pl.whole import write_whole
 
 GIB = 2**30
 BAR = 60
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     smallest = smallest_gpu(shape, run)
     print(f"the smallest GPU for these settings has {smallest} GiB")
     if options.json:
-        options.json.write_text(json.dumps(as_json(found, changes, gpu_bytes, smallest), indent=2) + "\n")
+        write_whole(options.json, json.dumps(as_json(found, changes, gpu_bytes, smallest), indent=2) + "\n")
     if options.picture:
         draw(found, gpu_bytes, options.picture)
         print(f"picture: {options.picture}")

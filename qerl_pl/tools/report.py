@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qerl_pl.whole import write_whole
+
 CURVES = (
     ("val/accuracy", "accuracy on held-out problems"),
     ("train/reward", "reward of the rollouts"),
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
         print(f"curves: {picture}")
     if options.json:
         lines = [json.dumps({"run": run.name, **summary}) for run, summary in summaries.items()]
-        options.json.write_text("\n".join(lines) + "\n")
+        write_whole(options.json, "\n".join(lines) + "\n")
     return 0
 
 

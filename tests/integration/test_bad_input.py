@@ -18,6 +18,7 @@ from tests.integration.conftest import IN_BACKGROUND, launch, load_last
     ("wrong", "said"),
     [
         (("--model.base", "/nowhere"), "/nowhere"),
+        (("--trainer.logger", "false"), "trainer.logger is off"),
         (("--model.lora.targets", "[query]"), "query.*q_proj"),
         (("--model.max_grad_norm", "-1"), "max_grad_norm is -1"),
         (("--model.warmup_steps", "-5"), "warmup_steps is -5"),
@@ -99,6 +100,8 @@ def test_a_start_that_is_refused_changes_nothing_that_was_written(run, finished,
     assert (run_dir / "config.yaml").read_text() == config
     (run_dir / "config.yaml").write_text(config.replace("alpha: 8.0", "alpha: 64.0"))
     assert export_adapter(run_dir, output).alpha == 8, "an adapter is scaled as it was trained"
+    modes = {path.stat().st_mode for path in output.iterdir()}
+    assert len(modes) == 1, "who may read the settings may read the weights"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,18 @@ def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
     assert row["RL steps"] == 8
     assert command(["report", str(tmp_path)]) == 2
     assert "no TensorBoard event files" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_without_a_terminal_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+    run("fit", tmp_path / "file", "--trainer.max_steps", "4")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout ")]
+    reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
+    assert all(re.fullmatch(rf"rollout {number} of 4: {reward}", line) for number, line in enumerate(lines, 1))
+    assert len(lines) == 4
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
+    assert "rollout 1 of 4" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
