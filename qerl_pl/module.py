@@ -270,13 +270,10 @@ class QeRLModule(LightningModule):
         assert isinstance(scheduler, LambdaLR)
         groups = optimizer.param_groups
         changed = {}
-        for group, settings in zip(groups, self._optimizer_settings, strict=True):
+        for group, settings, factor in zip(groups, self._optimizer_settings, scheduler.lr_lambdas, strict=True):
             changed |= {name: (group.get(name), value) for name, value in settings.items() if group.get(name) != value}
-            group.update(settings)
+            group.update(settings, lr=settings["initial_lr"] * factor(scheduler.last_epoch))
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
-        rates = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = group["initial_lr"] * rate
         for name, (before, now) in changed.items():
             name = "lr" if name == "initial_lr" else name
             rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {before}")

@@ -28,7 +28,6 @@ from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core_client import InprocClient
 
     from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
@@ -168,25 +167,25 @@ class VLLMEngine:
                 with self._trainers_group():
                     vllm_setup.destroy_groups()
                 raise
+        self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
         try:
-            self._get_ready(policy, LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory"), watch)
+            self._get_ready(watch)
         except BaseException:
             self.close()
             raise
         self.start_s = dict(watch.seconds)
         vllm_setup.log_started(self.start_s)
 
-    def _get_ready(self, policy: Policy, lora_request: LoRARequest, watch: Stopwatch) -> None:
+    def _get_ready(self, watch: Stopwatch) -> None:
         """Once vLLM runs: its clean norms, and the adapter in its slots."""
         vllm_setup.log_kernels(self._call(vllm_worker.linear_kernels))
-        self._lora_request = lora_request
         self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         with watch.phase("adapter"):
             self._call(vllm_worker.reserve_adapter, self._lora_request)
             if not self._on_cpu:
                 self._call(vllm_worker.compile_adapter_kernels)
-            self.load_adapter(policy.adapter_state())
+            self.load_adapter(self._policy.adapter_state())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True

@@ -101,7 +101,8 @@ def memory_table(lines: Iterable[Line]) -> str:
             setting = tuple(line["shape"][name] for name in ("model", "base", "aqn", "completion", "cap"))
             newest[setting] = line
     rows = []
-    for (model, _, _, length, cap), line in sorted(newest.items(), key=lambda item: _by_size_and_card(item[1])):
+    for line in sorted(newest.values(), key=_by_size_and_card):
+        model, length, cap = (line["shape"][name] for name in ("model", "completion", "cap"))
         peak, planned = taken_gib(line), line["logged"]["predicted_peak_gib"]
         assert peak, line
         card = f"{cap:g}" if cap else "whole"

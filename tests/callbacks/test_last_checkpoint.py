@@ -114,7 +114,15 @@ class Stops(Callback):
             trainer.should_stop = True
 
 
-def fit(folder: Path, *others: Callback, steps: int = 6, last: dict[str, int] | None = None, **more: Any) -> None:
+def fit(
+    folder: Path,
+    *others: Callback,
+    steps: int = 6,
+    last: dict[str, int] | None = None,
+    module: LightningModule | None = None,
+    ckpt_path: Path | None = None,
+    **more: Any,
+) -> None:
     settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [LastCheckpoint(**(last or IN_BACKGROUND)), *others]
     trainer = Trainer(
@@ -124,7 +132,7 @@ def fit(folder: Path, *others: Callback, steps: int = 6, last: dict[str, int] | 
         plugins=SafeCheckpointIO(),
         **(settings | more),
     )
-    trainer.fit(Counts())
+    trainer.fit(module or Counts(), ckpt_path=ckpt_path, weights_only=True)
 
 
 def kept(folder: Path) -> dict[str, int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -256,23 +255,12 @@ def test_training_after_an_evaluation_in_one_process_validates_what_it_trains(ru
     cli = run("validate", tmp_path)
     before, seen = [row["completion"] for row in cli.model.evaluated], []
     follow = LambdaCallback(on_validation_end=lambda trainer, module: seen.append(list(module.evaluated)))
-    cli.model.optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-2)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=8,
-        max_epochs=-1,
-        num_sanity_val_steps=0,
-        val_check_interval=4,
-        check_val_every_n_epoch=None,
-        inference_mode=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[follow],
-    )
-    trainer.fit(cli.model, cli.datamodule)
-    assert len(seen) == 2
-    assert all([row["completion"] for row in rows] != before for rows in seen)
+    cli.trainer.callbacks.append(follow)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    fresh, *trained = [[row["completion"] for row in rows] for rows in seen]
+    assert fresh == before
+    assert len(trained) == 2
+    assert all(completions != before for completions in trained)
 
 
 @pytest.mark.slow
