@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_humming, vllm_plugin, vllm_setup, vllm_worker
+from qerl_pl.rollout import vllm_humming, vllm_memory, vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
@@ -161,7 +160,8 @@ class VLLMEngine:
                     vllm_setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                with _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more, watch.phase("vLLM"):
+                beside = vllm_memory.ignoring_what_is_left()
+                with beside, _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more, watch.phase("vLLM"):
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
@@ -303,12 +303,11 @@ class VLLMEngine:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
         with preserved_rng(), self._trainers_group():
+            self._call(vllm_memory.free)
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False
         del self._policy, self._base_norms, self._clean_norms
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        vllm_memory.collect()
 
     @contextmanager
     def _trainers_group(self) -> Iterator[None]:

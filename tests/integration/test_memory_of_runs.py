@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from qerl_pl.rollout import vllm_memory
 from qerl_pl.tools.plan import read_settings, run_memory
 from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import VLLM, arguments, load_last
+from tests.rollout.leaks import held_in_vllms_pool
 
 SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
 
@@ -73,3 +75,4 @@ def test_a_run_on_a_gpu_plans_its_memory_and_logs_what_came_of_it(run, tmp_path)
     for phase in ("rollout", "train", "peak"):
         measured, predicted = (curves[f"memory/{name}_gib"].values[-1] for name in (phase, f"predicted_{phase}"))
         assert measured == pytest.approx(predicted, abs=1.0)
+    assert not vllm_memory.left(), held_in_vllms_pool()

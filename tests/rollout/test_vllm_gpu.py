@@ -1,14 +1,19 @@
-"""What the vLLM engine does on a GPU alone."""
+"""What the vLLM engine does on a GPU alone. Starts take most of the time: all tests but the last share one engine."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from qerl_pl.kernels import hopper
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout import vllm_memory, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import (
@@ -16,8 +21,10 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
+    save_dense,
     some_prompts,
 )
+from tests.rollout.leaks import held_in_vllms_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,13 +36,23 @@ PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=12)
 
 
+needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+
+
 @pytest.fixture(scope="module")
-def engine(checkpoints):
-    policy = make_policy(checkpoints["nvfp4"], dtype=torch.bfloat16)
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unpadded")  # linears of such sizes are those that our kernels take
+    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder / "nvfp4"
+
+
+@pytest.fixture(scope="module")
+def engine(base) -> Iterator[VLLMEngine]:
+    policy = make_policy(str(base), dtype=torch.bfloat16)
     policy.load_adapter_state(random_adapter(policy, seed=1))
-    policy.cuda()
-    engine = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=64)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=256)
+    engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
     yield engine
     engine.close()
 
@@ -82,9 +99,19 @@ def test_embeddings_and_head_exist_once(engine):
         assert parameters[name].data_ptr() == weight.data_ptr()
 
 
-def test_what_is_sampled_is_what_the_trainer_says(engine):
+def assert_any_number_of_tokens_is_sampled_by_the_policy(engine: VLLMEngine) -> None:
     engine.set_norm_noise(0.0, 0)
-    assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
+    for copies in (1, 8, 20, 40, 80):  # 3 to 240 tokens at a time
+        assert_sampled_by_its_policy(engine, PROMPTS, Sampling(num_completions=copies, max_tokens=12))
+
+
+def test_what_is_sampled_is_what_the_trainer_says(engine):
+    assert_any_number_of_tokens_is_sampled_by_the_policy(engine)
+
+
+@needs_hopper
+def test_linears_have_our_kernels_on_hopper(engine):
+    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
 
 
 STARTED = """
@@ -93,15 +120,26 @@ import torch
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_policy
 
-engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=8)
+engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=256)
 engine.start(make_policy(sys.argv[1], dtype=torch.bfloat16).cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
 engine.close()
 """
 
 
 @pytest.mark.slow
-def test_a_second_start_takes_the_graph_that_the_first_compiled(checkpoints, tmp_path):
-    folders = {"VLLM_CACHE_ROOT": str(tmp_path), "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
-    for more in ({}, {"VLLM_FORCE_AOT_LOAD": "1"}):  # where it is set, a graph that cannot be loaded is an error
-        command = [sys.executable, "-c", STARTED, str(checkpoints["nvfp4"])]
-        subprocess.run(command, env={**os.environ, **folders, **more}, check=True)
+def test_a_second_start_takes_the_graph_that_the_first_compiled(engine, base):
+    more = {"VLLM_FORCE_AOT_LOAD": "1"}  # a graph that cannot be loaded is an error
+    more["PYTHONPATH"] = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", STARTED, str(base)], env={**os.environ, **more}, check=True)
+
+
+def test_an_engine_that_was_closed_leaves_room_for_another_one(engine):
+    policy = engine._policy
+    engine.close()
+    left, holders = vllm_memory.left(), held_in_vllms_pool()
+    another = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=256, enforce_eager=True)
+    another.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert_any_number_of_tokens_is_sampled_by_the_policy(another)
+    another.close()
+    assert not left, holders
+    assert not vllm_memory.left(), held_in_vllms_pool()

@@ -1,0 +1,19 @@
+"""What still refers to the memory of vLLM engines that have ended."""
+
+from __future__ import annotations
+
+import gc
+
+from torch import Tensor
+
+from qerl_pl.rollout import vllm_memory
+
+
+def held_in_vllms_pool() -> list[str]:
+    """Shapes and dtypes of all tensors in it, and the types of what refers to them."""
+    found = []
+    for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
+        if tensor.is_cuda and vllm_memory.is_inside(tensor):
+            who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}
+            found.append(f"{tuple(tensor.shape)} {tensor.dtype} held by {', '.join(sorted(who))}")
+    return found
