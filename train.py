@@ -15,6 +15,7 @@ from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import LAST
 from qerl_pl.module import QeRLModule
+from qerl_pl.objective import DERIVED
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -49,6 +50,8 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("model.base", "data.tokenizer")
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
+        # What is not given follows from what is: the values that it had without anything given must not count as given.
+        parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
 
     def before_instantiate_classes(self) -> None:
         """Give an evaluation its own folder in the run's: its curves and completions are not those of the training.

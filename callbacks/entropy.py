@@ -12,7 +12,9 @@ from qerl_pl.module import QeRLModule
 
 
 class EntropyLogger(Callback):
-    """Logs the entropy of the trained policy over every sampled token, in nats, at the sampling temperature.
+    """Logs the entropy of the trained policy over the sampled tokens, in nats, at the sampling temperature.
+
+    Those are the completions of the update: with dynamic sampling the groups that it kept.
 
     Args:
         quantiles: logged as ``policy/entropy_p90`` and so on.

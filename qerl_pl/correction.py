@@ -52,7 +52,7 @@ def importance_weights(
         high: upper bound of the ratio.
 
     Raises:
-        ValueError: the shapes differ, or not 0 <= low <= 1 <= high.
+        ValueError: the shapes differ, or not 0 <= low <= 1 <= high, or "mask" has low = high.
     """
     if log_ratio.ndim != 2 or log_ratio.shape != mask.shape:
         raise ValueError(
@@ -60,6 +60,8 @@ def importance_weights(
         )
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"bounds are [{low}, {high}]; expected 0 <= low <= 1 <= high, so that equal policies weigh 1")
+    if mode == "mask" and low == high:
+        raise ValueError(f"bounds are [{low}, {high}]; every ratio but exactly 1 is outside: expected low < high")
     values = torch.where(mask, log_ratio.detach(), 0.0)
     units = mask
     if level != "token":

@@ -144,14 +144,21 @@ def sequence_policy_loss(
     clip_high: float = 4e-4,
     max_ratio: float | None = None,
     importance: Tensor | None = None,
+    whole: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate of one ratio a sequence, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, eq. 5).
 
     Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row
     carries the row's ratio, so the counts are in tokens and any ``row_weights`` may be used.
+
+    Args:
+        whole: [B, S] bool, True on all tokens of the sequence, where ``mask`` has only some of them: the ratio is that
+            of the sequence whichever of its tokens carry the loss. None: ``mask``.
     """
     log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
-    mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
+    whole = mask if whole is None else whole
+    token_log_ratio = _log_ratio(logprobs, old_logprobs, whole)
+    mean = token_log_ratio.sum(dim=1, keepdim=True) / whole.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
     return _clipped(torch.where(mask, mean, 0.0), log_ratio, gain, mask, clip_low, clip_high, max_ratio)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from qerl_pl.advantages import Baseline
 from qerl_pl.correction import Level, Mode
+from qerl_pl.finite import require_finite, require_no_nan
 from qerl_pl.losses import (
     Aggregation,
     KLKind,
@@ -25,6 +26,8 @@ from qerl_pl.losses import (
 
 Surrogate = Literal["clipped", "sequence", "cispo"]
 SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, "cispo": cispo_policy_loss}
+DERIVED = ("kl",)
+"""Settings whose null stands for a value that follows from the others."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Objective:
         correction_high: upper bound of a weight, at least 1.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: weight of the KL to the base (the adapter off); 0 leaves the reference pass out.
-        kl: estimator.
+        kl: estimator of the KL, null: the usual one of its place. In the "loss" "k3" (GRPO's; its gradient is that of
+            KL(base || policy)) or "k2" (that of KL(policy || base)); "k1" has no gradient there in expectation. In the
+            "reward" "k1" alone: there the gradient of "k2" and "k3" vanishes near the base, and holds nothing.
         kl_in: a term of the "loss", or taken off the "reward": there the KL of a completion, less its group's, comes
             off the advantage and is not divided by the std of "normalized" (``qerl_pl.advantages.less_penalty``).
         entropy_coefficient: weight of an entropy bonus.
@@ -77,12 +82,23 @@ class Objective:
     correct_noise: bool = True
     filter_truncated: bool = False
     kl_coefficient: float = 0.0
-    kl: KLKind = "k3"
+    kl: KLKind | None = None
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coefficient: float = 0.0
     top_entropy_share: float = 1.0
 
     def __post_init__(self) -> None:
+        section = "model.objective"
+        require_no_nan(section, clip_low=self.clip_low, clip_high=self.clip_high, correction_high=self.correction_high)
+        require_finite(
+            section,
+            max_ratio=self.max_ratio,
+            correction_low=self.correction_low,
+            kl_coefficient=self.kl_coefficient,
+            entropy_coefficient=self.entropy_coefficient,
+            top_entropy_share=self.top_entropy_share,
+        )
+        self._check_kl()
         for name in ("clip_low", "clip_high", "kl_coefficient"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
@@ -96,6 +112,11 @@ class Objective:
                 f"model.objective.correction_high is {self.correction_high}; expected 1 or more: the weight where "
                 "trainer and sampler are equal is 1"
             )
+        if self.correction == "mask" and self.correction_low == self.correction_high:
+            raise ValueError(
+                "model.objective.correction_low and correction_high are both 1; every token but those of equal "
+                "log-probabilities would leave the loss: set them apart, e.g. 0.5 and 2"
+            )
         if not 0 < self.top_entropy_share <= 1:
             raise ValueError(
                 f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
@@ -104,6 +125,20 @@ class Objective:
             raise ValueError(
                 f"model.objective.ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would "
                 "make up for the sampler a second time; set one of them to its default"
+            )
+
+    def _check_kl(self) -> None:
+        if self.kl is None:
+            object.__setattr__(self, "kl", "k3" if self.kl_in == "loss" else "k1")
+        if self.kl_in == "loss" and self.kl == "k1":
+            raise ValueError(
+                "model.objective.kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so nothing is held; "
+                "expected k3 (GRPO's) or k2, or kl_in: reward"
+            )
+        if self.kl_in == "reward" and self.kl != "k1":
+            raise ValueError(
+                f"model.objective.kl is {self.kl!r} and kl_in 'reward': only k1's gradient there is that of the KL ("
+                "that of the others vanishes near the base, so nothing is held); expected k1, or kl_in: loss"
             )
 
     def _check_max_ratio(self, max_ratio: float) -> None:
@@ -163,19 +198,16 @@ class Objective:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
         """
         weights = row_weights(mask, self.aggregation, divisor)
-        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high, "max_ratio": self.max_ratio}
+        settings: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+        if self.surrogate == "sequence":
+            settings["whole"] = mask
         surrogate = SURROGATES[self.surrogate](
-            logprobs,
-            old_logprobs,
-            advantages,
-            kept,
-            weights,
-            max_ratio=self.max_ratio,
-            importance=importance,
-            **{name: bound for name, bound in bounds.items() if bound is not None},
+            logprobs, old_logprobs, advantages, kept, weights, importance=importance, **settings
         )
         total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
         if ref_logprobs is not None:
+            assert self.kl is not None
             kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl)
             kl_sum = kl.detach().sum()
             if self.kl_in == "loss":

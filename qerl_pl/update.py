@@ -165,7 +165,11 @@ def improve(
             for name, value in {**sums, "grad_norm": step()}.items():
                 totals[name] = totals.get(name, 0) + value
     metrics = _metrics(
-        totals, num_tokens=experience.mask[live].sum(), num_kept=kept[live].sum(), num_updates=num_updates
+        totals,
+        num_tokens=experience.mask[live].sum(),
+        num_kept=kept[live].sum(),
+        num_updates=num_updates,
+        reference=reference is not None,
     )
     if objective.correction != "none":
         whole = correct(old - experience.sampler_logprobs, experience.mask)
@@ -196,6 +200,7 @@ class _Part:
 def _kl_in_reward(
     experience: Experience, objective: Objective, old: Tensor, reference: Tensor, group_size: int
 ) -> Experience:
+    assert objective.kl is not None
     kl = kl_estimate(old, reference, experience.sampled, objective.kl).sum(dim=1)
     advantages, penalty, scored = (
         values.view(-1, group_size)
@@ -204,8 +209,13 @@ def _kl_in_reward(
     return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())
 
 
-def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_kept: Tensor, num_updates: int) -> dict[str, Tensor]:
-    """Means a token: the surrogate's over those that carry it, the KL to the reference over all that count."""
+def _metrics(
+    totals: dict[str, Tensor], *, num_tokens: Tensor, num_kept: Tensor, num_updates: int, reference: bool
+) -> dict[str, Tensor]:
+    """Means per token: the surrogate's over the tokens that carry it, the KL to the reference over all that count.
+
+    What was not measured is absent: the KL without a reference pass, the surrogate's where no token carries it.
+    """
     names = {
         "policy/clipped_low_share": "clipped_low",
         "policy/clipped_high_share": "clipped_high",
@@ -216,10 +226,9 @@ def _metrics(totals: dict[str, Tensor], *, num_tokens: Tensor, num_kept: Tensor,
     zero = torch.zeros_like(num_tokens)
     sums = [num_tokens, num_kept, *(totals.get(total, zero) for total in (*names.values(), "loss"))]
     num_tokens, num_kept, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
-    found: dict[str, Tensor] = {}
+    found = {"train/loss": loss / num_updates, "train/grad_norm": totals["grad_norm"] / num_updates}
     for (name, total), value in zip(names.items(), sums, strict=True):
         count = num_tokens if total == "kl_ref" else num_kept
-        found[name] = value / (count * num_updates).clamp(min=torch.finfo(count.dtype).tiny)
-    found["train/loss"] = loss / num_updates
-    found["train/grad_norm"] = totals["grad_norm"] / num_updates
+        if count > 0 and (reference or total != "kl_ref"):
+            found[name] = value / (count * num_updates)
     return found

@@ -9,6 +9,7 @@ import yaml
 
 import train
 from configs.make_recipes import ARMS, MODELS, TASKS, path_of, recipes
+from qerl_pl.objective import Objective
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
@@ -110,6 +111,13 @@ def test_all_training_data_have_one_prompt():
 def test_unknown_keys_and_values_are_refused_by_name(wrong, capsys):
     with pytest.raises(ValueError, match=wrong[0].rsplit(".", 1)[-1]):
         resolved(capsys, "-c", "configs/quickstart.yaml", *wrong)
+
+
+def test_the_estimator_of_the_kl_follows_from_its_place(capsys):
+    for place in ("loss", "reward"):
+        given = ("--model.objective.kl_in", place, "--model.objective.kl_coefficient", "0.1")
+        found = resolved(capsys, "-c", "configs/quickstart.yaml", *given)["model"]["objective"]
+        Objective(**found)
 
 
 def test_the_base_file_may_be_named_again(capsys):

@@ -114,6 +114,11 @@ def test_bounds_that_exclude_equal_policies_are_refused(bounds):
         importance_weights(torch.zeros(1, 1), torch.ones(1, 1) > 0, mode="mask", low=bounds[0], high=bounds[1])
 
 
+def test_bounds_that_mask_all_but_equal_policies_are_refused():
+    with pytest.raises(ValueError, match="expected low < high"):
+        importance_weights(torch.zeros(1, 1), torch.ones(1, 1) > 0, mode="mask", low=1.0, high=1.0)
+
+
 @pytest.mark.parametrize("shape", [(6,), (3, 2)])
 def test_shapes_are_checked(shape):
     with pytest.raises(ValueError, match=r"expected one \[B, S\]"):

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from qerl_pl.advantages import group_advantages
-from qerl_pl.losses import entropy_threshold
+from qerl_pl.losses import entropy_threshold, kl_estimate
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
@@ -77,7 +78,7 @@ def updated(policy: Policy, experience: Experience, objective: Objective) -> tup
     )
     gradients = [p.grad.flatten() for n, p in policy.named_parameters() if "lora_B" in n and p.grad is not None]
     policy.zero_grad()
-    return report, torch.cat(gradients)
+    return report, torch.cat([torch.zeros(0), *gradients])
 
 
 def test_the_ratio_starts_at_1_against_the_trainer_and_holds_the_difference_against_the_sampler(policy):
@@ -128,7 +129,7 @@ def away_from_its_base(policy: Policy) -> Policy:
 def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     equal = replace(experience, rewards=torch.ones(ROWS), advantages=torch.zeros(ROWS))
-    in_reward = Objective(kl_in="reward", kl="k1")
+    in_reward = Objective(kl_in="reward")
     _, tenth = updated(policy, equal, replace(in_reward, kl_coefficient=0.1))
     report, thousandth = updated(policy, equal, replace(in_reward, kl_coefficient=0.001))
     assert tenth.norm() > 0
@@ -170,23 +171,118 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
     ("settings", "said"),
     [
         ({"clip_low": -0.1}, r"clip_low is -0\.1; expected 0 or more"),
-        ({"clip_high": math.nan}, "clip_high is nan; expected 0 or more"),
-        ({"kl_coefficient": math.nan}, "kl_coefficient is nan; expected 0 or more"),
+        ({"clip_high": math.nan}, "clip_high is nan; expected a number"),
+        ({"kl_coefficient": math.nan}, "kl_coefficient is nan; expected a finite number"),
+        ({"kl_coefficient": math.inf}, "kl_coefficient is inf; expected a finite number"),
+        ({"entropy_coefficient": math.nan}, "entropy_coefficient is nan; expected a finite number"),
+        ({"entropy_coefficient": -math.inf}, "entropy_coefficient is -inf; expected a finite number"),
         ({"correction": "truncate", "correction_high": 0.5}, r"correction_high is 0\.5; expected 1 or more"),
-        ({"correction": "mask", "correction_high": math.nan}, "correction_high is nan; expected 1 or more"),
+        ({"correction": "mask", "correction_high": math.nan}, "correction_high is nan; expected a number"),
+        (
+            {"correction": "mask", "correction_low": 1, "correction_high": 1},
+            "correction_low and correction_high are both 1",
+        ),
         ({"correction": "mask", "correction_low": 1.5}, r"correction_low is 1\.5; expected 0 or more, at most 1"),
         ({"correction": "mask", "correction_low": -0.5}, r"correction_low is -0\.5; expected 0 or more, at most 1"),
         ({"max_ratio": 1.28}, r"max_ratio is 1\.28; expected more than 1 \+ clip_high = 1\.28"),
         ({"max_ratio": 1.5, "clip_high": 0.6}, r"max_ratio is 1\.5; expected more than 1 \+ clip_high = 1\.6"),
         ({"max_ratio": 1.0004, "surrogate": "sequence"}, r"max_ratio is 1\.0004; .* = 1\.0004, or null"),
-        ({"max_ratio": math.nan}, "max_ratio is nan; expected more than 1"),
+        ({"max_ratio": math.nan}, "max_ratio is nan; expected a finite number"),
         ({"max_ratio": 10.0, "surrogate": "cispo"}, r"max_ratio is 10\.0 and surrogate is 'cispo'.*expected null"),
+        ({"kl": "k1"}, "kl is 'k1' and kl_in 'loss': its gradient is zero"),
+        ({"kl": "k2", "kl_in": "reward"}, "kl is 'k2' and kl_in 'reward': only k1"),
+        ({"kl": "k3", "kl_in": "reward"}, "kl is 'k3' and kl_in 'reward': only k1"),
         ({"top_entropy_share": 0.0}, r"top_entropy_share is 0\.0; expected more than 0"),
     ],
 )
 def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(settings, said):
     with pytest.raises(ValueError, match=rf"model\.objective\.{said}"):
         Objective(**settings)
+
+
+def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor) -> Tensor:
+    """What the KL's part of the objective adds to the gradient of the logits, summed over the vocabulary, exactly."""
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    every = torch.ones(len(policy), 1, dtype=torch.bool)
+    assert objective.kl is not None
+    estimate = kl_estimate(logprobs.unsqueeze(1), reference.unsqueeze(1), every, objective.kl).squeeze(1)
+    probability = logprobs.detach().exp()
+    if objective.kl_in == "loss":
+        (probability * estimate).sum().backward()
+    else:  # REINFORCE with the estimate as a cost
+        (probability * estimate.detach() * logprobs).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Objective(kl_in="loss"), Objective(kl_in="loss", kl="k2"), Objective(kl_in="reward")],
+    ids=["default in the loss", "k2 in the loss", "default in the reward"],
+)
+def test_every_kl_that_is_accepted_pulls_the_policy_to_its_base(objective):
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(6, generator=generator).double().log_softmax(0)
+    policy = reference + 0.05 * torch.randn(6, generator=generator).double()
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits)
+    found = expected_kl_gradient(objective, policy, reference)
+    assert torch.cosine_similarity(found, exact, 0) > 0.99
+    assert 0.9 < found.norm() / exact.norm() < 1.1
+
+
+def test_the_kl_to_the_base_is_reported_where_it_was_measured_alone(policy):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    assert "policy/kl_ref" not in updated(policy, experience, Objective())[0].metrics
+    assert updated(policy, experience, Objective(kl_coefficient=0.1))[0].metrics["policy/kl_ref"] > 0
+    silent = replace(experience, advantages=torch.zeros(ROWS))
+    report, _ = updated(policy, silent, Objective())
+    assert not any(name.startswith("policy/") for name in report.metrics), "no token carried the loss"
+
+
+@pytest.mark.parametrize("kept", [[2, 3], [4, 5], [2, 3, 4, 5]])
+def test_a_ratio_of_the_sequence_is_over_all_of_it_whichever_tokens_carry_the_loss(kept):
+    mask = torch.tensor([[False, False, True, True, True, True]])
+    logprobs = torch.tensor([[0.0, 0.0, -1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
+    carry = torch.zeros_like(mask)
+    carry[0, kept] = True
+    objective = Objective(surrogate="sequence", aggregation="sequence", clip_low=0.9, clip_high=0.9)
+    loss, surrogate, _ = objective.loss(
+        logprobs,
+        torch.zeros_like(old),
+        old_logprobs=old,
+        ref_logprobs=None,
+        advantages=torch.ones(1, dtype=torch.float64),
+        mask=mask,
+        kept=carry,
+        importance=None,
+        divisor=torch.tensor(1.0),
+    )
+    loss.backward()
+    ratio, share = math.exp(0.25), len(kept) / 4
+    assert float(surrogate.ratio) == pytest.approx(ratio * len(kept))
+    assert loss.item() == pytest.approx(-ratio * share)
+    assert logprobs.grad is not None
+    expected = torch.where(mask, -ratio * share / 4, 0.0)
+    torch.testing.assert_close(logprobs.grad, expected.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_refused_wherever_a_number_is_read(value):
+    for build in (
+        lambda: Sampling(temperature=value),
+        lambda: Sampling(top_p=value),
+        lambda: LoraSettings(alpha=value),
+        lambda: LoraSettings(dropout=value),
+        lambda: Objective(top_entropy_share=value),
+        lambda: Objective(max_ratio=value),
+        lambda: Objective(correction_low=value),
+    ):
+        with pytest.raises(ValueError, match=f"is {value}; expected a finite number"):
+            build()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qerl_pl.finite import require_finite
 from qerl_pl.policy.lora_product import lora_product
 from qerl_pl.quant.linear import FrozenLinear
 
@@ -42,6 +43,7 @@ class LoraSettings:
     train_norms: bool = False
 
     def __post_init__(self) -> None:
+        require_finite("model.lora", alpha=self.alpha, dropout=self.dropout)
         if self.rank < 1:
             raise ValueError(f"lora rank is {self.rank}; expected at least 1")
         if self.alpha <= 0:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from qerl_pl.finite import require_finite
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.types import Completion
 
@@ -38,6 +39,7 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
+        require_finite("sampling", temperature=self.temperature, top_p=self.top_p)
         if self.num_completions < 1:
             raise ValueError(f"num_completions is {self.num_completions}; expected at least 1")
         if self.max_tokens < 1:

@@ -1,0 +1,35 @@
+"""Numbers of the YAML that have to be numbers: nan and infinity pass most comparisons, or none, without a word."""
+
+from __future__ import annotations
+
+import math
+
+
+def require_finite(section: str, **settings: float | None) -> None:
+    """Refuse nan and infinity.
+
+    Args:
+        section: where the YAML has the settings, e.g. "model.objective".
+        settings: values by name; None is a setting that was not given.
+
+    Raises:
+        ValueError: a value is nan or infinite.
+    """
+    for name, value in settings.items():
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{section}.{name} is {value}; expected a finite number")
+
+
+def require_no_nan(section: str, **settings: float | None) -> None:
+    """Refuse nan, for bounds of which infinity says that there is none.
+
+    Args:
+        section: as in ``require_finite``.
+        settings: as in ``require_finite``.
+
+    Raises:
+        ValueError: a value is nan.
+    """
+    for name, value in settings.items():
+        if value is not None and math.isnan(value):
+            raise ValueError(f"{section}.{name} is nan; expected a number, or .inf for no bound")
