@@ -89,7 +89,7 @@ class LoraLinear(nn.Module, LoraLayer):
             base: Any = self.base_layer
             dense = base.dense if isinstance(base, FrozenLinear) else base.weight.to
             return lora_product(x, dense, base.bias, a, b, scaling)
-        return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), b.to(x.dtype) * scaling)
+        return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), (b * scaling).to(x.dtype))
 
 
 def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:

@@ -1,11 +1,13 @@
 """A frozen linear and its LoRA update as one node of the autograd graph.
 
-    y = x W^T + bias + s (x A^T) B^T
+    y = x W^T + bias + (x A^T) (s B)^T
 
-Letters: T tokens, K in, N out, r rank. The products of the adapter and of the base add up inside the base's matrix
-product, forward and backward, so no [T, N] or [T, K] is read or written for an addition, and gradients of the fp32
-master weights never pass through the compute dtype. Autograd keeps x, x A^T, A and B in the compute dtype; W is asked
-for when it is needed. The host's time counts at small T: there is one node, and no operation that could be spared.
+Letters: T tokens, K in, N out, r rank. s B is rounded once to the compute dtype, and rollout engines hold these same
+values (``scaled``); with an alpha / r that is no power of two, B rounded before s would be others. The products of the
+adapter and of the base add up inside the base's matrix product, forward and backward, so no [T, N] or [T, K] is read or
+written for an addition, and gradients of the fp32 master weights never pass through the compute dtype. Autograd keeps
+x, x A^T, A and s B in the compute dtype; W is asked for when it is needed. The host's time counts at small T: there is
+one node, and no operation that could be spared.
 """
 
 from __future__ import annotations
@@ -23,8 +25,13 @@ def lora_product_reference(
     x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
 ) -> Tensor:
     """The definition; see ``lora_product``."""
-    y = x @ dense(x.dtype).t() + scaling * (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
+    y = x @ dense(x.dtype).t() + (x @ a.to(x.dtype).t()) @ (scaling * b).to(x.dtype).t()
     return y if bias is None else y + bias
+
+
+def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """s B as trainer and rollout engines multiply by it: of the fp32 master, rounded once, in one kernel."""
+    return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
 def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -48,9 +55,9 @@ def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Ten
         # made again.
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])  # [T, K], [T, N]
         if bias is None:
-            torch.addmm(out, inner, low_b.t(), beta=0, alpha=scaling, out=out)
+            torch.mm(inner, low_b.t(), out=out)
         else:
-            torch.addmm(bias.to(x.dtype), inner, low_b.t(), alpha=scaling, out=out)
+            torch.addmm(bias.to(x.dtype), inner, low_b.t(), out=out)
         out.addmm_(rows, dense(x.dtype).t())
     return y
 
@@ -60,7 +67,7 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-        low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+        low_a, low_b = a.to(x.dtype), scaled(b, scaling, x.dtype)
         inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, r]
         ctx.save_for_backward(x, inner, low_a, low_b)
         ctx.dense, ctx.scaling, ctx.master = dense, scaling, a.dtype
@@ -75,7 +82,7 @@ class _Adapted(torch.autograd.Function):
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [T, K], [T, N]
         d_inner, db = torch.mm(dy, low_b), _product(dy.t(), inner, ctx.master)  # [T, r], [N, r]
         if ctx.scaling != 1:
-            d_inner, db = d_inner.mul_(ctx.scaling), db.mul_(ctx.scaling)
+            db = db.mul_(ctx.scaling)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.mm(d_inner, low_a).addmm_(dy, ctx.dense(dy.dtype)).view(x.shape)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.finite import require_finite
+from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.types import Completion
 
@@ -142,5 +143,5 @@ def expected_fingerprint(
         if "lora_A" in name:
             due[name] = matrix.to(dtype)
         elif "lora_B" in name:
-            due[name] = matrix.to(dtype) * scaling
+            due[name] = scaled(matrix, scaling, dtype)
     return checksums(due)

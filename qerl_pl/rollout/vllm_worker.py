@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.noise.norm_noise import is_block_norm
+from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.common import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -64,13 +65,13 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled in the slot's dtype, as vLLM itself does."""
+    """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled before it is rounded, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
         a, b, slot = adapter[name], adapter[linear + B_WEIGHT], slots[linear]
         slot.a[: a.shape[0]].copy_(a)
-        slot.b[:, : a.shape[0]].copy_(b.to(slot.b.dtype) * scaling)
+        slot.b[:, : a.shape[0]].copy_(scaled(b, scaling, slot.b.dtype))
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:

@@ -67,6 +67,17 @@ def test_bf16_products_stay_within_their_rounding_and_masters_get_fp32_gradients
         assert error < 4 * torch.finfo(torch.bfloat16).eps  # W, A or B, the inner product and the result are rounded
 
 
+@pytest.mark.parametrize("scaling", [0.7, 12 / 6**0.5, 2.0])
+def test_b_is_scaled_in_fp32_and_rounded_once(scaling):
+    _, _, b, _ = draw(1, dtype=torch.bfloat16)
+    first = torch.eye(R, K, requires_grad=True)  # so that y is a column of what stands for B
+    x = torch.eye(R, K).bfloat16()
+    y = lora_product(x, lambda dtype: torch.zeros(N, K, dtype=dtype), None, first, b, scaling)
+    assert torch.equal(y.t(), (b * scaling).bfloat16())
+    exact = b.double() * scaling
+    assert ((y.t() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()  # two roundings go up to twice as far
+
+
 def test_autograd_keeps_the_input_and_nothing_large():
     weight = Weight()
     x, a, b, bias = draw(7)
