@@ -38,7 +38,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
-from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rewards.base import WeightedReward, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import end_tokens
@@ -116,8 +116,6 @@ class QeRLModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
         read_layout(Checkpoint(base).path)  # refuses a folder that holds no model we know, before anything is built
-        if not rewards:
-            raise ValueError("model.rewards is empty; give at least one reward")
         if updates_per_rollout < 1:
             raise ValueError(f"model.updates_per_rollout is {updates_per_rollout}; expected at least 1")
         if not max_grad_norm >= 0:
@@ -143,7 +141,7 @@ class QeRLModule(LightningModule):
             )
         self.base = base
         self.engine = engine
-        self.rewards = rewards
+        self.rewards = ready_rewards(rewards, max_tokens=sampling.max_tokens)
         self.sampling = sampling
         self.val_sampling = val_sampling or Sampling(1, sampling.max_tokens, temperature=0.0)
         self.lora = lora
@@ -185,7 +183,7 @@ class QeRLModule(LightningModule):
         self._own_evaluated: list[dict[str, Any]] = []
         self._evaluation_cache: EvaluationCache | None = None
         try:  # now, as they were built: an engine that runs holds more than its settings
-            self._as_built: str | Indescribable = describe((engine, rewards))
+            self._as_built: str | Indescribable = describe((engine, self.rewards))
         except Indescribable as error:
             self._as_built = error.with_traceback(None)
 

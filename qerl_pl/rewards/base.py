@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
+from qerl_pl.seeding import derive_seed
 from qerl_pl.types import Completion, Prompt
 
 
@@ -26,10 +30,23 @@ class Judge(Protocol):
         ...
 
 
+@runtime_checkable
+class Limited(Protocol):
+    """A reward that depends on the longest completion that may be sampled."""
+
+    def limited_to(self, max_tokens: int) -> Callable[..., Any]:
+        """The reward for this limit, in tokens.
+
+        Raises:
+            ValueError: it was given another one.
+        """
+        ...
+
+
 class Reward(Protocol):
     """Scores completions. A class (settings in its constructor) or a plain function: YAML takes both.
 
-    The annotations of ``__call__`` have to be repeated as they stand here: they are how YAML tells a reward.
+    It is called with two lists, whatever its parameters are named; annotations are not needed.
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -48,22 +65,32 @@ class WeightedReward:
 
     Args:
         name: what the component is logged as.
-        reward: what scores it.
-        weight: its factor in the sum; 0 only logs it.
+        reward: what scores it: a function of two lists, prompts and completions, that returns a list with a number, or
+            None for unscored, for each completion; or a class with such a ``__call__``.
+        weight: its factor in the sum; 0 only logs it, so that a row which it leaves unscored still counts.
+        time_limit: seconds that it may take for a batch, after which the run stops; null: no limit. Where it reports
+            rows as they get done (a ``judge`` method with ``progress``), seconds from one report to the next.
 
     Raises:
-        ValueError: the name is empty or the weight is not finite.
+        ValueError: the name is empty, a number is not finite or negative, or the reward does not take two lists.
     """
 
     name: str
-    reward: Reward
+    reward: Callable[..., Any]
     weight: float = 1.0
+    time_limit: float | None = 600.0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a reward's name is empty; expected the name to log it under, e.g. 'answer'")
         if not math.isfinite(self.weight):
             raise ValueError(f"the weight of reward {self.name!r} is {self.weight}; expected a finite number")
+        if self.time_limit is not None and not 0 < self.time_limit < threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"the time_limit of reward {self.name!r} is {self.time_limit}; expected seconds, more than 0, or null"
+            )
+        if not isinstance(self.reward, Judge):
+            _check_parameters(self.name, self.reward)
 
 
 class RewardTable(NamedTuple):
@@ -72,11 +99,13 @@ class RewardTable(NamedTuple):
     total: Tensor
     """[B] fp32, weighted sum of the components, 0 on unscored rows."""
     scored: Tensor
-    """[B] bool, False where any component is unscored."""
+    """[B] bool, False where a component that has a weight is unscored."""
     components: dict[str, Tensor]
     """Name to [B] fp32, before weighting, NaN where that component is unscored."""
     verdicts: dict[str, tuple[Verdict, ...]]
     """Name to [B] scores with their reasons."""
+    only_logged: frozenset[str] = frozenset()
+    """Names of the components without a weight."""
 
     def causes(self) -> dict[Cause, int]:
         """How many scores are missing, by cause; every cause is there."""
@@ -84,25 +113,56 @@ class RewardTable(NamedTuple):
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """The reason that most of the missing scores have; there has to be one."""
-        missing = (verdict for verdicts in self.verdicts.values() for verdict in verdicts if verdict.score is None)
+        """The reason that most of the missing scores with a weight have; there has to be one."""
+        weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
+        missing = (verdict for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
 
 
+def ready_rewards(
+    rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None
+) -> list[WeightedReward]:
+    """The rewards of a run, checked together, and told the longest completion where they depend on it.
+
+    Args:
+        rewards: as YAML gives them.
+        max_tokens: longest completion that is sampled in training.
+        metric: name of one of them that something else refers to; None: nothing does.
+
+    Raises:
+        ValueError: there is none, two share a name, none has a weight, ``metric`` names none, or one was given another
+            limit than ``max_tokens``.
+    """
+    _check_names(rewards)
+    if all(term.weight == 0 for term in rewards):
+        raise ValueError("every reward of model.rewards has weight 0, which only logs; give one a weight")
+    names = [term.name for term in rewards]
+    if metric is not None and metric not in names:
+        raise ValueError(
+            f"model.dynamic_sampling.metric is {metric!r}; expected the name of a reward: {', '.join(names)}, or null"
+        )
+    return [
+        replace(term, reward=term.reward.limited_to(max_tokens)) if isinstance(term.reward, Limited) else term
+        for term in rewards
+    ]
+
+
 def score_rewards(
-    rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], completions: Sequence[Completion]
+    rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], completions: Sequence[Completion], *, seed: int = 0
 ) -> RewardTable:
     """Score a batch with every component.
 
+    Args:
+        rewards: the terms of the sum.
+        prompts: [B] the prompt of each row.
+        completions: [B] with their text.
+        seed: of the global random streams while a reward runs.
+
     Raises:
-        ValueError: there is no reward, two share a name, prompts and completions differ in number, or a reward returns
-            too few or too many scores, or one that is not finite.
+        ValueError: there is no reward, two share a name, or prompts and completions differ in number.
+        RewardError: a reward failed, took too long, or returned what is no score for each row.
     """
-    if not rewards:
-        raise ValueError("rewards is empty; expected at least one reward")
-    repeated = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
-    if repeated:
-        raise ValueError(f"several rewards are named {repeated[0]!r}; give each its own name")
+    _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions; expected one prompt a row")
 
@@ -110,26 +170,38 @@ def score_rewards(
     scored = torch.ones(len(prompts), dtype=torch.bool)
     components, verdicts = {}, {}
     for term in rewards:
-        verdicts[term.name] = _verdicts(term, prompts, completions)
+        verdicts[term.name] = _verdicts(term, prompts, completions, seed)
         found = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
         scores = torch.tensor(found, dtype=torch.float32)
         present = ~scores.isnan()
         components[term.name] = scores
-        scored &= present
-        total += term.weight * torch.where(present, scores, 0.0)
-    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts)
+        if term.weight != 0:
+            scored &= present
+            total += term.weight * torch.where(present, scores, 0.0)
+    only_logged = frozenset(term.name for term in rewards if term.weight == 0)
+    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged)
 
 
 def judge_rows(
-    reward: Reward,
+    reward: Callable[..., Any],
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
     progress: Callable[[int], object] = no_progress,
+    *,
+    name: str = "reward",
 ) -> list[Verdict]:
-    """The verdicts of any reward: with reasons where it has some."""
+    """The verdicts of any reward: with reasons where it has some.
+
+    Raises:
+        RewardError: it returned something else than a score for each row; the message has its ``name``.
+    """
     if isinstance(reward, Judge):
-        return reward.judge([each.text for each in completions], [prompt.answer for prompt in prompts], progress)
-    scores = reward(prompts, completions)
+        found = reward.judge([each.text for each in completions], [prompt.answer for prompt in prompts], progress)
+        if not isinstance(found, list | tuple) or not all(isinstance(each, Verdict) for each in found):
+            raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
+        scores = checked_scores(name, [verdict.score for verdict in found], len(prompts))
+        return [verdict._replace(score=score) for verdict, score in zip(found, scores, strict=True)]
+    scores = checked_scores(name, reward(list(prompts), list(completions)), len(prompts))
     progress(len(prompts))
     return [
         Verdict(None, "the reward does not say why", "unsaid") if score is None else Verdict(score, "")
@@ -138,12 +210,31 @@ def judge_rows(
 
 
 def _verdicts(
-    term: WeightedReward, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    term: WeightedReward, prompts: Sequence[Prompt], completions: Sequence[Completion], seed: int
 ) -> tuple[Verdict, ...]:
-    verdicts = judge_rows(term.reward, prompts, completions)
-    if len(verdicts) != len(prompts):
-        raise ValueError(f"reward {term.name!r} returned {len(verdicts)} scores for {len(prompts)} rows")
-    for row, (score, *_) in enumerate(verdicts):
-        if score is not None and not math.isfinite(score):
-            raise ValueError(f"reward {term.name!r} scored row {row} as {score}; expected a finite number or None")
-    return tuple(verdicts)
+    own_seed = derive_seed(seed, f"reward {term.name}")
+    with guarded(term.name, num_rows=len(prompts), time_limit=term.time_limit, seed=own_seed) as progress:
+        return tuple(judge_rows(term.reward, prompts, completions, progress, name=term.name))
+
+
+def _check_names(rewards: Sequence[WeightedReward]) -> None:
+    if not rewards:
+        raise ValueError("model.rewards is empty; expected at least one reward")
+    repeated = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
+    if repeated:
+        raise ValueError(f"several rewards are named {repeated[0]!r}; give each its own name")
+
+
+def _check_parameters(name: str, reward: Callable[..., Any]) -> None:
+    """Refuse what cannot be called with two lists."""
+    try:
+        parameters = inspect.signature(reward)
+    except (TypeError, ValueError):  # of a builtin, say: the first call will tell
+        return
+    try:
+        parameters.bind([], [])
+    except TypeError as error:
+        raise ValueError(
+            f"reward {name!r} takes {parameters}; expected two parameters, the prompts and the completions of a batch, "
+            f"as in def reward(prompts, completions) -> list ({error})"
+        ) from None

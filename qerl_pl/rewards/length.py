@@ -14,19 +14,31 @@ class SoftOverlong:
     ``max_tokens``, and -1 beyond it.
 
     Args:
-        max_tokens: L_max, where the punishment is whole; the sampling limit or less.
         buffer: L_cache, the tokens over which it grows.
+        max_tokens: L_max, where the punishment is whole. null: ``model.sampling.max_tokens``, which a run insists on.
 
     Raises:
         ValueError: ``buffer`` is not between 1 and ``max_tokens``.
     """
 
-    def __init__(self, max_tokens: int, buffer: int) -> None:
-        if not 1 <= buffer <= max_tokens:
-            raise ValueError(f"buffer is {buffer}; expected 1 to max_tokens ({max_tokens})")
-        self.max_tokens = max_tokens
+    def __init__(self, buffer: int, max_tokens: int | None = None) -> None:
+        if buffer < 1 or (max_tokens is not None and buffer > max_tokens):
+            most = "model.sampling.max_tokens" if max_tokens is None else f"max_tokens ({max_tokens})"
+            raise ValueError(f"buffer is {buffer}; expected 1 to {most}")
         self.buffer = buffer
+        self.max_tokens = max_tokens
+
+    def limited_to(self, max_tokens: int) -> SoftOverlong:
+        """See ``qerl_pl.rewards.base.Limited``."""
+        if self.max_tokens not in (None, max_tokens):
+            raise ValueError(
+                f"SoftOverlong.max_tokens is {self.max_tokens} and model.sampling.max_tokens is {max_tokens}: "
+                "completions end at the latter; leave max_tokens of the reward out"
+            )
+        return SoftOverlong(self.buffer, max_tokens)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+        if self.max_tokens is None:
+            raise ValueError("SoftOverlong has no max_tokens; a run sets it to model.sampling.max_tokens")
         free = self.max_tokens - self.buffer
         return [min(0.0, max(-1.0, (free - len(each.tokens)) / self.buffer)) for each in completions]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from qerl_pl.rewards.base import WeightedReward, score_rewards
+from qerl_pl.rewards.base import WeightedReward, ready_rewards, score_rewards
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.length import SoftOverlong
 from qerl_pl.rewards.math import NumericAnswer
@@ -38,12 +38,43 @@ def test_the_total_is_the_weighted_sum_and_components_are_unweighted():
 
 
 def test_one_unscored_component_makes_the_row_unscored_and_its_total_finite():
-    terms = [WeightedReward("a", constant(1.0, None, 1.0)), WeightedReward("b", constant(None, 1.0, 1.0), weight=0.0)]
+    terms = [WeightedReward("a", constant(1.0, None, 1.0)), WeightedReward("b", constant(None, 1.0, 1.0), weight=0.1)]
     table = score_rewards(terms, PROMPTS, [completion()] * 3)
     assert table.scored.tolist() == [False, False, True]
-    assert table.total.tolist() == [0.0, 0.0, 1.0]
+    assert table.total.tolist() == pytest.approx([0.0, 0.0, 1.1])
     assert math.isnan(table.components["a"][1])
     assert table.components["a"][0] == 1.0
+
+
+def test_a_reward_without_weight_only_logs():
+    answer, extra = WeightedReward("a", constant(1.0, 0.0, 1.0)), WeightedReward("b", constant(None, 5, None), weight=0)
+    table, without = (score_rewards(terms, PROMPTS, [completion()] * 3) for terms in ([answer, extra], [answer]))
+    assert torch.equal(table.total, without.total)
+    assert torch.equal(table.scored, without.scored)
+    assert table.scored.all()
+    assert table.components["b"].isnan().tolist() == [True, False, True]
+    torch.testing.assert_close(table.components["b"][1], torch.tensor(5.0))
+
+    unread = WeightedReward("a", constant(1.0, None, 1.0))
+    assert score_rewards([unread, extra], PROMPTS, [completion()] * 3).scored.tolist() == [True, False, True]
+
+
+def test_the_rewards_of_a_run_are_checked_together_and_told_the_limit():
+    answer, overlong = WeightedReward("a", constant(1.0)), WeightedReward("long", SoftOverlong(buffer=4))
+    ready = ready_rewards([answer, overlong], max_tokens=8, metric="a")
+    assert ready[0] is answer
+    assert ready[1].reward(PROMPTS[:2], [completion(num_tokens=n) for n in (4, 8)]) == [0, -1]
+    assert ready_rewards([WeightedReward("long", SoftOverlong(4, max_tokens=8))], max_tokens=8)
+    with pytest.raises(ValueError, match=r"SoftOverlong.max_tokens is 9 and model.sampling.max_tokens is 8"):
+        ready_rewards([WeightedReward("long", SoftOverlong(4, max_tokens=9))], max_tokens=8)
+    with pytest.raises(ValueError, match=r"buffer is 9; expected 1 to max_tokens \(8\)"):
+        ready_rewards([WeightedReward("long", SoftOverlong(9))], max_tokens=8)
+    with pytest.raises(ValueError, match=r"every reward of model.rewards has weight 0"):
+        ready_rewards([WeightedReward("a", constant(1.0), weight=0.0)], max_tokens=8)
+    with pytest.raises(ValueError, match=r"metric is 'right'; expected the name of a reward: a, long"):
+        ready_rewards([answer, overlong], max_tokens=8, metric="right")
+    with pytest.raises(ValueError, match="has no max_tokens"):
+        SoftOverlong(4)(PROMPTS, [completion()] * 3)
 
 
 def test_missing_scores_are_counted_by_cause_and_the_commonest_reason_is_named():
@@ -80,6 +111,10 @@ def test_a_term_without_name_or_with_an_infinite_weight_is_refused():
         WeightedReward("a", constant(), weight=math.inf)
 
 
+def without_annotations(prompts, completions):
+    return [None] * len(prompts)
+
+
 def test_yaml_takes_classes_with_settings_and_plain_functions(tmp_path):
     config = tmp_path / "rewards.yaml"
     config.write_text(
@@ -87,6 +122,7 @@ def test_yaml_takes_classes_with_settings_and_plain_functions(tmp_path):
         rewards:
           - {name: answer, reward: {class_path: qerl_pl.rewards.math.NumericAnswer, init_args: {marker: boxed}}}
           - {name: format, weight: 0.2, reward: qerl_pl.rewards.format.think_answer_format}
+          - {name: plain, weight: 0, time_limit: 5, reward: tests.rewards.test_reward_sum.without_annotations}
           - name: overlong
             reward: {class_path: qerl_pl.rewards.length.SoftOverlong, init_args: {max_tokens: 8, buffer: 4}}
         """)
@@ -95,7 +131,12 @@ def test_yaml_takes_classes_with_settings_and_plain_functions(tmp_path):
     parser.add_argument("--config", action="config")
     parser.add_argument("--rewards", type=list[WeightedReward])
     terms = parser.instantiate(parser.parse_args([f"--config={config}"])).rewards
-    assert [(term.name, term.weight) for term in terms] == [("answer", 1.0), ("format", 0.2), ("overlong", 1.0)]
+    assert [(term.name, term.weight) for term in terms] == [
+        ("answer", 1.0),
+        ("format", 0.2),
+        ("plain", 0.0),
+        ("overlong", 1.0),
+    ]
     assert isinstance(terms[0].reward, NumericAnswer)
     assert terms[1].reward is think_answer_format
     table = score_rewards(

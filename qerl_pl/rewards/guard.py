@@ -1,0 +1,192 @@
+"""Keeps a run safe from what a reward does: it ends in time, errors name it, and the process is as it was before."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
+
+LARGEST = torch.finfo(torch.float32).max
+_RING = signal.SIGVTALRM  # rewards have SIGALRM for limits of their own
+
+
+class RewardError(ValueError):
+    """A reward failed, took too long, or returned what is no score. The message names it."""
+
+
+@contextmanager
+def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
+    """Around one call of a reward.
+
+    The clock is a thread that sends the main thread a signal, so it ends what sleeps, waits or computes in Python, and
+    not a call into C that never returns. Outside of the main thread there is no clock. ``os._exit`` is refused in this
+    process and left alone in its children.
+
+    Afterwards the following are as before: the current folder, gradient mode, default dtype, number of threads,
+    precision of products, recursion limit, signal handlers, timers, and the global random streams. These are seeded
+    for the call, so what a reward draws from them is a function of the rollout and of nothing that ran before.
+
+    Args:
+        name: of the reward, for messages.
+        num_rows: of the batch, for messages.
+        time_limit: seconds until it is done or reports progress again; None: no limit.
+        seed: of the random streams within the call.
+
+    Yields:
+        What to call when rows got done: it starts the clock again.
+
+    Raises:
+        RewardError: the reward raised an exception, asked the process to exit, or took too long.
+    """
+    with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
+        _seed_streams(seed)
+        try:
+            yield restart
+        except (RewardError, KeyboardInterrupt):
+            raise
+        except _Late:
+            raise RewardError(
+                f"reward {name!r} took more than {time_limit:g} seconds on a batch of {num_rows} rows; make it faster, "
+                "or raise the time_limit that stands beside its name and weight (null: none)"
+            ) from None
+        except (Exception, SystemExit) as error:
+            what = "asked the program to exit" if isinstance(error, SystemExit) else "failed"
+            raise RewardError(
+                f"reward {name!r} {what} on a batch of {num_rows} rows: {type(error).__name__}: {error}{_place(error)}"
+            ) from error
+
+
+def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
+    """What a reward returned, as numbers.
+
+    Args:
+        name: of the reward, for messages.
+        found: a list, a tuple, or a tensor or array of one axis; numbers, None where a row is unscored.
+        num_rows: how many there must be.
+
+    Raises:
+        RewardError: it is something else; the message names the reward, the row and what was expected.
+    """
+    if isinstance(found, torch.Tensor | np.ndarray):
+        found = found.tolist()
+    if not isinstance(found, list | tuple):
+        raise RewardError(
+            f"reward {name!r} returned {_short(found)}; expected a list with a number, or None for unscored, for each "
+            f"of {num_rows} rows"
+        )
+    if len(found) != num_rows:
+        raise RewardError(f"reward {name!r} returned {len(found)} scores for {num_rows} rows; expected one a row")
+    return [_checked(name, row, score) for row, score in enumerate(found)]
+
+
+def _checked(name: str, row: int, score: Any) -> float | None:
+    if isinstance(score, torch.Tensor) and score.ndim == 0:
+        score = score.item()
+    if score is None:
+        return None
+    if not isinstance(score, numbers.Real) or not abs(float(score)) <= LARGEST:  # also refuses nan
+        raise RewardError(f"reward {name!r} scored row {row} as {_short(score)}; expected a finite number or None")
+    return float(score)
+
+
+class _Late(BaseException):
+    """Raised in the reward when its time is over; no ``except Exception`` of its own holds it up."""
+
+
+@contextmanager
+def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
+    if limit is None or threading.current_thread() is not threading.main_thread():
+        yield lambda count: None
+        return
+    over, main = threading.Event(), threading.get_ident()
+    deadline = time.monotonic() + limit
+
+    def restart(count: int) -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + limit
+
+    def ring(*_: object) -> None:
+        if not over.is_set():
+            raise _Late
+
+    def watch() -> None:
+        while not over.wait(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                signal.pthread_kill(main, _RING)
+                over.wait(1.0)  # again, should something have held it up
+
+    before = signal.signal(_RING, ring)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield restart
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(_RING, before)
+
+
+@contextmanager
+def _exit_refused() -> Iterator[None]:
+    leave, owner = os._exit, os.getpid()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != owner:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    folder, gradients, depth = os.getcwd(), torch.is_grad_enabled(), sys.getrecursionlimit()
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    timer = signal.getitimer(signal.ITIMER_REAL)
+    try:
+        with preserved_torch_settings():
+            yield
+    finally:
+        os.chdir(folder)
+        torch.set_grad_enabled(gradients)
+        sys.setrecursionlimit(depth)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def _seed_streams(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  (the legacy stream is global)
+    torch.random.default_generator.manual_seed(seed)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
