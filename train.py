@@ -15,7 +15,8 @@ from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import LAST
 from qerl_pl.module import QeRLModule
-from qerl_pl.objective import DERIVED
+from qerl_pl.objective_words import Parser, accept_words, spelt_out
+from qerl_pl.published import DERIVED
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -88,10 +89,12 @@ def main(args: list[str]) -> QeRLCLI:
         args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
     for message in NOT_FOR_US:
         warnings.filterwarnings("ignore", message=message)
-    sys.argv[1:] = args  # LightningCLI warns when it gets both
+    accept_words()
+    sys.argv[1:] = args = spelt_out(args)  # LightningCLI warns when it gets both
     return QeRLCLI(
         QeRLModule,
         PromptDataModule,
+        parser_class=Parser,
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,

@@ -221,7 +221,7 @@ class QeRLModule(LightningModule):
             self.engine,
             self.rewards,
             tokenizer,
-            baseline=self.objective.baseline,
+            baseline=self.objective.comparison,
             filter_truncated=self.objective.filter_truncated,
             dynamic_sampling=self.dynamic_sampling,
             max_unscored_share=self.max_unscored_share,

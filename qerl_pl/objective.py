@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -23,25 +22,31 @@ from qerl_pl.losses import (
     sequence_policy_loss,
     weighted_sum,
 )
+from qerl_pl.published import Preset, completed
 
 Surrogate = Literal["clipped", "sequence", "cispo"]
 SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, "cispo": cispo_policy_loss}
-DERIVED = ("kl",)
-"""Settings whose null stands for a value that follows from the others."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run. The defaults are DAPO's; GRPO's is ``aggregation: sequence, clip_high: 0.2``.
+    """The loss of a run: a published one by its name, with single settings on top, or one put together.
+
+    ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A null
+    stands for the value that follows from the other settings; ``--print_config`` shows all values in force.
 
     Args:
-        surrogate: "clipped" per token (GRPO, DAPO, Dr.GRPO), "sequence" ratio (GSPO), or "cispo".
-        aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr.GRPO).
+        preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo": its surrogate, aggregation and baseline, which may not be
+            set otherwise beside it, and its clip bounds. Without one: DAPO's loss, and what is set differs from it.
+        surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), or "cispo".
+        aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr. GRPO). null: "sequence" with
+            the "sequence" surrogate, else "token".
         clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
         clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
-        baseline: how rewards become advantages inside a group.
+        baseline: how rewards become advantages inside a group. null: "centered" with the "constant" aggregation (Dr.
+            GRPO), else "normalized".
         ratio_against: what the surrogate's ratio is taken against. "trainer": its own log-probabilities before the
             first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
             included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the
@@ -65,15 +70,16 @@ class Objective:
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or contradicts another.
     """
 
-    surrogate: Surrogate = "clipped"
-    aggregation: Aggregation = "token"
+    preset: Preset | None = None
+    surrogate: Surrogate | None = None
+    aggregation: Aggregation | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     max_ratio: float | None = None
-    baseline: Baseline = "normalized"
+    baseline: Baseline | None = None
     ratio_against: Literal["trainer", "sampler"] = "trainer"
     correction: Mode = "none"
     correction_level: Level = "token"
@@ -88,6 +94,8 @@ class Objective:
     top_entropy_share: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in completed(vars(self)).items():
+            object.__setattr__(self, name, value)
         section = "model.objective"
         require_no_nan(section, clip_low=self.clip_low, clip_high=self.clip_high, correction_high=self.correction_high)
         require_finite(
@@ -128,8 +136,6 @@ class Objective:
             )
 
     def _check_kl(self) -> None:
-        if self.kl is None:
-            object.__setattr__(self, "kl", "k3" if self.kl_in == "loss" else "k1")
         if self.kl_in == "loss" and self.kl == "k1":
             raise ValueError(
                 "model.objective.kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so nothing is held; "
@@ -147,8 +153,8 @@ class Objective:
                 f"model.objective.max_ratio is {max_ratio} and surrogate is 'cispo', whose 1 + clip_high holds for "
                 "both signs of the advantage; expected null"
             )
-        usual: float = signature(SURROGATES[self.surrogate]).parameters["clip_high"].default
-        highest = 1 + (usual if self.clip_high is None else self.clip_high)
+        assert self.clip_high is not None
+        highest = 1 + self.clip_high
         if not max_ratio > highest:
             raise ValueError(
                 f"model.objective.max_ratio is {max_ratio}; expected more than 1 + clip_high = {highest:g}, or null"
@@ -157,6 +163,24 @@ class Objective:
     def at_noise(self, sigma: float) -> Objective:
         """The objective for a rollout that was sampled with this noise."""
         return replace(self, correction="none") if sigma > 0 and not self.correct_noise else self
+
+    @property
+    def averaging(self) -> Aggregation:
+        """The aggregation in force."""
+        assert self.aggregation is not None
+        return self.aggregation
+
+    @property
+    def comparison(self) -> Baseline:
+        """The baseline in force."""
+        assert self.baseline is not None
+        return self.baseline
+
+    @property
+    def kl_estimator(self) -> KLKind:
+        """The KL's estimator in force."""
+        assert self.kl is not None
+        return self.kl
 
     @property
     def needs_first_pass(self) -> bool:
@@ -197,18 +221,18 @@ class Objective:
         Returns:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
         """
-        weights = row_weights(mask, self.aggregation, divisor)
-        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high, "max_ratio": self.max_ratio}
-        settings: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+        weights = row_weights(mask, self.averaging, divisor)
+        settings: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if self.max_ratio is not None:
+            settings["max_ratio"] = self.max_ratio
         if self.surrogate == "sequence":
             settings["whole"] = mask
-        surrogate = SURROGATES[self.surrogate](
+        surrogate = SURROGATES[str(self.surrogate)](
             logprobs, old_logprobs, advantages, kept, weights, importance=importance, **settings
         )
         total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
         if ref_logprobs is not None:
-            assert self.kl is not None
-            kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl)
+            kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl_estimator)
             kl_sum = kl.detach().sum()
             if self.kl_in == "loss":
                 total = total + self.kl_coefficient * weighted_sum(kl, mask, weights)

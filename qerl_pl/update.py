@@ -128,7 +128,7 @@ def improve(
             threshold = entropy_threshold(ranks.gather(entropy[kept]), objective.top_entropy_share)
             kept = kept & (entropy >= threshold)
         # A mean over ranks, because the gradients are averaged too.
-        divisor = ranks.mean(count_divisor(experience.mask, objective.aggregation, max_tokens=max_tokens).float())
+        divisor = ranks.mean(count_divisor(experience.mask, objective.averaging, max_tokens=max_tokens).float())
 
     def passes(update: int, max_tokens: int) -> dict[str, Tensor]:
         """Add up the gradient of one update; returns the sums of its metrics."""
@@ -200,13 +200,12 @@ class _Part:
 def _kl_in_reward(
     experience: Experience, objective: Objective, old: Tensor, reference: Tensor, group_size: int
 ) -> Experience:
-    assert objective.kl is not None
-    kl = kl_estimate(old, reference, experience.sampled, objective.kl).sum(dim=1)
+    kl = kl_estimate(old, reference, experience.sampled, objective.kl_estimator).sum(dim=1)
     advantages, penalty, scored = (
         values.view(-1, group_size)
         for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
     )
-    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())
+    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.comparison).flatten())
 
 
 def _metrics(

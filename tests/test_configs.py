@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -113,11 +115,57 @@ def test_unknown_keys_and_values_are_refused_by_name(wrong, capsys):
         resolved(capsys, "-c", "configs/quickstart.yaml", *wrong)
 
 
-def test_the_estimator_of_the_kl_follows_from_its_place(capsys):
-    for place in ("loss", "reward"):
-        given = ("--model.objective.kl_in", place, "--model.objective.kl_coefficient", "0.1")
-        found = resolved(capsys, "-c", "configs/quickstart.yaml", *given)["model"]["objective"]
-        Objective(**found)
+def objective_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    return resolved(capsys, "-c", "configs/quickstart.yaml", *arguments)["model"]["objective"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dapo", ("clipped", "token", "normalized", 0.2, 0.28)),
+        ("grpo", ("clipped", "sequence", "normalized", 0.2, 0.2)),
+        ("dr_grpo", ("clipped", "constant", "centered", 0.2, 0.2)),
+        ("gspo", ("sequence", "sequence", "normalized", 3e-4, 4e-4)),
+        ("cispo", ("cispo", "token", "normalized", math.inf, 4.0)),
+    ],
+)
+def test_a_published_objective_is_one_word(name, expected, capsys, tmp_path):
+    file = tmp_path / "word.yaml"
+    file.write_text(f"model:\n  objective: {name}\n")
+    (tmp_path / "mapping.yaml").write_text(f"model:\n  objective: {{preset: {name}, clip_high: 0.7}}\n")
+    found = objective_of(capsys, "--model.objective", name)
+    parts = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high")
+    assert tuple(found[part] for part in parts) == expected
+    assert found == asdict(Objective(preset=name)), "what is printed is what is in force"
+    assert objective_of(capsys, "-c", str(file)) == found
+    on_top = objective_of(capsys, "-c", str(file), "--model.objective.clip_high", "0.7")
+    assert on_top == found | {"clip_high": 0.7}
+    assert objective_of(capsys, "-c", str(tmp_path / "mapping.yaml")) == on_top
+    assert objective_of(capsys, f"--model.objective={name}", "--model.objective.clip_high=0.7") == on_top
+
+
+def test_what_is_not_given_follows_from_what_is(capsys):
+    given = "--model.objective."
+    assert objective_of(capsys, given + "surrogate", "sequence")["aggregation"] == "sequence"
+    assert objective_of(capsys, given + "aggregation", "constant")["baseline"] == "centered"
+    assert objective_of(capsys, given + "kl_in", "reward")["kl"] == "k1"
+    both = objective_of(capsys, given + "surrogate", "sequence", given + "aggregation", "token")
+    assert both["aggregation"] == "token", "said, so meant"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model.objective", "ppo"), "preset"),
+        (("--model.objective", "gspo", "--model.objective.aggregation", "token"), "aggregation is 'token' and preset"),
+        (("--model.objective", "grpo", "--model.objective.surrogate", "cispo"), "surrogate is 'cispo' and preset"),
+        (("--model.objective.baseline", "centered", "--model.objective", "dapo"), "baseline is 'centered' and preset"),
+    ],
+    ids=["word", "aggregation", "surrogate", "baseline"],
+)
+def test_a_setting_that_contradicts_the_objectives_name_is_refused(arguments, said, capsys):
+    with pytest.raises(ValueError, match=said):
+        objective_of(capsys, *arguments)
 
 
 def test_the_base_file_may_be_named_again(capsys):

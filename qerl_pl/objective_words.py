@@ -1,0 +1,57 @@
+"""``objective: dapo`` in YAML and ``--model.objective dapo`` on the command line."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader
+from lightning.pytorch.cli import LightningArgumentParser
+
+from qerl_pl.published import completed
+
+OPTION = "--model.objective"
+
+
+class Parser(LightningArgumentParser):
+    """Writes configurations (``--print_config``, config.yaml) with every value of the objective that is in force."""
+
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """As jsonargparse's, with nulls of the objective replaced by what they stand for.
+
+        Raises:
+            ValueError: its settings contradict its name.
+        """
+        namespace = namespace.clone()
+        for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
+            if key.endswith("model.objective"):
+                namespace[key] = Namespace(completed(vars(namespace[key])))
+        return super().dump(namespace, *args, **kwargs)
+
+
+def spelt_out(arguments: list[str]) -> list[str]:
+    """The command line with ``--model.objective WORD`` as ``--model.objective.preset WORD``."""
+    found = list(arguments)
+    for index, argument in enumerate(arguments):
+        name, equals, word = argument.partition("=")
+        if name == OPTION and equals and word.isidentifier():
+            found[index] = f"{OPTION}.preset={word}"
+        elif argument == OPTION and index + 1 < len(arguments) and arguments[index + 1].isidentifier():
+            found[index] = f"{OPTION}.preset"
+    return found
+
+
+@cache
+def accept_words() -> None:
+    """Make jsonargparse read ``objective: WORD`` as ``objective: {preset: WORD}``; a second call changes nothing."""
+    load = get_loader("yaml")
+    set_loader("yaml", lambda text: _spelt_out(load(text)), exceptions=(yaml.YAMLError,))
+
+
+def _spelt_out(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    found = {key: _spelt_out(entry) for key, entry in value.items()}
+    word = found.get("objective")
+    return found | {"objective": {"preset": word}} if isinstance(word, str) and word.isidentifier() else found

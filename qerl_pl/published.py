@@ -1,0 +1,70 @@
+"""Published objectives by name, and what of an objective follows from the rest of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Preset = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
+
+DEFINING = ("surrogate", "aggregation", "baseline")
+"""What makes an objective the one that its name says; everything else may be set on top of the name."""
+
+PUBLISHED: dict[Preset, dict[str, Any]] = {
+    # arXiv 2503.14476: the loss alone. Dynamic sampling, overlong filtering and soft overlong have their own settings.
+    "dapo": {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized", "clip_high": 0.28},
+    # arXiv 2402.03300, without its KL (there kl_coefficient is 0.04)
+    "grpo": {"surrogate": "clipped", "aggregation": "sequence", "baseline": "normalized", "clip_high": 0.2},
+    # arXiv 2503.20783
+    "dr_grpo": {"surrogate": "clipped", "aggregation": "constant", "baseline": "centered", "clip_high": 0.2},
+    # arXiv 2507.18071
+    "gspo": {"surrogate": "sequence", "aggregation": "sequence", "baseline": "normalized"},
+    # arXiv 2506.13585
+    "cispo": {"surrogate": "cispo", "aggregation": "token", "baseline": "normalized"},
+}
+
+CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
+"""By surrogate: the distances of the lower and the upper bound from 1 (DAPO's, GSPO's, and ours for CISPO)."""
+
+
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an objective with every null that stands for something replaced by what it stands for.
+
+    A name gives its own values. Without one the surrogate is "clipped"; the "sequence" surrogate is averaged over
+    sequences, the others over tokens; a sum over a constant goes with rewards that are centered and not divided by
+    their std (Dr. GRPO has both, to weigh every token and every prompt alike). The KL has the estimator of its place.
+
+    Args:
+        given: every setting of ``qerl_pl.objective.Objective`` by name.
+
+    Raises:
+        ValueError: a setting contradicts the name.
+    """
+    settings = dict(given)
+    preset: Preset | None = settings["preset"]
+    if preset is not None:
+        for name, value in PUBLISHED[preset].items():
+            if settings[name] is None:
+                settings[name] = value
+            elif name in DEFINING and settings[name] != value:
+                raise ValueError(
+                    f"model.objective.{name} is {settings[name]!r} and preset is {preset!r}, which has {value!r}: "
+                    f"leave {name} out (or null), or the preset, whose other values may be given one by one"
+                )
+    usual = {
+        "surrogate": lambda: "clipped",
+        "aggregation": lambda: "sequence" if settings["surrogate"] == "sequence" else "token",
+        "baseline": lambda: "centered" if settings["aggregation"] == "constant" else "normalized",
+        "clip_low": lambda: CLIP_BOUNDS[settings["surrogate"]][0],
+        "clip_high": lambda: CLIP_BOUNDS[settings["surrogate"]][1],
+        "kl": lambda: "k3" if settings["kl_in"] == "loss" else "k1",
+    }
+    for name, value in usual.items():  # in this order: some follow from those before them
+        if settings[name] is None:
+            settings[name] = value()
+    return settings
+
+
+DERIVED = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high", "kl")
+"""Settings that ``completed`` fills in."""
