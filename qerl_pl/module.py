@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, get_scheduler
+from transformers import AutoTokenizer
 
 from qerl_pl import ranks
 from qerl_pl.checkpoint import check_identity, run_identity
@@ -34,6 +34,7 @@ from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
+from qerl_pl.optimization import Schedule, check_groups, lr_scheduler, parameter_groups
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
@@ -68,9 +69,9 @@ class QeRLModule(LightningModule):
         val_sampling: of validation; null: greedy, one completion, as long as in training.
         lora: the adapter.
         objective: the loss.
-        optimizer: over the adapter's parameters.
+        optimizer: over the adapter's parameters; trained norms are without weight decay.
         lr_schedule: of the learning rate over trainer.max_steps.
-        warmup_steps: optimizer steps of linear warm-up before it.
+        warmup_steps: optimizer steps of linear warm-up before it; the first has lr / warmup_steps.
         max_grad_norm: gradients are clipped to this norm; 0: not.
         updates_per_rollout: optimizer steps on each rollout.
         micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
@@ -98,7 +99,7 @@ class QeRLModule(LightningModule):
         lora: LoraSettings = LoraSettings(),  # noqa: B008
         objective: Objective = Objective(),  # noqa: B008
         optimizer: OptimizerCallable = adamw,
-        lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup",
+        lr_schedule: Schedule = "constant_with_warmup",
         warmup_steps: int = 0,
         max_grad_norm: float = 1.0,
         updates_per_rollout: int = 1,
@@ -254,9 +255,12 @@ class QeRLModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule over trainer.max_steps."""
-        optimizer = self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-        scheduler = get_scheduler(
-            self.lr_schedule, optimizer, num_warmup_steps=self.warmup_steps, num_training_steps=self.trainer.max_steps
+        optimizer = self.optimizer(parameter_groups(self.parameters()))
+        scheduler = lr_scheduler(
+            optimizer,
+            schedule=self.lr_schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.trainer.max_steps,
         )
         self._optimizer_settings = [_settings(group) for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -453,6 +457,8 @@ class QeRLModule(LightningModule):
         if self.trainer.state.fn == TrainerFn.FITTING:
             current = current | self._rollout_identity
         check_identity(checkpoint["identity"], current)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
         self.policy.load_adapter_state(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
 

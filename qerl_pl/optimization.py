@@ -1,0 +1,79 @@
+"""What the optimizer trains with: parameter groups, and the learning rate over the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+Schedule = Literal["constant_with_warmup", "linear", "cosine"]
+
+
+def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weight decay acts on matrices, and not on norm weights and biases.
+
+    Decay pulls towards 0, which for a norm's weight is no neutral value: it starts near 1.
+
+    Args:
+        parameters: all of the policy's; those without requires_grad are left out.
+
+    Returns:
+        The matrices; then, if there are any, the vectors with weight_decay 0.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
+    return [*groups, {"params": vectors, "weight_decay": 0.0}] if vectors else groups
+
+
+def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a checkpoint's optimizer whose moments would be given to other parameters, or to none.
+
+    Args:
+        saved: the optimizer states of a Lightning checkpoint; one, or none in a checkpoint without.
+        groups: from ``parameter_groups``.
+
+    Raises:
+        ValueError: the numbers of parameters in the groups differ.
+    """
+    for state in saved:
+        had = [len(group["params"]) for group in state["param_groups"]]
+        wanted = [len(group["params"]) for group in groups]
+        if had != wanted:
+            raise ValueError(
+                f"the checkpoint's optimizer has groups of {had} parameters and this run {wanted} (matrices, then "
+                "norms without weight decay): it is of other trained parameters or of another version; start in a "
+                "new --run_dir"
+            )
+
+
+def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
+    """What the learning rate is multiplied by at an optimizer step.
+
+    The ramp ends at 1 and begins at 1 / warmup_steps, not at 0: a step at rate 0 would throw its rollout away.
+
+    Args:
+        step: optimizer steps taken before this one.
+        schedule: after the ramp "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at total_steps.
+        warmup_steps: length of the ramp.
+        total_steps: of the run.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant_with_warmup":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> LambdaLR:
+    """``lr_factor`` on every group of an optimizer."""
+    return LambdaLR(
+        optimizer, partial(lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+    )
