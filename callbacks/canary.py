@@ -167,8 +167,8 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
     """Checksums of the policy with this noise, as an engine of this compute dtype holds it."""
     adapter = policy.adapter_state()
-    norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()}
-    noisy = noisy_norms(norms | trained_norms(adapter), noise.sigma, noise.seed)  # trained ones get theirs in fp32
+    norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
+    noisy = noisy_norms(norms, noise.sigma, noise.seed, dtype=noise.kept_in(dtype))
     return expected_fingerprint(adapter, noisy, scaling=policy.lora_scaling, dtype=dtype)
 
 
@@ -202,7 +202,7 @@ def score_gaps(
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=len(tokens) + 1, seed=SEED)
     try:
-        oracle.set_norm_noise(noise.sigma, noise.seed)
+        noise.put_on(oracle)
         gaps = {}
         if with_scores:
             gaps[WITH_ADAPTER] = _mean_gap(engine.score([tokens]), oracle.score([tokens]))

@@ -77,7 +77,7 @@ class MismatchLedger(Callback):
         if noise.sigma > 0:
             engine.set_norm_noise(0.0, 0)
             clean = engine_logprobs(engine, self._tokens, lengths)
-            engine.set_norm_noise(noise.sigma, noise.seed)
+            noise.put_on(engine)
         self._log(pl_module, "kernel", self._before - clean)
         self._log(pl_module, "noise", clean - noisy)
         if pl_module.sampling.temperature == 1:

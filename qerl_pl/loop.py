@@ -80,7 +80,7 @@ class RolloutLoop:
         """Make the engine sample from this adapter with this noise; returns how many norms carry noise."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
-        return self.engine.set_norm_noise(noise.sigma, noise.seed)
+        return noise.put_on(self.engine)
 
     def collect(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ class NormNoise:
 
     sigma: float = 0.0
     seed: int = 0
+    rounded: bool = False
+    """Noisy weights are rounded to the engine's compute dtype; else they stay in fp32."""
+
+    def kept_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that noisy weights are rounded to in an engine of a compute dtype; without noise fp32 at least."""
+        return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
+
+    def put_on(self, engine: NoisyEngine) -> int:
+        """Give a rollout engine this noise; returns how many norms it is on."""
+        if self.rounded:  # said to those engines alone that are asked for it
+            return engine.set_norm_noise(self.sigma, self.seed, rounded=True)
+        return engine.set_norm_noise(self.sigma, self.seed)
+
+
+class NoisyEngine(Protocol):
+    """What of a rollout engine is needed here."""
+
+    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = ...) -> int: ...
 
 
 def is_block_norm(name: str) -> bool:
@@ -25,7 +44,9 @@ def is_block_norm(name: str) -> bool:
     return name.endswith(BLOCK_NORMS)
 
 
-def noisy_norms(clean: Mapping[str, Tensor], sigma: float, seed: int) -> dict[str, Tensor]:
+def noisy_norms(
+    clean: Mapping[str, Tensor], sigma: float, seed: int, *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
 
     The noise is drawn in fp32 on the CPU from one stream over the sorted names, so it is the same on every device and
@@ -35,9 +56,10 @@ def noisy_norms(clean: Mapping[str, Tensor], sigma: float, seed: int) -> dict[st
         clean: names to weights, [H] of any floating dtype on any device.
         sigma: standard deviation in units of the weight.
         seed: in [0, 2^63); equal seeds give equal noise.
+        dtype: of the result; None: that of each weight.
 
     Returns:
-        The same names to new tensors of the same dtype and device; ``clean`` is left alone.
+        The same names to new tensors on the same device; ``clean`` is left alone.
 
     Raises:
         ValueError: sigma is negative or not finite.
@@ -45,12 +67,12 @@ def noisy_norms(clean: Mapping[str, Tensor], sigma: float, seed: int) -> dict[st
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma is {sigma}; expected 0 (no noise) or more")
     if sigma == 0:
-        return {name: weight.clone() for name, weight in clean.items()}
+        return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
     generator = torch.Generator().manual_seed(seed)
     noisy = {}
     for name, weight in sorted(clean.items()):
         noise = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * sigma
-        noisy[name] = (weight + noise.to(weight.device)).to(weight.dtype)  # summed in fp32 at least
+        noisy[name] = (weight + noise.to(weight.device)).to(dtype or weight.dtype)  # summed in fp32 at least
     return noisy
 
 
@@ -65,6 +87,6 @@ def realized_sigma(clean: Mapping[str, Tensor], sigma: float, seed: int, *, dtyp
         seed: as in ``noisy_norms``.
         dtype: that the sampling copy is kept in.
     """
-    noisy = noisy_norms(clean, sigma, seed)
-    changes = [noisy[name].to(dtype).float() - weight.to(dtype).float() for name, weight in clean.items()]
+    noisy = noisy_norms(clean, sigma, seed, dtype=dtype)
+    changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]
     return torch.cat([change.flatten() for change in changes]).square().mean().sqrt().item()

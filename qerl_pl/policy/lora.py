@@ -125,8 +125,3 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
             f"lora targets {outside} are no projections of the blocks; expected some of {', '.join(PROJECTIONS)} "
             "(the head's weight is read directly: an adapter on it would never be trained)"
         )
-
-
-def cast_output_to_input(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook for a trained norm: an fp32 master weight must not turn the bf16 stream into fp32."""
-    return output.to(args[0].dtype)

@@ -15,10 +15,10 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.logprobs import token_logprobs
+from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.lora import (
     BLOCK_NORM_MODULES,
     LoraSettings,
-    cast_output_to_input,
     check_targets,
     peft_config,
 )
@@ -242,7 +242,7 @@ def make_policy(
     if lora.train_norms:
         for module in policy.norm_modules().values():
             module.float()
-            module.register_forward_hook(cast_output_to_input)
+            module.register_forward_hook(output_in_input_dtype)
     if gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()

@@ -98,11 +98,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def set_norm_noise(self, sigma: float, seed: int) -> int:
+    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
         """Put N(0, sigma^2) on both norms of every block, from the clean weights; 0 restores them bit for bit.
 
-        The sum is rounded to the engine's dtype: bf16 weights near 1 are 2^-8 to 2^-7 apart, so of noise below about
-        2e-3 only a part survives (``realized_sigma`` says how much).
+        Noisy weights are in fp32, whatever the compute dtype is, so all of the noise acts. ``rounded`` rounds them to
+        the compute dtype: bf16 weights near 1 are 2^-8 to 2^-7 apart, so of noise below about 2e-3 only a part is left
+        (``realized_sigma`` says how much).
 
         Returns:
             How many norms hold their noisy weights, read back: twice the number of layers, or 0 for sigma 0.
@@ -134,11 +135,12 @@ def expected_fingerprint(
     Args:
         adapter: PEFT names to tensors, fp32 master weights; entries that are not LoRA matrices are passed over (a
             trained norm counts through ``norms``).
-        norms: the model's own names (``model.layers.0.input_layernorm.weight``) to weights, noise included.
+        norms: the model's own names (``model.layers.0.input_layernorm.weight``) to weights, noise included. Engines
+            hold them in fp32.
         scaling: LoRA's alpha / r (or alpha / sqrt r): engines fold it into B.
         dtype: the engine's compute dtype.
     """
-    due = {name: weight.to(dtype) for name, weight in norms.items()}
+    due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():
         if "lora_A" in name:
             due[name] = matrix.to(dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
@@ -54,8 +55,8 @@ class TransformersEngine:
             return
         self._policy, self._max_model_len = policy, max_model_len
         self._end_tokens = end_tokens(policy.base, policy.config)
-        norms = _norm_weights(policy, adapter=False)
-        self._base_norms = {name: weight.clone() for name, weight in norms.items()}
+        norms = _norms(policy, adapter=False)
+        self._base_norms = {name: module.get_parameter("weight").detach().clone() for name, module in norms.items()}
         self._noise = NormNoise()
         self.load_adapter(policy.adapter_state())
 
@@ -96,12 +97,12 @@ class TransformersEngine:
         check_same_tensors(adapter, self._running().adapter_state())
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
-    def set_norm_noise(self, sigma: float, seed: int) -> int:
+    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
         """See ``RolloutEngine``."""
         self._running()
         clean = self._clean_norms(adapter=True)
         noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing
-        self._noise = NormNoise(sigma, seed)
+        self._noise = NormNoise(sigma, seed, rounded)
         return len(clean) if sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
@@ -183,8 +184,10 @@ class TransformersEngine:
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
         """The policy as it was loaded here, with noise, in evaluation mode; everything is put back afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
-        wanted |= noisy_norms(self._clean_norms(adapter=adapter), self._noise.sigma, self._noise.seed)
-        live = policy.adapter_state() | _norm_weights(policy, adapter=adapter)
+        live = policy.adapter_state()
+        noise, modules = self._noise, _norms(policy, adapter=adapter)
+        kept_in = noise.kept_in(policy.dtype)
+        norms = noisy_norms(self._clean_norms(adapter=adapter), noise.sigma, noise.seed, dtype=kept_in)
         changed = [name for name, tensor in wanted.items() if not torch.equal(live[name], tensor)]
         kept = {name: live[name].clone() for name in changed}
         modes = [(module, module.training) for module in policy.modules()]
@@ -194,7 +197,10 @@ class TransformersEngine:
                 live[name].copy_(wanted[name])
             policy.eval()  # also turns gradient checkpointing off, and with it the ban on a cache
             policy.causal_lm.generation_config = GenerationConfig()  # or the checkpoint's preferences fill the gaps
-            with nullcontext() if adapter else policy.model.disable_adapter():
+            with (
+                nullcontext() if adapter else policy.model.disable_adapter(),
+                weights_replaced(modules, norms),
+            ):
                 yield
         finally:
             policy.causal_lm.generation_config = generation_config
@@ -239,14 +245,13 @@ class SampledLogprobs(LogitsProcessor):
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
 
 
-def _norm_weights(policy: Policy, *, adapter: bool) -> dict[str, Tensor]:
-    """Live norm weights in use; without the adapter a trained norm gives way to the base's, as PEFT does."""
-    if adapter:
-        return policy.norm_weights()
-    found = {}
-    for name in policy.norm_weights():
-        module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))
-        found[name] = getattr(module, "original_module", module).weight.detach()
+def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
+    """Names of weights to the norms in use; without the adapter a trained one gives way to the base's, as in PEFT."""
+    found = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
+    if not adapter:
+        for name in found:
+            module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))
+            found[name] = getattr(module, "original_module", module)
     return found
 
 

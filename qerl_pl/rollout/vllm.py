@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_humming, vllm_memory, vllm_plugin, vllm_setup, vllm_worker
+from qerl_pl.rollout import vllm_humming, vllm_memory, vllm_norms, vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
@@ -101,6 +101,7 @@ class VLLMEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of the last start by phase: imports, vLLM itself, adapter (its slots and kernels)."""
+        self._fp32_norms = True  # a benchmark measures what they cost
         self._llm: LLM | None = None
         self._asleep = False
 
@@ -143,11 +144,15 @@ class VLLMEngine:
                 policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel
             )
             unpacked = policy.packed_linears() if vllm_setup.lacks(fmt) else {}
-            arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked)
+            shared, fp32_norms = policy.embedding_weights(), self._fp32_norms
+            arguments["load_format"] = register_loader(shared, unpacked, fp32_norms=fp32_norms)
             if unpacked:
                 arguments["hf_overrides"] = {"quantization_config": None}
                 vllm_setup.log_unpacked(unpacked, dtype)
             self._on_cpu = current_platform.is_cpu()
+            arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
+            if fp32_norms:
+                arguments |= vllm_norms.arguments(compiled=not (self._on_cpu or self._arguments["enforce_eager"]))
             platform_arguments = vllm_setup.cpu_arguments if self._on_cpu else vllm_setup.gpu_arguments
             arguments |= platform_arguments(policy.config, self.memory, dtype=dtype, max_model_len=max_model_len)
             if self.kv_cache_bytes is not None:
@@ -160,8 +165,8 @@ class VLLMEngine:
                     vllm_setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                beside = vllm_memory.ignoring_what_is_left()
-                with beside, _kernels(kernel, policy, dtype), vllm_setup.among_ranks() as more, watch.phase("vLLM"):
+                beside, kernels = vllm_memory.ignoring_what_is_left(), vllm_setup.kernels(kernel, policy, dtype)
+                with beside, kernels, vllm_setup.among_ranks() as more, watch.phase("vLLM"):
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
@@ -256,11 +261,11 @@ class VLLMEngine:
             self._clean_norms = trained
             self._write_norms(self._clean_norms)
 
-    def set_norm_noise(self, sigma: float, seed: int) -> int:
+    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
         """See ``RolloutEngine``."""
         self._running()
         noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing before anything is changed
-        self._noise = NormNoise(sigma, seed)
+        self._noise = NormNoise(sigma, seed, rounded)
         noisy = self._write_norms(self._clean_norms)
         live = self._call(vllm_worker.live_norms)
         written = torch.stack([noisy[name].to(live[name]) for name in live])  # [2L, H]
@@ -380,19 +385,11 @@ class VLLMEngine:
 
     def _write_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         live = self._call(vllm_worker.live_norms)
-        noisy = noisy_norms(clean, self._noise.sigma, self._noise.seed)
+        kept_in = self._noise.kept_in(self._running().model_config.dtype)
+        noisy = noisy_norms(clean, self._noise.sigma, self._noise.seed, dtype=kept_in)
         for name, weight in noisy.items():
             live[name].copy_(weight)
         return noisy
-
-
-def _kernels(kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """In it vLLM loads linears with the decoding kernel that they are to have."""
-    if kernel == "humming":
-        return nullcontext()
-    from qerl_pl.rollout import vllm_nvfp4
-
-    return vllm_nvfp4.for_linears_of(policy, dtype)
 
 
 def _completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:

@@ -17,11 +17,14 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.rollout import vllm_norms
 
 LOAD_FORMAT = "with_trainer"
 
 
-def register_loader(shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenLinear]) -> str:
+def register_loader(
+    shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenLinear], *, fp32_norms: bool = True
+) -> str:
     """The name of a loader, made known to vLLM, that reads safetensors and takes the rest from the trainer.
 
     Args:
@@ -29,6 +32,7 @@ def register_loader(shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenL
             they are while the engine lives. A tensor of another shape, dtype or device than vLLM's (it pads
             vocabularies to a multiple of 64) is not shared.
         unpacked: names of packed linears (``model.layers.0.mlp.up_proj``) to the trainer's, for vLLM to hold dense.
+        fp32_norms: keep the weights of block norms in fp32, whatever the compute dtype is.
     """
 
     class WithTrainerLoader(DefaultModelLoader):
@@ -46,6 +50,8 @@ def register_loader(shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenL
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
+            if fp32_norms:
+                vllm_norms.widen(model)
             parameters = dict(model.named_parameters())
             for name, tensor in shared.items():
                 own = parameters.get(name)  # none for a head that is tied to the embeddings

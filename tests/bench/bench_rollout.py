@@ -79,7 +79,11 @@ def measure(args: argparse.Namespace, base: str) -> None:
     if args.stock_adapter:
         vllm_plugin.register = lambda: None
         # vLLM hashes this: a cached graph calls other kernels.
-        engine._arguments["additional_config"] = {"adapter_kernels": "stock", "decoding_kernel": kernel}
+        engine._arguments["additional_config"] = {
+            "adapter_kernels": "stock",
+            "decoding_kernel": kernel,
+            "norms": "float32",
+        }
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
     start_s = time.perf_counter() - start

@@ -136,13 +136,28 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
     try:
         expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
         assert engine.fingerprint() == expected_fingerprint(adapter, policy.norm_weights(), **expected)
+        assert isinstance(engine, VLLMEngine)
         held = engine._call(vllm_worker.read_adapter, 3)
         for name in [name for name in adapter if ".lora_B" in name]:
             assert torch.equal(held[name], (adapter[name] * (7 / 3)).bfloat16()), f"{name} is rounded twice"
         engine.set_norm_noise(0.05, seed=3)
         noisy = noisy_norms(policy.norm_weights(), 0.05, 3)
         assert engine.fingerprint() == expected_fingerprint(adapter, noisy, **expected)
+        engine.set_norm_noise(5e-4, seed=3)
+        for name, weight in noisy_norms(policy.norm_weights(), 5e-4, 3).items():
+            held = engine._call(vllm_worker.live_norms)[name]
+            assert torch.equal(held, weight), "bf16 would swallow nearly all of such noise"
+        assert engine.set_norm_noise(0.05, seed=3, rounded=True) == 4
+        rounded = {name: weight.bfloat16() for name, weight in noisy.items()}
+        assert engine.fingerprint() == expected_fingerprint(adapter, rounded, **expected)
         engine.set_norm_noise(0.0, seed=0)
+        x, residual = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+        norm = engine._call(lambda worker: worker.get_model().get_submodule("model.layers.1.input_layernorm"))
+        own = policy.norm_modules()["model.layers.1.input_layernorm"]
+        with torch.no_grad():
+            assert torch.equal(norm(x.clone()), own(x)), "vLLM's norm is that of the trainer, bit for bit"
+            for found, wanted in zip(norm(x.clone(), residual.clone()), (own(x + residual), x + residual), strict=True):
+                assert torch.equal(found, wanted)
         [score] = engine.score(PROMPTS[-1:])
         assert (torch.tensor(score) - own_scores(policy, PROMPTS[-1])).abs().mean() < 0.05  # two bf16 implementations
     finally:

@@ -15,6 +15,7 @@ from qerl_pl.kernels import hopper
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout import vllm_memory, vllm_worker
 from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
@@ -107,6 +108,25 @@ def assert_any_number_of_tokens_is_sampled_by_the_policy(engine: VLLMEngine) -> 
 
 def test_what_is_sampled_is_what_the_trainer_says(engine):
     assert_any_number_of_tokens_is_sampled_by_the_policy(engine)
+
+
+@torch.no_grad()
+def test_noise_below_the_spacing_of_bf16_acts(engine):
+    """The oracle has the same noise in fp32; where noise changes much, the engine changes with it."""
+    clean = {name: weight.float() for name, weight in engine._policy.norm_weights().items()}
+    assert engine.set_norm_noise(5e-4, 3) == len(clean)
+    noise = [weight - clean[name] for name, weight in engine._call(vllm_worker.live_norms).items()]
+    assert torch.cat(noise).square().mean().sqrt().item() == pytest.approx(5e-4, rel=0.05)
+    oracle = TransformersEngine()
+    oracle.start(engine._policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    found = {}
+    for sigma in (0.0, 0.5):
+        for one in (engine, oracle):
+            one.set_norm_noise(sigma, 3)
+        found[sigma] = [torch.tensor(one.score([PROMPTS[-1]])[0]) for one in (engine, oracle)]
+        assert (found[sigma][0] - found[sigma][1]).abs().mean() < 0.1
+    assert (found[0.5][0] - found[0.0][0]).abs().mean() > 0.1
+    engine.set_norm_noise(0.0, 0)
 
 
 @needs_hopper

@@ -1,0 +1,63 @@
+"""The block norms of vLLM's model with fp32 weights, for exact noise; activations stay in the compute dtype.
+
+vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations, which take an fp32 weight for
+16-bit activations; its CUDA kernel does not, and is passed over. In a compiled engine Inductor makes the norm a part of
+the kernels around it, and leaves out the rounding of the normalised input, whether the weight is fp32 or not: with a
+bf16 weight stored in fp32 it computes the same bits, and reads [H] twice as wide. An engine that is not compiled gets
+``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.noise.fp32_norms import add_rms_norm, rms_norm
+from qerl_pl.noise.norm_noise import is_block_norm
+
+PROVIDER = "qerl_pl"
+
+
+def arguments(*, compiled: bool) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for norms with fp32 weights: which implementation of the operators comes first."""
+    if compiled:
+        return {}
+    _register()
+    return {"ir_op_priority": {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}}
+
+
+def widen(model: nn.Module) -> None:
+    """Give the block norms of a loaded model their weights in fp32."""
+    for name, module in model.named_modules():
+        if is_block_norm(f"{name}.weight"):
+            module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)
+
+
+def _register() -> None:
+    from vllm import ir
+
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
+
+    def is_ours(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
+        wide = weight is not None and weight.dtype == torch.float32 and x.dtype != torch.float32
+        return wide and variance_size is None
+
+    @ir.ops.rms_norm.register_impl(
+        PROVIDER, supports_args=lambda x, weight, epsilon, variance_size=None: is_ours(x, weight, variance_size)
+    )
+    def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        assert weight is not None
+        return rms_norm(x, weight, epsilon)
+
+    @ir.ops.fused_add_rms_norm.register_impl(
+        PROVIDER,
+        supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: is_ours(x, weight, variance_size),
+    )
+    def _fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert weight is not None
+        return add_rms_norm(x, x_residual, weight, epsilon)
