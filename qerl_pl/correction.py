@@ -7,15 +7,63 @@ its first update on the batch: what the updates change is the business of the lo
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qerl_pl.finite import require_finite, require_no_nan
+
 Mode = Literal["none", "truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]
 
 MAX_LOG_RATIO = 20.0  # nats; keeps exp finite in fp32
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Leave out whole completions on which trainer and sampler are too far apart, whatever the weights of the others.
+
+    The weights of tokens bound what a token may do; a row of many tokens that each differ a little is still a row that
+    the trainer would hardly have sampled. Both may act at once: truncated weights of tokens, whole rows rejected.
+
+    Args:
+        level: what is compared with the bounds: the ratio of trainer to sampler of the whole completion ("sequence",
+            whose spread grows with the length), or its geometric mean per token ("geometric").
+        low: lower bound of the ratio, at most 1; null: 0.5 for a "sequence", 0.99 for "geometric".
+        high: upper bound, at least 1, .inf for none; null: 2 for a "sequence", 1.01 for "geometric".
+
+    Raises:
+        ValueError: not 0 <= low <= 1 <= high, or low = high.
+    """
+
+    level: Literal["sequence", "geometric"] = "geometric"
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        low, high = REJECTION_BOUNDS[self.level]
+        object.__setattr__(self, "low", low if self.low is None else self.low)
+        object.__setattr__(self, "high", high if self.high is None else self.high)
+        require_finite("model.objective.rejection", low=self.low)
+        require_no_nan("model.objective.rejection", high=self.high)
+        low, high = self.bounds
+        if not 0 <= low <= 1 <= high or low == high:
+            raise ValueError(
+                f"model.objective.rejection has bounds [{low}, {high}]; expected 0 <= low <= 1 <= high, which are not "
+                "both 1, so that equal policies stay"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds in force."""
+        assert self.low is not None
+        assert self.high is not None
+        return self.low, self.high
+
+
+REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
@@ -31,12 +79,23 @@ class Correction(NamedTuple):
     """[] sum of the units' weights."""
     square_sum: Tensor
     """[] sum of their squares."""
+    num_rows: Tensor
+    """[] rows with a valid token."""
+    num_rejected: Tensor
+    """[] rows that were rejected as a whole."""
 
 
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, *, mode: Mode, level: Level = "token", low: float = 0.0, high: float = 2.0
+    log_ratio: Tensor,
+    mask: Tensor,
+    *,
+    mode: Mode,
+    level: Level = "token",
+    low: float = 0.0,
+    high: float = 2.0,
+    rejection: Rejection | None = None,
 ) -> Correction:
-    """Weights from the ratio r of trainer to sampler.
+    """Weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
 
     Modes: "none": 1. "truncate": r put into [low, high]; with low 0 truncated importance sampling (Ionides 2008; for
     this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0: the unit leaves the loss (IcePop,
@@ -50,6 +109,7 @@ def importance_weights(
         mask: [B, S] bool, True on sampled tokens.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
+        rejection: of whole rows, beside the weights of the others; None: of none.
 
     Raises:
         ValueError: the shapes differ, or not 0 <= low <= 1 <= high, or "mask" has low = high.
@@ -62,13 +122,7 @@ def importance_weights(
         raise ValueError(f"bounds are [{low}, {high}]; expected 0 <= low <= 1 <= high, so that equal policies weigh 1")
     if mode == "mask" and low == high:
         raise ValueError(f"bounds are [{low}, {high}]; every ratio but exactly 1 is outside: expected low < high")
-    values = torch.where(mask, log_ratio.detach(), 0.0)
-    units = mask
-    if level != "token":
-        units = mask.any(dim=1, keepdim=True)  # [B, 1]
-        length = mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else 1
-        values = values.sum(dim=1, keepdim=True) / length
-    ratio = values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio, units = _ratio(log_ratio, mask, level)
     outside = units & ((ratio < low) | (ratio > high))
     if mode == "none":
         weights, outside = torch.ones_like(ratio), torch.zeros_like(units)
@@ -76,9 +130,32 @@ def importance_weights(
         weights = ratio.clamp(low, high)
     else:
         weights = torch.where(outside, 0.0, ratio)
-    weights = torch.where(units, weights, 0.0)
+    rejected = torch.zeros_like(mask[:, :1])  # [B, 1]
+    if rejection is not None:
+        of_row, rows = _ratio(log_ratio, mask, rejection.level)
+        least, most = rejection.bounds
+        rejected = rows & ((of_row < least) | (of_row > most))
+    weights = torch.where(units & ~rejected, weights, 0.0)
     per_token = torch.where(mask, weights, 0.0)  # [B, S], whatever the level
-    return Correction(per_token, units.sum(), outside.sum(), weights.sum(), weights.square().sum())
+    return Correction(
+        per_token,
+        units.sum(),
+        outside.sum(),
+        weights.sum(),
+        weights.square().sum(),
+        mask.any(dim=1).sum(),
+        rejected.sum(),
+    )
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """The ratio of each unit, and which units have a valid token: [B, S] at the level "token", else [B, 1]."""
+    values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
+    if level != "token":
+        units = mask.any(dim=1, keepdim=True)
+        length = mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else 1
+        values = values.sum(dim=1, keepdim=True) / length
+    return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), units
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:

@@ -214,6 +214,27 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
     return estimators[kind](log_ratio)
 
 
+def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Constant weights that make a per-token estimate at tokens of an older policy one of the policy being trained.
+
+    A KL estimator is meant for tokens of the policy itself. After the first update on a batch they are another one's,
+    and E_new[k] = E_old[(new / old) k] token by token (the ratio of arXiv 2512.02556's KL term, there with a gradient
+    of its own). What depends on the prefix alone, as the exact entropy does, needs none: given the prefix the weight's
+    mean is 1, so it would add noise and nothing else.
+
+    Args:
+        logprobs: [B, S] nats under the policy being trained.
+        old_logprobs: [B, S] nats, what the ratio is taken against.
+        mask: [B, S] bool.
+        importance: [B, S] constant weights between trainer and sampler, or None: 1.
+
+    Returns:
+        [B, S] without a gradient, 1 x importance where the policies agree; 0 or 1 in padding.
+    """
+    ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
+    return ratio if importance is None else ratio * importance
+
+
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     """The entropy that the top ``share`` of the tokens reach (arXiv 2506.01939, the paper's rho and tau).
 

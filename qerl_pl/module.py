@@ -45,6 +45,7 @@ from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.run_length import check_run_length
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Prompt
@@ -73,7 +74,9 @@ class QeRLModule(LightningModule):
         lr_schedule: of the learning rate over trainer.max_steps.
         warmup_steps: optimizer steps of linear warm-up before it; the first has lr / warmup_steps.
         max_grad_norm: gradients are clipped to this norm; 0: not.
-        updates_per_rollout: optimizer steps on each rollout.
+        updates_per_rollout: passes over each rollout; each is one optimizer step on all of it, or ``mini_batches``.
+        mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches). More than 1
+            costs a forward pass before the first. trainer.max_steps counts all of them.
         micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
             memory runs out the run goes on with half of them.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
@@ -103,6 +106,7 @@ class QeRLModule(LightningModule):
         warmup_steps: int = 0,
         max_grad_norm: float = 1.0,
         updates_per_rollout: int = 1,
+        mini_batches: int = 1,
         micro_batch_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         gradient_checkpointing: bool = False,
@@ -117,8 +121,9 @@ class QeRLModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
         read_layout(Checkpoint(base).path)  # refuses a folder that holds no model we know, before anything is built
-        if updates_per_rollout < 1:
-            raise ValueError(f"model.updates_per_rollout is {updates_per_rollout}; expected at least 1")
+        for name, value in (("updates_per_rollout", updates_per_rollout), ("mini_batches", mini_batches)):
+            if value < 1:
+                raise ValueError(f"model.{name} is {value}; expected at least 1")
         if not max_grad_norm >= 0:
             raise ValueError(f"model.max_grad_norm is {max_grad_norm}; expected a norm above 0, or 0 for no clipping")
         if warmup_steps < 0:
@@ -152,6 +157,7 @@ class QeRLModule(LightningModule):
         self.warmup_steps = warmup_steps
         self.max_grad_norm = max_grad_norm
         self.updates_per_rollout = updates_per_rollout
+        self.mini_batches = mini_batches
         self.compute_dtype = DTYPES[dtype]
         self.gradient_checkpointing = gradient_checkpointing
         self.offload_checkpoints = offload_checkpoints
@@ -193,12 +199,17 @@ class QeRLModule(LightningModule):
     @property
     def rollout_index(self) -> int:
         """RL iterations done. Not global_step, which counts optimizer steps."""
-        return self.trainer.global_step // self.updates_per_rollout
+        return self.trainer.global_step // self.steps_per_rollout
 
     @property
     def num_rollouts(self) -> int:
         """RL iterations of the whole run."""
-        return self.trainer.max_steps // self.updates_per_rollout
+        return self.trainer.max_steps // self.steps_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of an RL iteration."""
+        return self.updates_per_rollout * self.mini_batches
 
     # ---- set-up and tear-down ---------------------------------------------------------------------------------------
 
@@ -214,7 +225,13 @@ class QeRLModule(LightningModule):
                 "and rewards. Set the compute dtype by model.dtype"
             )
         if stage == "fit":
-            self._check_steps()
+            check_run_length(
+                max_steps=self.trainer.max_steps,
+                updates_per_rollout=self.updates_per_rollout,
+                mini_batches=self.mini_batches,
+                warmup_steps=self.warmup_steps,
+                batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
+            )
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage, self.trainer.strategy.root_device)
         tokenizer = AutoTokenizer.from_pretrained(self.base)
@@ -315,6 +332,7 @@ class QeRLModule(LightningModule):
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,
             num_updates=self.updates_per_rollout,
+            num_mini_batches=self.mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
             backward=Tensor.backward,  # manual_backward would have DDP reduce, and ranks differ in micro-batches
             step=self._optimizer_step,
@@ -416,7 +434,7 @@ class QeRLModule(LightningModule):
     @property
     def _rollout_identity(self) -> dict[str, Any]:
         """What must stay the same for training to go on: steps are counted in updates."""
-        return {"updates_per_rollout": self.updates_per_rollout}
+        return {"updates_per_rollout": self.steps_per_rollout}
 
     def _open_cache(self) -> EvaluationCache | None:
         if isinstance(self._as_built, Indescribable):
@@ -499,18 +517,6 @@ class QeRLModule(LightningModule):
             engine=engine.memory if isinstance(engine, VLLMEngine) else None,
             batch_tokens=engine.batch_tokens if isinstance(engine, TransformersEngine) else 0,
         )
-
-    def _check_steps(self) -> None:
-        updates, max_steps = self.updates_per_rollout, self.trainer.max_steps
-        if max_steps < 1:
-            raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
-        if max_steps % updates:
-            raise ValueError(f"trainer.max_steps ({max_steps}) is no multiple of model.updates_per_rollout ({updates})")
-        if self.warmup_steps >= max_steps:
-            rank_zero_warn(
-                f"model.warmup_steps ({self.warmup_steps}) is no less than trainer.max_steps ({max_steps}): the "
-                "learning rate never arrives"
-            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.advantages import Baseline
-from qerl_pl.correction import Level, Mode
+from qerl_pl.correction import Correction, Level, Mode, Rejection, importance_weights
 from qerl_pl.finite import require_finite, require_no_nan
 from qerl_pl.losses import (
     Aggregation,
@@ -17,6 +17,7 @@ from qerl_pl.losses import (
     PolicyLoss,
     cispo_policy_loss,
     clipped_policy_loss,
+    drift_weights,
     kl_estimate,
     row_weights,
     sequence_policy_loss,
@@ -51,14 +52,20 @@ class Objective:
             first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
             included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the
             clip bounds then act on the difference between trainer and sampler too.
-        correction: importance weights between trainer and sampler: "none" keeps the difference (noise included),
-            "truncate" bounds the weight from above, "mask" drops what is outside the bounds.
+        correction: importance weights between trainer and sampler: "truncate" bounds the weight from above, "mask"
+            drops what is outside the bounds, "none" keeps the difference (noise included). null: "truncate", unless
+            the ratio itself is taken against the "sampler".
         correct_noise: True: the weights make up for the whole difference, kernels and noise together. False: noise is
             kept on purpose, so only rollouts without noise are corrected: the two cannot be told apart token by token
             without scoring every rollout a second time with clean norms (docs/correctness.md has their sizes).
-        correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token.
+        correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token. null:
+            "geometric" with the "sequence" surrogate, whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
-        correction_high: upper bound of a weight, at least 1.
+        correction_high: upper bound of a weight, at least 1; .inf: none.
+        correction_divisor: what the policy loss is averaged over: "all" tokens or rows, those that were masked or
+            rejected included (IcePop's formula: what is masked makes the step smaller), or those "kept", which costs a
+            forward pass before the first update. KL and entropy terms are averaged over all of them.
+        rejection: completions that are left out as a whole, beside the weights of the others; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: weight of the KL to the base (the adapter off); 0 leaves the reference pass out.
         kl: estimator of the KL, null: the usual one of its place. In the "loss" "k3" (GRPO's; its gradient is that of
@@ -81,11 +88,13 @@ class Objective:
     max_ratio: float | None = None
     baseline: Baseline | None = None
     ratio_against: Literal["trainer", "sampler"] = "trainer"
-    correction: Mode = "none"
-    correction_level: Level = "token"
+    correction: Mode | None = None
+    correction_level: Level | None = None
     correction_low: float = 0.0
     correction_high: float = 2.0
+    correction_divisor: Literal["all", "kept"] = "all"
     correct_noise: bool = True
+    rejection: Rejection | None = None
     filter_truncated: bool = False
     kl_coefficient: float = 0.0
     kl: KLKind | None = None
@@ -113,6 +122,13 @@ class Objective:
                 raise ValueError(f"model.objective.{name} is {value}; expected 0 or more")
         if self.max_ratio is not None:
             self._check_max_ratio(self.max_ratio)
+        self._check_correction()
+        if not 0 < self.top_entropy_share <= 1:
+            raise ValueError(
+                f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
+            )
+
+    def _check_correction(self) -> None:
         if not 0 <= self.correction_low <= 1:
             raise ValueError(f"model.objective.correction_low is {self.correction_low}; expected 0 or more, at most 1")
         if not self.correction_high >= 1:
@@ -125,14 +141,20 @@ class Objective:
                 "model.objective.correction_low and correction_high are both 1; every token but those of equal "
                 "log-probabilities would leave the loss: set them apart, e.g. 0.5 and 2"
             )
-        if not 0 < self.top_entropy_share <= 1:
-            raise ValueError(
-                f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
-            )
         if self.ratio_against == "sampler" and self.correction != "none":
             raise ValueError(
                 f"model.objective.ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would "
                 "make up for the sampler a second time; set one of them to its default"
+            )
+        if self.correction_divisor == "kept" and self.correction != "mask" and self.rejection is None:
+            raise ValueError(
+                "model.objective.correction_divisor is 'kept' and nothing is left out; expected correction: mask or a "
+                "rejection beside it"
+            )
+        if not self.correct_noise and not self.corrects:
+            raise ValueError(
+                "model.objective.correct_noise is false and nothing is corrected; expected a correction or a rejection "
+                "beside it"
             )
 
     def _check_kl(self) -> None:
@@ -162,7 +184,28 @@ class Objective:
 
     def at_noise(self, sigma: float) -> Objective:
         """The objective for a rollout that was sampled with this noise."""
-        return replace(self, correction="none") if sigma > 0 and not self.correct_noise else self
+        if sigma == 0 or self.correct_noise:
+            return self
+        return replace(self, correction="none", correction_divisor="all", rejection=None, correct_noise=True)
+
+    @property
+    def corrects(self) -> bool:
+        """True where weights or rejection make up for the difference between trainer and sampler."""
+        return self.correction != "none" or self.rejection is not None
+
+    def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
+        """Weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
+        assert self.correction is not None
+        assert self.correction_level is not None
+        return importance_weights(
+            log_ratio,
+            mask,
+            mode=self.correction,
+            level=self.correction_level,
+            low=self.correction_low,
+            high=self.correction_high,
+            rejection=self.rejection,
+        )
 
     @property
     def averaging(self) -> Aggregation:
@@ -185,7 +228,8 @@ class Objective:
     @property
     def needs_first_pass(self) -> bool:
         """True where something of the whole batch has to be known before the first gradient."""
-        return self.top_entropy_share < 1 or (self.kl_coefficient > 0 and self.kl_in == "reward")
+        kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
+        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
     @property
     def every_row_counts(self) -> bool:
@@ -204,6 +248,8 @@ class Objective:
         kept: Tensor,
         importance: Tensor | None,
         divisor: Tensor,
+        counted: Tensor | None = None,
+        policy_divisor: Tensor | None = None,
     ) -> tuple[Tensor, PolicyLoss, Tensor]:
         """The loss of one micro-batch; sums over micro-batches give the loss of the batch.
 
@@ -217,25 +263,30 @@ class Objective:
             kept: [B, S] bool, those of them that carry the policy loss (all, or the top of the entropy).
             importance: [B, S] constant weights, or None.
             divisor: [] over the whole batch, see ``qerl_pl.losses.count_divisor``.
+            counted: [B, S] bool, tokens of the mask over which the policy loss alone is averaged; None: all of them.
+            policy_divisor: [] their divisor; None: ``divisor``.
 
         Returns:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
         """
-        weights = row_weights(mask, self.averaging, divisor)
+        weights = policy_weights = row_weights(mask, self.averaging, divisor)
+        if counted is not None and policy_divisor is not None:
+            policy_weights = row_weights(counted, self.averaging, policy_divisor)
         settings: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         if self.max_ratio is not None:
             settings["max_ratio"] = self.max_ratio
         if self.surrogate == "sequence":
             settings["whole"] = mask
         surrogate = SURROGATES[str(self.surrogate)](
-            logprobs, old_logprobs, advantages, kept, weights, importance=importance, **settings
+            logprobs, old_logprobs, advantages, kept, policy_weights, importance=importance, **settings
         )
         total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
         if ref_logprobs is not None:
             kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl_estimator)
             kl_sum = kl.detach().sum()
             if self.kl_in == "loss":
-                total = total + self.kl_coefficient * weighted_sum(kl, mask, weights)
+                drift = drift_weights(logprobs, old_logprobs, mask, importance)
+                total = total + self.kl_coefficient * weighted_sum(kl * drift, mask, weights)
         if self.entropy_coefficient:
             total = total - self.entropy_coefficient * weighted_sum(entropy, mask, weights)
         return total, surrogate, kl_sum

@@ -34,6 +34,8 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     A name gives its own values. Without one the surrogate is "clipped"; the "sequence" surrogate is averaged over
     sequences, the others over tokens; a sum over a constant goes with rewards that are centered and not divided by
     their std (Dr. GRPO has both, to weigh every token and every prompt alike). The KL has the estimator of its place.
+    Sampler and trainer are never quite the same policy, so weights make up for it unless the ratio does: one weight per
+    token, or one per row of the form of GSPO's ratio.
 
     Args:
         given: every setting of ``qerl_pl.objective.Objective`` by name.
@@ -59,6 +61,8 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
         "clip_low": lambda: CLIP_BOUNDS[settings["surrogate"]][0],
         "clip_high": lambda: CLIP_BOUNDS[settings["surrogate"]][1],
         "kl": lambda: "k3" if settings["kl_in"] == "loss" else "k1",
+        "correction": lambda: "none" if settings["ratio_against"] == "sampler" else "truncate",
+        "correction_level": lambda: "geometric" if settings["surrogate"] == "sequence" else "token",
     }
     for name, value in usual.items():  # in this order: some follow from those before them
         if settings[name] is None:
@@ -66,5 +70,5 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-DERIVED = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high", "kl")
+DERIVED = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high", "kl", "correction", "correction_level")
 """Settings that ``completed`` fills in."""

@@ -22,6 +22,11 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def mean(value: Tensor) -> Tensor:
     """Mean over ranks of a floating-point tensor that has the same shape on all of them."""
     if num_ranks() == 1:

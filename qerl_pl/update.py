@@ -9,16 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
 from qerl_pl.advantages import less_penalty
-from qerl_pl.correction import Correction, effective_share, importance_weights
-from qerl_pl.losses import count_divisor, entropy_threshold, kl_estimate
-from qerl_pl.memory.retry import MicroBatchBudget
+from qerl_pl.batch_terms import BatchTerms, batch_terms
+from qerl_pl.losses import kl_estimate
 from qerl_pl.objective import Objective
+from qerl_pl.passes import Batch
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Experience
+from qerl_pl.update_metrics import correction_metrics, update_metrics
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,16 @@ def improve(
     backward: Callable[[Tensor], None],
     step: Callable[[], Tensor],
     watch: Stopwatch,
+    num_mini_batches: int = 1,
 ) -> UpdateReport:
-    """Update the policy ``num_updates`` times on one batch.
+    """Update the policy on one batch: ``num_updates`` passes over it of ``num_mini_batches`` optimizer steps each.
 
     The old log-probabilities are the trainer's own before the first update. Where nothing else needs them earlier they
     are read off the first update's forward pass, so one update a rollout costs one forward pass. Rows without a
     gradient (advantage exactly 0, or left out of the loss) get a forward pass without one, for the statistics.
 
     When memory runs out the passes of an update, or of an evaluation, begin again with half the tokens. Only whole
-    gradients reach ``step``, and the divisor is that of the batch, so the update is the same to rounding.
+    gradients reach ``step``, and the divisor is that of the mini-batch, so the update is the same to rounding.
 
     Where several ranks share a batch each gives its rows here at the same time. Ranks need not have equally many rows
     or micro-batches: they meet once before the updates, in ``step``, and for the metrics.
@@ -70,164 +70,116 @@ def improve(
         group_size: completions a prompt.
         temperature: of sampling; logits are divided by it here too.
         max_tokens: longest completion that could have been sampled.
-        num_updates: optimizer steps on this batch.
+        num_updates: passes over this batch.
         micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
         backward: adds a loss's gradient.
         step: averages the gradients over ranks, clips, takes an optimizer step, clears the gradients; returns the norm
             before clipping, [].
         watch: gets the seconds of the phases logprob, wait (for slower ranks) and train.
+        num_mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches).
     """
-    device = next(policy.parameters()).device
-    experience = experience.to(device)
-    old = torch.zeros_like(experience.sampler_logprobs)  # [B, S]
-    entropy, reference = torch.zeros_like(old), None
-    budget, longest = MicroBatchBudget(micro_batch_tokens), int(experience.lengths.max())
-
-    def evaluate(rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
-        def forward(max_tokens: int) -> None:
-            for chunk in micro_batches(experience.lengths[rows], max_tokens):
-                part = _Part(experience, rows[chunk.to(device)])
-                with torch.no_grad():
-                    stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
-                part.write(logprobs, stats.logprobs)
-                if entropies is not None:
-                    part.write(entropies, stats.entropy)
-
-        budget.run(forward, longest=longest)
-
-    def correct(log_ratio: Tensor, mask: Tensor) -> Correction:
-        return importance_weights(
-            log_ratio,
-            mask,
-            mode=objective.correction,
-            level=objective.correction_level,
-            low=objective.correction_low,
-            high=objective.correction_high,
-        )
-
-    every_row = torch.arange(len(old), device=device)
+    batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    # From the second mini-batch on the policy is no longer the one before the first update.
+    first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
-        if objective.kl_coefficient > 0:
-            reference = torch.zeros_like(old)
-            with policy.model.disable_adapter():
-                evaluate(every_row, reference)
-        if objective.needs_first_pass:
-            evaluate(every_row, old, entropy)
-            if objective.kl_in == "reward" and reference is not None:
-                experience = _kl_in_reward(experience, objective, old, reference, group_size)
-        counts = experience.mask.any(dim=1)
-        if not objective.every_row_counts:
-            counts &= experience.advantages != 0
-        live, silent = every_row[counts], every_row[~counts]
-        if not objective.needs_first_pass:
-            evaluate(silent, old, entropy)
-
-    kept = experience.mask
+        live = _score(batch, objective, group_size, everything=first_pass)
     with watch.phase("wait"):
-        if objective.top_entropy_share < 1:
-            threshold = entropy_threshold(ranks.gather(entropy[kept]), objective.top_entropy_share)
-            kept = kept & (entropy >= threshold)
-        # A mean over ranks, because the gradients are averaged too.
-        divisor = ranks.mean(count_divisor(experience.mask, objective.averaging, max_tokens=max_tokens).float())
-
-    def passes(update: int, max_tokens: int) -> dict[str, Tensor]:
-        """Add up the gradient of one update; returns the sums of its metrics."""
-        sums: dict[str, Tensor] = {}
-        for chunk in micro_batches(experience.lengths[live], max_tokens):
-            part = _Part(experience, live[chunk.to(device)])
-            stats = policy.token_stats(part.tokens, part.sampled, temperature=temperature)
-            if update == 0 and not objective.needs_first_pass:
-                part.write(old, stats.logprobs.detach())
-                part.write(entropy, stats.entropy.detach())
-            mask = part.read(experience.mask)
-            against = experience.sampler_logprobs if objective.ratio_against == "sampler" else old
-            loss, surrogate, kl = objective.loss(
-                stats.logprobs,
-                stats.entropy,
-                old_logprobs=part.read(against),
-                ref_logprobs=None if reference is None else part.read(reference),
-                advantages=experience.advantages[part.rows],
-                mask=mask,
-                kept=part.read(kept),
-                importance=correct(part.read(old) - part.read(experience.sampler_logprobs), mask).weights,
-                divisor=divisor,
-            )
-            with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
-                backward(loss)
-            for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
-                sums[name] = sums.get(name, 0) + value
-        return sums
-
+        terms = batch_terms(
+            batch, objective, group_size=group_size, num_mini_batches=num_mini_batches, max_tokens=max_tokens
+        )
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
-            sums = budget.run(partial(passes, update), longest=longest, undo=policy.zero_grad)
-            for name, value in {**sums, "grad_norm": step()}.items():
-                totals[name] = totals.get(name, 0) + value
-    metrics = _metrics(
+            record = update == 0 and not first_pass
+            for index in range(num_mini_batches):
+                rows = live[terms.mini_batch[live] == index]
+                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, backward, record))
+                for name, value in {**sums, "grad_norm": step()}.items():
+                    totals[name] = totals.get(name, 0) + value
+    metrics = update_metrics(
         totals,
-        num_tokens=experience.mask[live].sum(),
-        num_kept=kept[live].sum(),
+        num_tokens=batch.experience.mask[live].sum(),
+        num_kept=terms.kept[live].sum(),
         num_updates=num_updates,
-        reference=reference is not None,
+        num_steps=num_updates * num_mini_batches,
+        reference=batch.reference is not None,
     )
-    if objective.correction != "none":
-        whole = correct(old - experience.sampler_logprobs, experience.mask)
-        sums = (whole.num_outside, whole.num_units, whole.weight_sum, whole.square_sum)
-        outside, units, weights, squares = ranks.mean(torch.stack([value.double() for value in sums]))
-        metrics["correction/outside_share"] = outside / units.clamp(min=torch.finfo(units.dtype).tiny)
-        metrics["correction/effective_share"] = effective_share(units, weights, squares)
-    metrics["train/micro_batch_tokens"] = torch.tensor(float(budget.tokens))
-    return UpdateReport(metrics, old, entropy, experience, budget.tokens)
+    metrics |= correction_metrics(batch, objective)
+    metrics["train/micro_batch_tokens"] = torch.tensor(float(batch.budget.tokens))
+    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens)
 
 
-class _Part:
-    """Some rows of a batch, cut to the longest of them."""
+def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
+    """The passes without a gradient; returns the rows that get one.
 
-    def __init__(self, experience: Experience, rows: Tensor) -> None:
-        self.rows = rows
-        self.width = int(experience.lengths[rows].max())
-        self.tokens = self.read(experience.tokens)
-        self.sampled = self.read(experience.sampled)
+    Args:
+        everything: every row's log-probabilities are needed before the first gradient.
+    """
+    if objective.kl_coefficient > 0:
+        batch.score_reference()
+    if everything:
+        batch.score(batch.rows)
+        if objective.kl_in == "reward" and batch.reference is not None:
+            batch.experience = _kl_in_reward(batch, batch.reference, objective, group_size)
+    counts = batch.experience.mask.any(dim=1)
+    if not objective.every_row_counts:
+        counts &= batch.experience.advantages != 0
+    if not everything:
+        batch.score(batch.rows[~counts])
+    return batch.rows[counts]
 
-    def read(self, whole: Tensor) -> Tensor:
-        return whole[self.rows, : self.width]
 
-    def write(self, whole: Tensor, values: Tensor) -> None:
-        whole[self.rows, : self.width] = values
+def _gradient(
+    batch: Batch,
+    objective: Objective,
+    terms: BatchTerms,
+    rows: Tensor,
+    mini_batch: int,
+    backward: Callable[[Tensor], None],
+    record: bool,
+    max_tokens: int,
+) -> dict[str, Tensor]:
+    """Add up the gradient of one optimizer step; returns the sums of its metrics.
+
+    Args:
+        rows: of the mini-batch, those with a gradient.
+        record: keep the log-probabilities and entropies: they are those before the first update.
+        max_tokens: most tokens of a pass.
+    """
+    experience = batch.experience
+    sums: dict[str, Tensor] = {}
+    for part in batch.parts(rows, max_tokens):
+        stats = batch.policy.token_stats(part.tokens, part.sampled, temperature=batch.temperature)
+        if record:
+            part.write(batch.old, stats.logprobs.detach())
+            part.write(batch.entropy, stats.entropy.detach())
+        mask = part.read(experience.mask)
+        old, sampler = part.read(batch.old), part.read(experience.sampler_logprobs)
+        loss, surrogate, kl = objective.loss(
+            stats.logprobs,
+            stats.entropy,
+            old_logprobs=sampler if objective.ratio_against == "sampler" else old,
+            ref_logprobs=None if batch.reference is None else part.read(batch.reference),
+            advantages=experience.advantages[part.rows],
+            mask=mask,
+            kept=part.read(terms.kept),
+            importance=objective.importance(old - sampler, mask).weights,
+            divisor=terms.divisors[mini_batch],
+            counted=part.read(terms.counted),
+            policy_divisor=terms.policy_divisors[mini_batch],
+        )
+        with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
+            backward(loss)
+        for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
 
 
-def _kl_in_reward(
-    experience: Experience, objective: Objective, old: Tensor, reference: Tensor, group_size: int
-) -> Experience:
-    kl = kl_estimate(old, reference, experience.sampled, objective.kl_estimator).sum(dim=1)
+def _kl_in_reward(batch: Batch, reference: Tensor, objective: Objective, group_size: int) -> Experience:
+    experience = batch.experience
+    kl = kl_estimate(batch.old, reference, experience.sampled, objective.kl_estimator).sum(dim=1)
     advantages, penalty, scored = (
         values.view(-1, group_size)
         for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
     )
     return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.comparison).flatten())
-
-
-def _metrics(
-    totals: dict[str, Tensor], *, num_tokens: Tensor, num_kept: Tensor, num_updates: int, reference: bool
-) -> dict[str, Tensor]:
-    """Means per token: the surrogate's over the tokens that carry it, the KL to the reference over all that count.
-
-    What was not measured is absent: the KL without a reference pass, the surrogate's where no token carries it.
-    """
-    names = {
-        "policy/clipped_low_share": "clipped_low",
-        "policy/clipped_high_share": "clipped_high",
-        "policy/ratio": "ratio",
-        "policy/kl_old": "k3",
-        "policy/kl_ref": "kl_ref",
-    }
-    zero = torch.zeros_like(num_tokens)
-    sums = [num_tokens, num_kept, *(totals.get(total, zero) for total in (*names.values(), "loss"))]
-    num_tokens, num_kept, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
-    found = {"train/loss": loss / num_updates, "train/grad_norm": totals["grad_norm"] / num_updates}
-    for (name, total), value in zip(names.items(), sums, strict=True):
-        count = num_tokens if total == "kl_ref" else num_kept
-        if count > 0 and (reference or total != "kl_ref"):
-            found[name] = value / (count * num_updates)
-    return found

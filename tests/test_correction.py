@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.correction import Level, Mode, effective_share, importance_weights, mismatch
+from qerl_pl.correction import Level, Mode, Rejection, effective_share, importance_weights, mismatch
 from tests.reference import correction as reference
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -46,6 +46,31 @@ def test_weights_equal_the_loops_whatever_padding_holds(mode, level, case, garba
     assert float(found.weight_sum) == pytest.approx(sum(units))
     assert float(found.square_sum) == pytest.approx(sum(unit**2 for unit in units))
     assert (found.weights[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("by", ["sequence", "geometric"])
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=30)
+@given(case=log_ratios())
+def test_rows_are_rejected_beside_the_weights_of_their_tokens(by, mode, case):
+    values, mask = case
+    rejection = Rejection(by, low=0.8, high=1.3)
+    found = importance_weights(values, mask, mode=mode, low=0.5, high=1.5, rejection=rejection)
+    rows = valid_rows(values, mask)
+    expected, outside = reference.weights(rows, mode, "token", 0.5, 1.5)
+    gone = [reference.rejected(row, by, 0.8, 1.3) for row in rows]
+    expected = [[0.0 if out else factor for factor in row] for row, out in zip(expected, gone, strict=True)]
+    for row, factors in zip(valid_rows(found.weights, mask), expected, strict=True):
+        assert row == pytest.approx(factors, rel=1e-12)
+    assert int(found.num_outside) == outside
+    assert (int(found.num_rows), int(found.num_rejected)) == (sum(map(bool, rows)), sum(gone))
+    assert float(found.square_sum) == pytest.approx(sum(factor**2 for row in expected for factor in row))
+
+
+@pytest.mark.parametrize("bounds", [(1.1, 2.0), (0.5, 0.9), (1.0, 1.0), (-0.1, 2.0), (math.nan, 2.0), (0.5, math.nan)])
+def test_bounds_that_reject_equal_policies_are_refused(bounds):
+    with pytest.raises(ValueError, match=r"model\.objective\.rejection"):
+        Rejection("sequence", low=bounds[0], high=bounds[1])
 
 
 @pytest.mark.parametrize("level", LEVELS)

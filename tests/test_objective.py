@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.advantages import group_advantages
+from qerl_pl.correction import Rejection
 from qerl_pl.losses import entropy_threshold, kl_estimate
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
@@ -92,7 +93,7 @@ def test_the_ratio_starts_at_1_against_the_trainer_and_holds_the_difference_agai
 
 def test_against_the_sampler_the_unclipped_gradient_is_that_of_untruncated_weights(policy):
     experience, _ = sampled_elsewhere(policy)
-    never_clips = Objective(clip_low=0.99, clip_high=99.0)
+    never_clips = Objective(clip_low=0.99, clip_high=99.0, correction="none")
     truncated = replace(never_clips, correction="truncate", correction_high=99.0)
     _, plain = updated(policy, experience, never_clips)
     _, against = updated(policy, experience, replace(never_clips, ratio_against="sampler"))
@@ -112,7 +113,7 @@ def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
     assert Objective(correction="truncate").at_noise(0.01).correction == "truncate"
     experience, _ = sampled_elsewhere(policy)
     report, gradient = updated(policy, experience, kept.at_noise(0.01))
-    _, plain = updated(policy, experience, Objective())
+    _, plain = updated(policy, experience, Objective(correction="none"))
     assert torch.equal(gradient, plain)
     assert "correction/outside_share" not in report.metrics
 
@@ -189,6 +190,9 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
         ({"max_ratio": 1.0004, "surrogate": "sequence"}, r"max_ratio is 1\.0004; .* = 1\.0004, or null"),
         ({"max_ratio": math.nan}, "max_ratio is nan; expected a finite number"),
         ({"max_ratio": 10.0, "surrogate": "cispo"}, r"max_ratio is 10\.0 and surrogate is 'cispo'.*expected null"),
+        ({"correction_divisor": "kept"}, "correction_divisor is 'kept' and nothing is left out"),
+        ({"correct_noise": False, "correction": "none"}, "correct_noise is false and nothing is corrected"),
+        ({"correct_noise": False, "ratio_against": "sampler"}, "correct_noise is false and nothing is corrected"),
         ({"kl": "k1"}, "kl is 'k1' and kl_in 'loss': its gradient is zero"),
         ({"kl": "k2", "kl_in": "reward"}, "kl is 'k2' and kl_in 'reward': only k1"),
         ({"kl": "k3", "kl_in": "reward"}, "kl is 'k3' and kl_in 'reward': only k1"),
@@ -242,6 +246,97 @@ def test_the_kl_to_the_base_is_reported_where_it_was_measured_alone(policy):
     assert not any(name.startswith("policy/") for name in report.metrics), "no token carried the loss"
 
 
+def test_masked_tokens_are_in_the_divisor_or_not_as_it_is_said(policy):
+    experience, gap = sampled_elsewhere(away_from_its_base(policy))
+    masked = Objective(correction="mask", correction_low=0.95, correction_high=1.05, correct_noise=True)
+    inside = experience.mask & (gap.exp() >= 0.95) & (gap.exp() <= 1.05)
+    assert 0 < inside.sum() < experience.mask.sum()
+    _, all_tokens = updated(policy, experience, masked)
+    _, kept_tokens = updated(policy, experience, replace(masked, correction_divisor="kept"))
+    grown = experience.mask.sum() / inside.sum()
+    torch.testing.assert_close(kept_tokens, grown * all_tokens, rtol=1e-3, atol=1e-7)
+
+
+def test_a_rejected_row_weighs_nothing_and_leaves_the_divisor_if_so_said(policy):
+    experience, gap = sampled_elsewhere(away_from_its_base(policy))
+    means = gap[:, PROMPT:].mean(dim=1).exp()
+    low, high = means.sort().values[[0, -1]].tolist()
+    bounds = Rejection(low=min(1.0, 1.0001 * low), high=max(1.0, 0.9999 * high))
+    rejecting = Objective(rejection=bounds, correction_divisor="kept", aggregation="sequence")
+    report, gradient = updated(policy, experience, rejecting)
+    out = (means < bounds.bounds[0]) | (means > bounds.bounds[1])
+    assert 0 < out.sum() < ROWS
+    assert report.metrics["correction/rejected_share"] == pytest.approx(out.float().mean().item())
+    without = replace(experience, mask=experience.mask & ~out.unsqueeze(1))
+    _, expected = updated(policy, without, Objective(aggregation="sequence"))
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+
+
+def steps_of(policy: Policy, experience: Experience, num_mini_batches: int) -> list[Tensor]:
+    """The gradient of each optimizer step of one pass, every B in one vector; no step is taken."""
+    gradients: list[Tensor] = []
+
+    def step() -> Tensor:
+        parts = [p.grad.flatten() for n, p in policy.named_parameters() if "lora_B" in n and p.grad is not None]
+        gradients.append(torch.cat(parts))
+        policy.zero_grad()
+        return torch.zeros(())
+
+    improve(
+        policy,
+        experience,
+        Objective(),
+        group_size=2,
+        temperature=1.0,
+        max_tokens=WIDTH - PROMPT,
+        num_updates=1,
+        num_mini_batches=num_mini_batches,
+        micro_batch_tokens=WIDTH,
+        backward=Tensor.backward,
+        step=step,
+        watch=Stopwatch(),
+    )
+    return gradients
+
+
+def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    found = steps_of(policy, experience, 2)
+    halves = [type(experience)(**{n: t[rows] for n, t in vars(experience).items()}) for rows in ([0, 1], [2, 3])]
+    for gradient, half in zip(found, halves, strict=True):
+        torch.testing.assert_close(gradient, steps_of(policy, half, 1)[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_after_an_update_the_kl_term_is_that_of_the_policy_being_trained(kind):
+    """By enumeration: the mean over the old policy's tokens of the weighted gradient is that over the new one's."""
+    generator = torch.Generator().manual_seed(0)
+    reference, old, new = torch.randn(3, 6, 1, generator=generator).double().log_softmax(dim=1)
+    every, one = torch.ones(6, 1, dtype=torch.bool), torch.ones(6).double()
+    objective = Objective(kl_coefficient=1.0, kl=kind, correction="none")
+
+    def gradient(sampled_from: Tensor, against: Tensor) -> Tensor:
+        logprobs = new.clone().requires_grad_()
+        for token in range(6):
+            probability = sampled_from[token].exp().item()
+            loss, _, _ = objective.loss(
+                logprobs[token : token + 1],
+                torch.zeros(1, 1),
+                old_logprobs=against[token : token + 1],
+                ref_logprobs=reference[token : token + 1],
+                advantages=0 * one[:1],
+                mask=every[:1],
+                kept=every[:1],
+                importance=None,
+                divisor=torch.tensor(1.0),
+            )
+            (probability * loss).backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    torch.testing.assert_close(gradient(old, old), gradient(new, new))
+
+
 @pytest.mark.parametrize("kept", [[2, 3], [4, 5], [2, 3, 4, 5]])
 def test_a_ratio_of_the_sequence_is_over_all_of_it_whichever_tokens_carry_the_loss(kept):
     mask = torch.tensor([[False, False, True, True, True, True]])
@@ -289,6 +384,7 @@ def test_what_is_no_number_is_refused_wherever_a_number_is_read(value):
     "objective",
     [
         Objective(max_ratio=1.3),
+        Objective(rejection=Rejection("sequence", high=math.inf), correction="none"),
         Objective(max_ratio=1.001, surrogate="sequence"),
         Objective(surrogate="cispo", clip_low=math.inf),
         Objective(correction="truncate", correction_low=1.0, correction_high=1.0),

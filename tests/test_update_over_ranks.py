@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
+from qerl_pl.correction import Rejection
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -23,6 +24,9 @@ OBJECTIVES = {
     "dapo": Objective(),
     "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
     "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
+    "masked, out of the divisor": Objective(
+        correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
+    ),
 }
 # By group. Some have no signal; in the last batches that is all of the second rank's share, then everything.
 ADVANTAGES = {
@@ -59,8 +63,8 @@ def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
     return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items()})
 
 
-def two_updates(base: str, objective: Objective, experience: Experience) -> dict[str, Tensor]:
-    """Trained parameters and metrics after two clipped steps."""
+def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:
+    """Trained parameters and metrics after two passes of clipped steps."""
     policy = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -84,6 +88,7 @@ def two_updates(base: str, objective: Objective, experience: Experience) -> dict
         temperature=1.0,
         max_tokens=LONGEST - PROMPT,
         num_updates=2,
+        num_mini_batches=mini_batches,
         micro_batch_tokens=2 * LONGEST,
         backward=Tensor.backward,
         step=step,
@@ -94,9 +99,10 @@ def two_updates(base: str, objective: Objective, experience: Experience) -> dict
 
 def every_update(rank: int, base: str, num_ranks: int) -> dict[str, dict[str, Tensor]]:
     return {
-        f"{name}, {case}": two_updates(base, objective, share_of(batch_of(advantages), rank, num_ranks))
+        f"{name}, {case}, {num}": two_updates(base, objective, share_of(batch_of(advantages), rank, num_ranks), num)
         for name, objective in OBJECTIVES.items()
         for case, advantages in ADVANTAGES.items()
+        for num in ((1, 2) if case == "mixed" else (1,))
     }
 
 
@@ -111,4 +117,8 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
             assert torch.equal(first[case][name], second[case][name]), f"{case}: {name} differs between the ranks"
             torch.testing.assert_close(first[case][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
     moved = {case: found["train/grad_norm"].item() for case, found in whole.items()}
-    assert [case for case, norm in moved.items() if norm == 0] == ["dapo, silence", "top entropy, corrected, silence"]
+    assert [case for case, norm in moved.items() if norm == 0] == [
+        "dapo, silence, 1",
+        "top entropy, corrected, silence, 1",
+        "masked, out of the divisor, silence, 1",
+    ]

@@ -24,6 +24,8 @@ from tests.integration.conftest import IN_BACKGROUND, launch, load_last
         (("--model.warmup_steps", "-5"), "warmup_steps is -5"),
         (("--model.max_unscored_share", "5"), "max_unscored_share is 5"),
         (("--model.updates_per_rollout", "3"), "max_steps.*8.*updates_per_rollout.*3"),
+        (("--model.mini_batches", "3", "--trainer.max_steps", "9"), "batch_size.*4 prompts.*mini_batches.*3"),
+        (("--model.mini_batches", "0"), "mini_batches is 0; expected at least 1"),
         (("--model.micro_batch_tokens", "50"), "micro_batch_tokens"),
         (("--model.sampling.num_completions", "1"), "at least 2"),
         (("--model.sampling.temperature", "0"), "temperature"),

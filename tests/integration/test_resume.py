@@ -111,8 +111,9 @@ def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_updates_a_rollout_resume_exactly_too(run, tmp_path):
-    updates = ("--model.updates_per_rollout", "2", "--trainer.max_steps", "12", "--model.lora.train_norms", "true")
+def test_several_updates_of_mini_batches_resume_exactly_too(run, tmp_path):
+    updates = ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "16")
+    updates += ("--model.lora.train_norms", "true")
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     run("fit", tmp_path / "straight", *updates)
     run("fit", tmp_path / "stopped", *updates, *ctrl_c)

@@ -25,6 +25,14 @@ def weights(rows: list[list[float]], mode: str, level: str, low: float, high: fl
     return factors, outside
 
 
+def rejected(row: list[float], level: str, low: float, high: float) -> bool:
+    """A row whose ratio, or its geometric mean per token, is out of bounds."""
+    if not row:
+        return False
+    ratio = math.prod(math.exp(value) for value in row)
+    return not low <= (ratio if level == "sequence" else ratio ** (1 / len(row))) <= high
+
+
 def mismatch(values: list[float]) -> dict[str, float]:
     """Statistics of the log-ratios of at least one token."""
     size = sorted(abs(value) for value in values)

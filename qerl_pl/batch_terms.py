@@ -1,0 +1,74 @@
+"""What the loss takes from the whole batch, over micro-batches and ranks, before its first gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl_pl import ranks
+from qerl_pl.losses import count_divisor, entropy_threshold
+from qerl_pl.objective import Objective
+from qerl_pl.passes import Batch
+
+
+@dataclass(frozen=True)
+class BatchTerms:
+    """Of B rows on this rank, in M mini-batches."""
+
+    mini_batch: Tensor
+    """[B] int64, the mini-batch of each row."""
+    kept: Tensor
+    """[B, S] bool, tokens that carry the policy loss."""
+    counted: Tensor
+    """[B, S] bool, tokens over which the policy loss is averaged."""
+    divisors: Tensor
+    """[M] of the KL and entropy terms, over all ranks."""
+    policy_divisors: Tensor
+    """[M] of the policy loss."""
+
+
+def batch_terms(
+    batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int
+) -> BatchTerms:
+    """Collective: every rank calls it with the same settings and its own rows.
+
+    Args:
+        batch: with its log-probabilities and entropies where the objective needs them first.
+        objective: the loss.
+        group_size: completions a prompt.
+        num_mini_batches: optimizer steps that share the rows of a pass.
+        max_tokens: longest completion that could have been sampled.
+    """
+    experience = batch.experience
+    kept = counted = experience.mask
+    if objective.top_entropy_share < 1:
+        threshold = entropy_threshold(ranks.gather(batch.entropy[kept]), objective.top_entropy_share)
+        kept = kept & (batch.entropy >= threshold)
+    if objective.correction_divisor == "kept":
+        log_ratio = batch.old - experience.sampler_logprobs
+        counted = counted & (objective.importance(log_ratio, counted).weights > 0)
+    mini_batch = mini_batches(len(experience.lengths) // group_size, num_mini_batches).repeat_interleave(group_size)
+    mini_batch = mini_batch.to(batch.rows.device)
+    counts = [
+        count_divisor(mask[mini_batch == index], objective.averaging, max_tokens=max_tokens)
+        for mask in (experience.mask, counted)
+        for index in range(num_mini_batches)
+    ]
+    # A mean over ranks, because the gradients are averaged too.
+    divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
+    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors)
+
+
+def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
+    """[groups] int64, the mini-batch of each group of this rank. Collective.
+
+    Whole groups in the order of the batch over all ranks, of which rank r of W has the groups r, r + W, ...: which
+    groups share a step does not depend on W. Where dynamic sampling left fewer groups the mini-batches are smaller.
+    """
+    if num_mini_batches == 1:
+        return torch.zeros(num_groups, dtype=torch.int64)
+    total = int(ranks.gather(torch.tensor([num_groups])).sum())
+    place = torch.arange(num_groups) * ranks.num_ranks() + ranks.rank()
+    return (place * num_mini_batches // total).clamp(max=num_mini_batches - 1)

@@ -1,0 +1,90 @@
+"""A batch on the trainer's side: what is found about its tokens, and passes over some of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from qerl_pl.memory.retry import MicroBatchBudget
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.types import Experience
+
+T = TypeVar("T")
+
+
+class Part:
+    """Some rows of a batch, cut to the longest of them."""
+
+    def __init__(self, experience: Experience, rows: Tensor) -> None:
+        self.rows = rows
+        self.width = int(experience.lengths[rows].max())
+        self.tokens = self.read(experience.tokens)
+        self.sampled = self.read(experience.sampled)
+
+    def read(self, whole: Tensor) -> Tensor:
+        """[R, width] of a [B, S]."""
+        return whole[self.rows, : self.width]
+
+    def write(self, whole: Tensor, values: Tensor) -> None:
+        """Put [R, width] into a [B, S]."""
+        whole[self.rows, : self.width] = values
+
+
+class Batch:
+    """Experience on the policy's device, with the trainer's log-probabilities and entropies as they become known.
+
+    Args:
+        policy: in training mode.
+        experience: B rows.
+        temperature: of sampling; logits are divided by it here too.
+        micro_batch_tokens: most tokens in one pass; a longer row is a pass by itself.
+    """
+
+    def __init__(self, policy: Policy, experience: Experience, *, temperature: float, micro_batch_tokens: int) -> None:
+        device = next(policy.parameters()).device
+        self.policy = policy
+        self.experience = experience.to(device)
+        self.temperature = temperature
+        self.budget = MicroBatchBudget(micro_batch_tokens)
+        self.rows = torch.arange(len(experience.lengths), device=device)
+        self.old = torch.zeros_like(self.experience.sampler_logprobs)
+        """[B, S] fp32 nats of the trainer before its first update, 0 where nothing was sampled or is known yet."""
+        self.entropy = torch.zeros_like(self.old)
+        """[B, S] fp32 nats, likewise."""
+        self.reference: Tensor | None = None
+        """[B, S] fp32 nats of the base, or None."""
+
+    def run(self, work: Callable[[int], T]) -> T:
+        """``work(most tokens of a pass)``, begun again with half of them when memory runs out."""
+        longest = int(self.experience.lengths.max())
+        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad)
+
+    def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
+        """Some of the rows, in micro-batches."""
+        for chunk in micro_batches(self.experience.lengths[rows], max_tokens):
+            yield Part(self.experience, rows[chunk.to(rows.device)])
+
+    def score(self, rows: Tensor) -> None:
+        """Fill in log-probabilities and entropies of these rows, without a gradient."""
+        self._evaluate(rows, self.old, self.entropy)
+
+    def score_reference(self) -> None:
+        """Fill in the log-probabilities of the base, with the adapter off."""
+        self.reference = torch.zeros_like(self.old)
+        with self.policy.model.disable_adapter():
+            self._evaluate(self.rows, self.reference)
+
+    def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
+        def forward(max_tokens: int) -> None:
+            for part in self.parts(rows, max_tokens):
+                with torch.no_grad():
+                    stats = self.policy.token_stats(part.tokens, part.sampled, temperature=self.temperature)
+                part.write(logprobs, stats.logprobs)
+                if entropies is not None:
+                    part.write(entropies, stats.entropy)
+
+        self.run(forward)

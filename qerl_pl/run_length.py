@@ -1,0 +1,40 @@
+"""How rollouts, passes over them and optimizer steps are counted in one another."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+
+def check_run_length(
+    *, max_steps: int, updates_per_rollout: int, mini_batches: int, warmup_steps: int, batch_size: int
+) -> None:
+    """Check that the run is whole rollouts, and that a rollout's prompts are whole mini-batches.
+
+    Args:
+        max_steps: optimizer steps of the run; -1 where they are not given.
+        updates_per_rollout: passes over each rollout.
+        mini_batches: optimizer steps of each pass.
+        warmup_steps: optimizer steps of the learning rate's ramp; one as long as the run is warned of.
+        batch_size: prompts of a rollout over all ranks.
+
+    Raises:
+        ValueError: they are not.
+    """
+    steps = updates_per_rollout * mini_batches
+    if max_steps < 1:
+        raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
+    if max_steps % steps:
+        each = f"model.updates_per_rollout ({updates_per_rollout})"
+        if mini_batches > 1:
+            each += f" x model.mini_batches ({mini_batches})"
+        raise ValueError(f"trainer.max_steps ({max_steps}) is no multiple of {each}, the optimizer steps of a rollout")
+    if batch_size % mini_batches:
+        raise ValueError(
+            f"data.batch_size ({batch_size} prompts) is no multiple of model.mini_batches ({mini_batches}): every "
+            "optimizer step takes equally many prompts"
+        )
+    if warmup_steps >= max_steps:
+        rank_zero_warn(
+            f"model.warmup_steps ({warmup_steps}) is no less than trainer.max_steps ({max_steps}): the learning rate "
+            "never arrives"
+        )
