@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 256 * 2**20
+HEAD_ROWS = 4096  # of the head that are in fp32 at a time, where there is no product with another dtype's result
 
 
 def token_logprobs(
@@ -34,8 +35,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of given tokens, and the entropy of the distribution that each was drawn from.
 
-    Products are taken in the inputs' dtype with fp32 accumulation. Those of bf16 and fp16 come out in fp32 on CUDA;
-    elsewhere they are rounded to the inputs' dtype first. All else is done in fp32 (fp64 for fp64 inputs).
+    Products are taken in the inputs' dtype with fp32 accumulation. Logits of bf16 and fp16 inputs come out in fp32
+    (``fp32_logits``), as they do in the rollout engines. All else is done in fp32 (fp64 for fp64 inputs).
 
     Args:
         hidden: [T, H] of any floating dtype, the states that predict the targets.
@@ -49,7 +50,7 @@ def token_logprobs(
         entropy_gradient: let gradients flow through the entropy too. It costs nothing where nothing flows, but for
             ``recompute=False``, which makes and keeps a second [T, H].
         chunk_bytes: budget of one chunk's fp32 logits. On CUDA half as much comes on top of it for bf16 inputs,
-            elsewhere about twice as much.
+            elsewhere about twice as much, and a small part of the head in fp32.
 
     Returns:
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
@@ -81,7 +82,7 @@ class _Recomputed(torch.autograd.Function):
         logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
         statistics, _ = _row_functions(hidden)
         for part in _chunks(hidden, rows):
-            found = statistics(_logits(hidden[part], weight, bias), targets[part], temperature)
+            found = statistics(fp32_logits(hidden[part], weight, bias), targets[part], temperature)
             logprobs[part], entropy[part], log_partition[part] = found
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_partition)
         ctx.temperature, ctx.rows = temperature, rows
@@ -100,7 +101,7 @@ class _Recomputed(torch.autograd.Function):
         _, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, ctx.rows):
             d_logits = logit_gradient(
-                _logits(hidden[part], weight, bias),
+                fp32_logits(hidden[part], weight, bias),
                 targets[part],
                 ctx.temperature,
                 entropy[part],
@@ -138,7 +139,7 @@ class _Kept(torch.autograd.Function):
         statistics, logit_gradient = _row_functions(hidden)
         slopes = [torch.empty_like(hidden) for _ in range(1 + entropy_gradient)]
         for part in _chunks(hidden, rows):
-            logits = _logits(hidden[part], weight, bias)
+            logits = fp32_logits(hidden[part], weight, bias)
             logprobs[part], entropy[part], log_partition = statistics(logits, targets[part], temperature)
             one, zero = torch.ones_like(log_partition), torch.zeros_like(log_partition)
             for slope, upstream in zip(slopes, ((one, None), (zero, one)), strict=False):
@@ -197,9 +198,19 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
     return statistics_reference, logit_gradient_reference
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[R, V] in the accumulator's dtype, before the temperature."""
-    logits = _product(hidden, weight.t())
+def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[R, H], [V, H] and [V] of one dtype -> [R, V] logits in fp32 (fp64 for fp64 inputs), without gradients.
+
+    Logits rounded to bf16 are off by up to 2^-8 of their size, which is much of the difference between two
+    implementations of one policy. CUDA has products of bf16 with fp32 results. Elsewhere a part of the head
+    after the other is taken in fp32, never all of it.
+    """
+    accumulator = _accumulator(hidden)
+    if hidden.is_cuda or hidden.dtype == accumulator:
+        logits = _product(hidden, weight.t())
+    else:
+        wide = hidden.to(accumulator)
+        logits = torch.cat([wide @ part.to(accumulator).t() for part in weight.split(HEAD_ROWS)], dim=1)
     return logits if bias is None else logits.add_(bias)
 
 

@@ -110,10 +110,10 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int) -> int:
     """vLLM's largest forward pass: the MLP at its widest with LoRA's fp32 buffers, or logits.
 
-    Logits are sampled from in the compute dtype and in fp32, and scored in the compute dtype.
+    Logits are in fp32, and so is what is sampled from.
     """
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
-    logits = shape.vocabulary * max((itemsize + 4) * num_seqs, itemsize * SCORED_TOGETHER)
+    logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
     return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
 
 

@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from qerl_pl.logprobs import fp32_logits
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
@@ -200,6 +201,7 @@ class TransformersEngine:
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
+                _fp32_head(policy),
             ):
                 yield
         finally:
@@ -243,6 +245,25 @@ class SampledLogprobs(LogitsProcessor):
     def _note(self, input_ids: Tensor) -> None:
         if self._distribution is not None:
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
+
+
+@contextmanager
+def _fp32_head(policy: Policy) -> Iterator[None]:
+    """In it the model's logits are in fp32, as the trainer's are, also where it computes in 16 bits."""
+    if policy.dtype.itemsize >= torch.float32.itemsize:
+        yield
+        return
+    head = policy.causal_lm.get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = fp32_logits(hidden.flatten(0, -2), head.weight, head.bias)
+        return logits.unflatten(0, hidden.shape[:-1])
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:

@@ -101,7 +101,7 @@ class VLLMEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of the last start by phase: imports, vLLM itself, adapter (its slots and kernels)."""
-        self._fp32_norms = True  # a benchmark measures what they cost
+        self._fp32_norms = self._fp32_head = True  # benchmarks measure what they cost
         self._llm: LLM | None = None
         self._asleep = False
 
@@ -146,8 +146,11 @@ class VLLMEngine:
             unpacked = policy.packed_linears() if vllm_setup.lacks(fmt) else {}
             shared, fp32_norms = policy.embedding_weights(), self._fp32_norms
             arguments["load_format"] = register_loader(shared, unpacked, fp32_norms=fp32_norms)
+            fp32_head = self._fp32_head and dtype != torch.float32
+            # vLLM's bf16 head rounds logits, which the trainer's does not.
+            arguments["hf_overrides"] = overrides = {"head_dtype": "float32"} if fp32_head else {}
             if unpacked:
-                arguments["hf_overrides"] = {"quantization_config": None}
+                overrides |= {"quantization_config": None}
                 vllm_setup.log_unpacked(unpacked, dtype)
             self._on_cpu = current_platform.is_cpu()
             arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"

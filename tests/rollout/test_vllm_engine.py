@@ -158,6 +158,10 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
             assert torch.equal(norm(x.clone()), own(x)), "vLLM's norm is that of the trainer, bit for bit"
             for found, wanted in zip(norm(x.clone(), residual.clone()), (own(x + residual), x + residual), strict=True):
                 assert torch.equal(found, wanted)
+        logits = engine._call(lambda worker: worker.get_model().compute_logits(x))
+        head = policy.causal_lm.get_output_embeddings().weight
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, x.float() @ head.float().T, rtol=1e-5, atol=1e-5)
         [score] = engine.score(PROMPTS[-1:])
         assert (torch.tensor(score) - own_scores(policy, PROMPTS[-1])).abs().mean() < 0.05  # two bf16 implementations
     finally:

@@ -129,6 +129,15 @@ def test_noise_below_the_spacing_of_bf16_acts(engine):
     engine.set_norm_noise(0.0, 0)
 
 
+@torch.no_grad()
+def test_logits_are_not_rounded(engine):
+    head = engine._policy.causal_lm.get_output_embeddings().weight
+    hidden = torch.randn(5, head.shape[1], device="cuda").bfloat16()
+    logits = engine._call(lambda worker: worker.get_model().compute_logits(hidden))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, (hidden.double() @ head.double().T).float(), rtol=1e-5, atol=1e-4)
+
+
 @needs_hopper
 def test_linears_have_our_kernels_on_hopper(engine):
     assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
