@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Baseline = Literal["normalized", "centered", "leave_one_out"]
+Baseline = Literal["normalized", "batch_normalized", "centered", "leave_one_out"]
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
@@ -35,13 +35,20 @@ def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
 
 
 def group_advantages(
-    rewards: Tensor, scored: Tensor, baseline: Baseline = "normalized", *, eps: float = 1e-4
+    rewards: Tensor,
+    scored: Tensor,
+    baseline: Baseline = "normalized",
+    *,
+    eps: float = 1e-4,
+    std_of_batch: Tensor | None = None,
 ) -> Tensor:
     """How much better than its group each completion is.
 
     "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
-    no eps). "centered": r - mean (Dr. GRPO, arXiv 2503.20783). "leave_one_out": r minus the mean of the other rewards
-    (RLOO, arXiv 2402.14740), which is "centered" times n / (n - 1).
+    no eps). "batch_normalized": with the std of the whole batch, which does not raise a group of nearly equal rewards
+    to the size of the others (arXiv 2508.08221; TRL's scale_rewards "batch"). "centered": r - mean (Dr. GRPO, arXiv
+    2503.20783). "leave_one_out": r minus the mean of the other rewards (RLOO, arXiv 2402.14740), which is "centered"
+    times n / (n - 1).
 
     Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros: computed, the
     mean of eight times 0.7 is one ulp off, and that ulp would be divided by its own std.
@@ -49,7 +56,8 @@ def group_advantages(
     Args:
         rewards: [P, G] fp32, anything where ``scored`` is False.
         scored: [P, G] bool, True where the reward is known.
-        eps: added to the std, in units of the reward; used by "normalized" alone.
+        eps: added to a std, in units of the reward.
+        std_of_batch: [] from ``batch_std`` over the groups of all ranks, for "batch_normalized"; None: of these.
 
     Returns:
         [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups without signal.
@@ -64,6 +72,9 @@ def group_advantages(
     if baseline == "normalized":
         std = (centered.square().sum(dim=1, keepdim=True) / (count - 1)).sqrt()
         advantages = centered / (std + eps)
+    elif baseline == "batch_normalized":
+        std = batch_std(rewards[scored]) if std_of_batch is None else std_of_batch
+        advantages = centered / (std + eps)
     elif baseline == "leave_one_out":
         advantages = centered * count / (count - 1)
     else:
@@ -71,11 +82,20 @@ def group_advantages(
     return torch.where(signal, advantages, 0.0).to(rewards.dtype)
 
 
+def batch_std(rewards: Tensor) -> Tensor:
+    """Unbiased std of rewards, [] fp64; 0 where there are fewer than two.
+
+    Args:
+        rewards: [N], the scored ones; gather them first where the batch lies on several ranks.
+    """
+    return rewards.double().std() if len(rewards) > 1 else rewards.new_zeros((), dtype=torch.float64)
+
+
 def less_penalty(advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline = "normalized") -> Tensor:
     """Advantages of rewards that a penalty is taken off: A - (penalty - the group's).
 
     "centered" and "leave_one_out" are linear, so this is ``group_advantages(rewards - penalty)``: RLOO's KL in the
-    reward (arXiv 2402.14740). "normalized" divides the task's rewards by their own std and leaves the centered penalty
+    reward (arXiv 2402.14740). The other two divide the task's rewards by a std and leaves the centered penalty
     undivided. A std with the penalty in it would bring the penalty's noise to full size where the rewards are equal,
     whatever its coefficient; the std of the rewards would do so where they are nearly equal. Groups of equal rewards
     need no rule of their own.
@@ -92,5 +112,5 @@ def less_penalty(advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: 
     Raises:
         ValueError: see ``has_signal``, of the penalty.
     """
-    linear = "centered" if baseline == "normalized" else baseline
+    linear: Baseline = "centered" if baseline in ("normalized", "batch_normalized") else baseline
     return advantages - group_advantages(penalty, scored, linear)

@@ -27,6 +27,8 @@ class BatchTerms:
     """[M] of the KL and entropy terms, over all ranks."""
     policy_divisors: Tensor
     """[M] of the policy loss."""
+    mean_entropy: float | None
+    """Nats per token that counts, over all ranks; None where nothing follows it."""
 
 
 def batch_terms(
@@ -58,7 +60,12 @@ def batch_terms(
     ]
     # A mean over ranks, because the gradients are averaged too.
     divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
-    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors)
+    mean_entropy = None
+    if objective.entropy_control is not None:
+        entropies = batch.entropy[experience.mask].double()
+        total, count = ranks.mean(torch.stack([entropies.sum(), entropies.new_tensor(len(entropies))])).tolist()
+        mean_entropy = total / max(count, torch.finfo(torch.float64).tiny)
+    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, mean_entropy)
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:

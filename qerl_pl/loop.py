@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl import ranks
-from qerl_pl.advantages import Baseline, group_advantages
+from qerl_pl.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation import Evaluation
 from qerl_pl.noise.norm_noise import NormNoise
@@ -142,14 +142,18 @@ class RolloutLoop:
             )
 
     def _experience(self, chosen: Evaluation) -> Experience:
-        table = chosen.table
+        table, std_of_batch = chosen.table, None
+        if self.baseline == "batch_normalized":
+            std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored]))
         finished = torch.tensor([completion.finished for completion in chosen.completions])
         return collate(
             chosen.prompts,
             chosen.completions,
             rewards=table.total,
             scored=table.scored,
-            advantages=group_advantages(chosen.rewards, chosen.scored, self.baseline).flatten(),
+            advantages=group_advantages(
+                chosen.rewards, chosen.scored, self.baseline, std_of_batch=std_of_batch
+            ).flatten(),
             in_loss=table.scored & (finished | (not self.filter_truncated)),
         )
 

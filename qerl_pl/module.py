@@ -153,7 +153,7 @@ class QeRLModule(LightningModule):
         self.lora = lora
         self.objective = objective
         self.optimizer = optimizer
-        self.lr_schedule = lr_schedule
+        self.lr_schedule: Schedule = lr_schedule
         self.warmup_steps = warmup_steps
         self.max_grad_norm = max_grad_norm
         self.updates_per_rollout = updates_per_rollout
@@ -180,6 +180,8 @@ class QeRLModule(LightningModule):
         self._kv_cache_bytes = engine.kv_cache_bytes if isinstance(engine, VLLMEngine) else None
         self.memory_plan: Plan | None = None
         """Of this run on its GPU; None without one."""
+        self.entropy_coefficient = 0.0
+        """Of the next rollout, where the objective controls it."""
         self.norm_noise = NormNoise()
         """Noise of the next rollout; a callback may set it before each."""
         self.policy: Policy
@@ -333,13 +335,14 @@ class QeRLModule(LightningModule):
             max_tokens=self.sampling.max_tokens,
             num_updates=self.updates_per_rollout,
             num_mini_batches=self.mini_batches,
+            entropy_coefficient=self.entropy_coefficient,
             micro_batch_tokens=self.micro_batch_tokens,
             backward=Tensor.backward,  # manual_backward would have DDP reduce, and ranks differ in micro-batches
             step=self._optimizer_step,
             watch=watch,
         )
         self.log_dict(report.metrics)
-        self.micro_batch_tokens = report.micro_batch_tokens
+        self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
         sampled = report.experience.sampled
         log_ratio = ranks.gather((report.old_logprobs - report.experience.sampler_logprobs)[sampled])
         self.log_dict({f"gap/{name}": value for name, value in mismatch(log_ratio)._asdict().items()})
@@ -463,6 +466,7 @@ class QeRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the adapter alone, and what the run must not change."""
         checkpoint["state_dict"] = self.policy.adapter_state()
+        checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -479,6 +483,7 @@ class QeRLModule(LightningModule):
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
         self.policy.load_adapter_state(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
+        self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

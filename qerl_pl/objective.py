@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qerl_pl.advantages import Baseline
 from qerl_pl.correction import Correction, Level, Mode, Rejection, importance_weights
+from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.finite import require_finite, require_no_nan
 from qerl_pl.losses import (
     Aggregation,
@@ -46,8 +47,9 @@ class Objective:
         clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
-        baseline: how rewards become advantages inside a group. null: "centered" with the "constant" aggregation (Dr.
-            GRPO), else "normalized".
+        baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
+            by that of the batch ("batch_normalized"), less the mean alone ("centered"), or "leave_one_out". null:
+            "centered" with the "constant" aggregation (Dr. GRPO), else "normalized".
         ratio_against: what the surrogate's ratio is taken against. "trainer": its own log-probabilities before the
             first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
             included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the
@@ -74,6 +76,8 @@ class Objective:
         kl_in: a term of the "loss", or taken off the "reward": there the KL of a completion, less its group's, comes
             off the advantage and is not divided by the std of "normalized" (``qerl_pl.advantages.less_penalty``).
         entropy_coefficient: weight of an entropy bonus.
+        entropy_control: a weight that follows the entropy instead; costs a forward pass before the first update. null:
+            none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
     Raises:
@@ -100,6 +104,7 @@ class Objective:
     kl: KLKind | None = None
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coefficient: float = 0.0
+    entropy_control: EntropyControl | None = None
     top_entropy_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -122,6 +127,11 @@ class Objective:
                 raise ValueError(f"model.objective.{name} is {value}; expected 0 or more")
         if self.max_ratio is not None:
             self._check_max_ratio(self.max_ratio)
+        if self.entropy_control is not None and self.entropy_coefficient:
+            raise ValueError(
+                f"model.objective.entropy_coefficient is {self.entropy_coefficient} and entropy_control is set, which "
+                "chooses it; expected one of them"
+            )
         self._check_correction()
         if not 0 < self.top_entropy_share <= 1:
             raise ValueError(
@@ -229,12 +239,18 @@ class Objective:
     def needs_first_pass(self) -> bool:
         """True where something of the whole batch has to be known before the first gradient."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
-        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
+        return (
+            self.top_entropy_share < 1
+            or kl_in_reward
+            or self.correction_divisor == "kept"
+            or self.entropy_control is not None
+        )
 
     @property
     def every_row_counts(self) -> bool:
         """True where rows without advantage have a gradient too, from a KL or entropy term."""
-        return self.entropy_coefficient != 0 or (self.kl_coefficient > 0 and self.kl_in == "loss")
+        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
+        return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def loss(
         self,
@@ -250,6 +266,7 @@ class Objective:
         divisor: Tensor,
         counted: Tensor | None = None,
         policy_divisor: Tensor | None = None,
+        entropy_coefficient: float | None = None,
     ) -> tuple[Tensor, PolicyLoss, Tensor]:
         """The loss of one micro-batch; sums over micro-batches give the loss of the batch.
 
@@ -265,6 +282,7 @@ class Objective:
             divisor: [] over the whole batch, see ``qerl_pl.losses.count_divisor``.
             counted: [B, S] bool, tokens of the mask over which the policy loss alone is averaged; None: all of them.
             policy_divisor: [] their divisor; None: ``divisor``.
+            entropy_coefficient: that of ``entropy_control`` on this batch; None: the fixed one.
 
         Returns:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
@@ -287,6 +305,7 @@ class Objective:
             if self.kl_in == "loss":
                 drift = drift_weights(logprobs, old_logprobs, mask, importance)
                 total = total + self.kl_coefficient * weighted_sum(kl * drift, mask, weights)
-        if self.entropy_coefficient:
-            total = total - self.entropy_coefficient * weighted_sum(entropy, mask, weights)
+        bonus = self.entropy_coefficient if entropy_coefficient is None else entropy_coefficient
+        if bonus:
+            total = total - bonus * weighted_sum(entropy, mask, weights)
         return total, surrogate, kl_sum

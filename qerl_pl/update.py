@@ -34,6 +34,8 @@ class UpdateReport:
     """As used: on the policy's device, the KL taken off the advantages where ``kl_in`` is "reward"."""
     micro_batch_tokens: int
     """As given, or what was left of it when memory ran out."""
+    entropy_coefficient: float
+    """As given, or that of the next batch where the objective controls it."""
 
 
 def improve(
@@ -50,6 +52,7 @@ def improve(
     step: Callable[[], Tensor],
     watch: Stopwatch,
     num_mini_batches: int = 1,
+    entropy_coefficient: float = 0.0,
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` passes over it of ``num_mini_batches`` optimizer steps each.
 
@@ -77,6 +80,7 @@ def improve(
             before clipping, [].
         watch: gets the seconds of the phases logprob, wait (for slower ranks) and train.
         num_mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches).
+        entropy_coefficient: where the objective controls it, that of this batch.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     # From the second mini-batch on the policy is no longer the one before the first update.
@@ -87,13 +91,17 @@ def improve(
         terms = batch_terms(
             batch, objective, group_size=group_size, num_mini_batches=num_mini_batches, max_tokens=max_tokens
         )
+    control, bonus, following = objective.entropy_control, None, entropy_coefficient
+    if control is not None and terms.mean_entropy is not None:
+        bonus = control.in_force(entropy_coefficient, terms.mean_entropy)
+        following = control.following(entropy_coefficient, terms.mean_entropy)
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
             record = update == 0 and not first_pass
             for index in range(num_mini_batches):
                 rows = live[terms.mini_batch[live] == index]
-                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, backward, record))
+                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, backward, record, bonus))
                 for name, value in {**sums, "grad_norm": step()}.items():
                     totals[name] = totals.get(name, 0) + value
     metrics = update_metrics(
@@ -105,8 +113,10 @@ def improve(
         reference=batch.reference is not None,
     )
     metrics |= correction_metrics(batch, objective)
+    if bonus is not None:
+        metrics["policy/entropy_coefficient"] = torch.tensor(bonus)
     metrics["train/micro_batch_tokens"] = torch.tensor(float(batch.budget.tokens))
-    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens)
+    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens, following)
 
 
 def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
@@ -137,12 +147,14 @@ def _gradient(
     mini_batch: int,
     backward: Callable[[Tensor], None],
     record: bool,
+    bonus: float | None,
     max_tokens: int,
 ) -> dict[str, Tensor]:
     """Add up the gradient of one optimizer step; returns the sums of its metrics.
 
     Args:
         rows: of the mini-batch, those with a gradient.
+        bonus: weight of the entropy bonus where it is controlled, else None.
         record: keep the log-probabilities and entropies: they are those before the first update.
         max_tokens: most tokens of a pass.
     """
@@ -167,6 +179,7 @@ def _gradient(
             divisor=terms.divisors[mini_batch],
             counted=part.read(terms.counted),
             policy_divisor=terms.policy_divisors[mini_batch],
+            entropy_coefficient=bonus,
         )
         with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
             backward(loss)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qerl_pl.advantages import Baseline, group_advantages, has_signal, less_penalty
 from tests.reference.advantages import advantages as reference
+from tests.reference.advantages import batch_std as reference_std
 
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
@@ -33,9 +34,10 @@ def rewards_and_scored(draw) -> tuple[Tensor, Tensor]:
 def test_advantages_equal_the_loops_whatever_an_unscored_row_holds(baseline, case, garbage):
     rewards, scored = case
     found = group_advantages(torch.where(scored, rewards, garbage), scored, baseline, eps=1e-4)
+    std = reference_std(rewards[scored].tolist())
     for p in range(len(rewards)):
         group = [float(rewards[p, g]) if scored[p, g] else None for g in range(rewards.shape[1])]
-        expected = torch.tensor(reference(group, baseline, eps=1e-4), dtype=torch.float64)
+        expected = torch.tensor(reference(group, baseline, eps=1e-4, std=std), dtype=torch.float64)
         torch.testing.assert_close(found[p], expected, rtol=1e-12, atol=1e-12)
 
 

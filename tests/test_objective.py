@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl_pl.advantages import group_advantages
 from qerl_pl.correction import Rejection
+from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.losses import entropy_threshold, kl_estimate
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
@@ -62,7 +63,9 @@ def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
     return experience, gap
 
 
-def updated(policy: Policy, experience: Experience, objective: Objective) -> tuple[UpdateReport, torch.Tensor]:
+def updated(
+    policy: Policy, experience: Experience, objective: Objective, entropy_coefficient: float = 0.0
+) -> tuple[UpdateReport, torch.Tensor]:
     """One update without a step: the report, and the gradient of every B in one vector."""
     report = improve(
         policy,
@@ -72,6 +75,7 @@ def updated(policy: Policy, experience: Experience, objective: Objective) -> tup
         temperature=1.0,
         max_tokens=WIDTH - PROMPT,
         num_updates=1,
+        entropy_coefficient=entropy_coefficient,
         micro_batch_tokens=2 * WIDTH,
         backward=lambda loss: loss.backward(),
         step=lambda: torch.zeros(()),
@@ -305,6 +309,20 @@ def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
     halves = [type(experience)(**{n: t[rows] for n, t in vars(experience).items()}) for rows in ([0, 1], [2, 3])]
     for gradient, half in zip(found, halves, strict=True):
         torch.testing.assert_close(gradient, steps_of(policy, half, 1)[0], rtol=1e-4, atol=1e-7)
+
+
+def test_a_controlled_bonus_is_the_fixed_one_of_its_coefficient(policy):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    _, fixed = updated(policy, experience, Objective(entropy_coefficient=0.3))
+    control = EntropyControl(target=100.0, step=0.1)
+    report, found = updated(policy, experience, Objective(entropy_control=control), entropy_coefficient=0.3)
+    torch.testing.assert_close(found, fixed, rtol=1e-4, atol=1e-7)
+    assert report.entropy_coefficient == pytest.approx(0.4)
+    above = Objective(entropy_control=replace(control, target=1e-3))
+    report, found = updated(policy, experience, above, entropy_coefficient=0.3)
+    _, without = updated(policy, experience, Objective())
+    torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-7)
+    assert report.entropy_coefficient == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])

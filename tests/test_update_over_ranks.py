@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from qerl_pl import ranks
+from qerl_pl.advantages import batch_std, group_advantages
 from qerl_pl.correction import Rejection
+from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -24,6 +27,7 @@ OBJECTIVES = {
     "dapo": Objective(),
     "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
     "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
+    "entropy controlled": Objective(entropy_control=EntropyControl(target=9.0)),
     "masked, out of the divisor": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
     ),
@@ -89,12 +93,26 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
         max_tokens=LONGEST - PROMPT,
         num_updates=2,
         num_mini_batches=mini_batches,
+        entropy_coefficient=0.01,
         micro_batch_tokens=2 * LONGEST,
         backward=Tensor.backward,
         step=step,
         watch=Stopwatch(),
     )
     return {name: parameter.detach() for name, parameter in trained.items()} | report.metrics
+
+
+def every_advantage(rank: int, num_ranks: int) -> Tensor:
+    """Of unequal shares, divided by the std of the rewards of all ranks."""
+    rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.9], [0.0, 0.2, 0.0]])
+    scored = torch.tensor([[True, True, True], [True, False, True], [True, True, True]])
+    mine = slice(rank, None, num_ranks)
+    std = batch_std(ranks.gather(rewards[mine][scored[mine]]))
+    return group_advantages(rewards[mine], scored[mine], "batch_normalized", std_of_batch=std)
+
+
+def on_rank(rank: int, base: str) -> dict[str, Any]:
+    return {"updates": every_update(rank, base, num_ranks=2), "advantages": every_advantage(rank, num_ranks=2)}
 
 
 def every_update(rank: int, base: str, num_ranks: int) -> dict[str, dict[str, Tensor]]:
@@ -110,7 +128,11 @@ def every_update(rank: int, base: str, num_ranks: int) -> dict[str, dict[str, Te
 def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
     base = tmp_path / "tiny"
     make_tiny(base, seed=0, sft_steps=0)
-    first, second = on_two_ranks(partial(every_update, base=str(base), num_ranks=2), tmp_path)
+    both = on_two_ranks(partial(on_rank, base=str(base)), tmp_path)
+    first, second = (found["updates"] for found in both)
+    whole = every_advantage(0, num_ranks=1)
+    torch.testing.assert_close(both[0]["advantages"], whole[0::2])
+    torch.testing.assert_close(both[1]["advantages"], whole[1::2])
     whole = every_update(0, base=str(base), num_ranks=1)
     for case, expected in whole.items():
         for name, value in expected.items():

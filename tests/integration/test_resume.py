@@ -113,13 +113,14 @@ def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(run, tmp_path):
 @pytest.mark.slow
 def test_several_updates_of_mini_batches_resume_exactly_too(run, tmp_path):
     updates = ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "16")
-    updates += ("--model.lora.train_norms", "true")
+    updates += ("--model.lora.train_norms", "true", "--model.objective.entropy_control.target", "9")
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     run("fit", tmp_path / "straight", *updates)
     run("fit", tmp_path / "stopped", *updates, *ctrl_c)
     run("fit", tmp_path / "stopped", *updates, "--ckpt_path", "last")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
     curves = read_curves(tmp_path / "straight")
+    assert curves["policy/entropy_coefficient"].values == pytest.approx([0.0, 0.005, 0.01, 0.015])
     assert curves["policy/kl_old"].values[-1] > 0, "the second update's ratio is not 1"
 
 

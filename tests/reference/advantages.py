@@ -5,8 +5,16 @@ from __future__ import annotations
 from fractions import Fraction
 
 
-def advantages(rewards: list[float | None], baseline: str, eps: float) -> list[float]:
-    """One group. Exact rational arithmetic up to the square root."""
+def batch_std(rewards: list[float]) -> float:
+    """Unbiased std of the scored rewards of a batch."""
+    if len(rewards) < 2:
+        return 0.0
+    mean = sum(map(Fraction, rewards)) / len(rewards)
+    return float(sum((Fraction(reward) - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5
+
+
+def advantages(rewards: list[float | None], baseline: str, eps: float, std: float = 0.0) -> list[float]:
+    """One group; ``std`` is the batch's. Exact rational arithmetic up to the square root."""
     scored = [Fraction(reward) for reward in rewards if reward is not None]
     if len(scored) < 2:
         return [0.0] * len(rewards)
@@ -18,6 +26,8 @@ def advantages(rewards: list[float | None], baseline: str, eps: float) -> list[f
             values.append(0.0)
         elif baseline == "normalized":
             values.append(float(Fraction(reward) - mean) / (float(variance) ** 0.5 + eps))
+        elif baseline == "batch_normalized":
+            values.append(float(Fraction(reward) - mean) / (std + eps))
         elif baseline == "centered":
             values.append(float(Fraction(reward) - mean))
         elif baseline == "leave_one_out":
