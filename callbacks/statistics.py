@@ -14,7 +14,7 @@ from qerl_pl.module import QeRLModule
 class RolloutStatistics(Callback):
     """Logs rewards (each component too), lengths, truncation, unscored rows by cause and groups without signal.
 
-    Over the rows of all ranks; refills are those of the rank that needed most.
+    Over the rows of all ranks, those of groups that dynamic sampling dropped included.
     """
 
     def on_train_batch_end(
@@ -35,8 +35,8 @@ class RolloutStatistics(Callback):
         unscored = ranks.gather_values(table.causes())
         for cause in table.causes():
             pl_module.log(f"reward/unscored/{cause}", float(sum(counts[cause] for counts in unscored)))
-        signal = ranks.gather(rollout.evaluation.signal.float())
-        discarded = len(rollout.evaluation.signal) - len(rollout.chosen.signal)
+        signal = ranks.gather(rollout.signal.float())
+        discarded = len(signal) - sum(ranks.gather_values(rollout.chosen.num_groups))
         pl_module.log_dict(
             {
                 "rollout/completion_tokens": lengths.mean(),
@@ -44,7 +44,7 @@ class RolloutStatistics(Callback):
                 "rollout/truncated_share": 1 - finished.mean(),
                 "rollout/unscored_share": 1 - scored.mean(),
                 "rollout/groups_with_signal": signal.mean(),
-                "rollout/groups_discarded": float(sum(ranks.gather_values(discarded))),
-                "rollout/refills": float(max(ranks.gather_values(rollout.num_refills))),
+                "rollout/groups_discarded": float(discarded),
+                "rollout/refills": float(rollout.num_refills),
             }
         )

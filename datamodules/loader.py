@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 
 from qerl_pl.seeding import derive_seed
 from qerl_pl.types import Prompt
+
+
+def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
+    """The prompts with their ``copy`` filled in: how many of the same tokens come before each, in ``before`` too.
+
+    What is sampled for a prompt is a function of it and of this number, whichever rank does it.
+    """
+    seen = Counter(prompt.tokens for prompt in before)
+    for prompt in prompts:
+        yield prompt._replace(copy=seen[prompt.tokens])
+        seen[prompt.tokens] += 1
 
 
 class TrainLoader:
@@ -66,8 +78,8 @@ class TrainLoader:
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
             self.next_batch += 1  # before the yield: a checkpoint written while a batch is in use counts it as served
-            rows = order[start : start + self.batch_size][self.rank :: self.num_ranks]
-            yield [self.prompts[row] for row in rows]
+            batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
+            yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
         """The position: the epoch, the next batch in it, and what the meaning of both depends on."""
@@ -123,7 +135,7 @@ class EvaluationLoader:
             raise ValueError(f"val_batch_size is {batch_size}; expected at least 1")
         if len(prompts) < num_ranks:
             raise ValueError(f"{len(prompts)} validation prompts are too few for {num_ranks} ranks; use fewer ranks")
-        self.prompts = list(prompts[rank::num_ranks])
+        self.prompts = list(numbered(prompts))[rank::num_ranks]
         self.batch_size = batch_size
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from datamodules.loader import EvaluationLoader, TrainLoader
+from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.sources import PromptSource
 from qerl_pl import ranks
 from qerl_pl.seeding import derive_seed
@@ -99,16 +99,16 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Further training prompts of this rank for one rollout, none of them in the batch of any rank.
+        """Further training prompts for one rollout, none of them in the batch of any rank; the same on every rank.
 
         Their order is a function of the seed and the rollout index. They do not count as served: an epoch still gives
         every prompt its turn.
         """
-        rank, num_ranks = self._rank()
         seed = derive_seed(self.seed, "refill", rollout_index)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
-        taken = set(chain.from_iterable(ranks.gather_values(tuple(batch))))
-        return (self._train[row] for row in order[rank::num_ranks] if self._train[row] not in taken)
+        served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
+        taken = {prompt._replace(copy=0) for prompt in served}
+        return numbered((self._train[row] for row in order if self._train[row] not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
         """The validation prompts of this rank."""

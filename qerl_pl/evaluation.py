@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.advantages import has_signal
+from qerl_pl.advantages import group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
 from qerl_pl.types import Completion, Prompt
 
@@ -29,6 +29,11 @@ class Evaluation:
     """G."""
 
     @property
+    def num_groups(self) -> int:
+        """P."""
+        return len(self.completions) // self.group_size
+
+    @property
     def rewards(self) -> Tensor:
         """[P, G] fp32, 0 where unscored."""
         return self.table.total.view(-1, self.group_size)
@@ -38,10 +43,28 @@ class Evaluation:
         """[P, G] bool."""
         return self.table.scored.view(-1, self.group_size)
 
-    @property
-    def signal(self) -> Tensor:
-        """[P] bool, True for groups whose rewards differ."""
-        return has_signal(self.rewards, self.scored)
+    def in_loss(self, *, filter_truncated: bool) -> Tensor:
+        """[B] bool, rows that are scored and, with ``filter_truncated``, were not cut off at max_tokens."""
+        finished = torch.tensor([completion.finished for completion in self.completions], dtype=torch.bool)
+        return self.table.scored & (finished | (not filter_truncated))
+
+    def signal(self, *, filter_truncated: bool, metric: str | None = None) -> Tensor:
+        """Groups that teach something: a row in the loss has an advantage other than 0.
+
+        Args:
+            filter_truncated: see ``in_loss``.
+            metric: name of a reward whose scores have to differ inside the group too; None: none has to.
+
+        Returns:
+            [P] bool.
+        """
+        counts = self.in_loss(filter_truncated=filter_truncated).view(-1, self.group_size)
+        centered = group_advantages(self.rewards, self.scored, "centered")  # 0 where every baseline's is
+        found = (counts & (centered != 0)).any(dim=1)
+        if metric is not None:
+            scores = self.table.components[metric].view(-1, self.group_size)
+            found &= has_signal(scores, ~scores.isnan())
+        return found
 
     def select(self, groups: Tensor) -> Evaluation:
         """Some groups only, by their indices [N] int64."""
@@ -56,6 +79,7 @@ class Evaluation:
                 self.table.scored[rows],
                 {name: scores[rows] for name, scores in self.table.components.items()},
                 {name: tuple(verdicts[row] for row in picked) for name, verdicts in self.table.verdicts.items()},
+                self.table.only_logged,
             ),
             self.group_size,
         )
@@ -72,6 +96,7 @@ class Evaluation:
                 torch.cat([mine.scored, theirs.scored]),
                 {name: torch.cat([scores, theirs.components[name]]) for name, scores in mine.components.items()},
                 {name: verdicts + theirs.verdicts[name] for name, verdicts in mine.verdicts.items()},
+                mine.only_logged,
             ),
             self.group_size,
         )

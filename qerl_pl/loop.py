@@ -15,7 +15,7 @@ from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation import Evaluation
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
-from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
@@ -29,7 +29,9 @@ class Rollout:
     evaluation: Evaluation
     """Everything that was sampled."""
     chosen: Evaluation
-    """What is trained on: all of it, or the groups that dynamic sampling kept."""
+    """What this rank trains on: all of it, or the groups that dynamic sampling kept, other ranks' among them."""
+    signal: Tensor
+    """[P] bool, which groups of ``evaluation`` teach something."""
     experience: Experience
     """The chosen rows as tensors."""
     num_refills: int
@@ -50,7 +52,7 @@ class RolloutLoop:
         tokenizer: of the base, to decode completions.
         baseline: what a reward is compared with inside its group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
-        dynamic_sampling: replace groups without signal; None keeps them.
+        dynamic_sampling: replace groups without a signal; None keeps them.
         max_unscored_share: above this share of rows that no reward could score the run stops.
     """
 
@@ -97,7 +99,7 @@ class RolloutLoop:
 
         Args:
             prompts: [P].
-            more_prompts: further ones for dynamic sampling.
+            more_prompts: further ones for dynamic sampling, the same on every rank.
             adapter: the trainer's current adapter.
             noise: of this rollout.
             sampling: how.
@@ -111,20 +113,30 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        def sample(some: Sequence[Prompt], refill: int) -> Evaluation:
-            return self.evaluate(some, sampling=sampling, seed=derive_seed(seed, "refill", refill), watch=watch)
+        own_seed = derive_seed(seed, "refill")  # one for all: prompts and their copies tell completions apart
 
-        evaluation = chosen = sample(prompts, 0)
-        num_refills = 0
-        if self.dynamic_sampling is not None:
-            batch_size = len(prompts)
-            evaluation, num_refills = self.dynamic_sampling.fill(
-                evaluation, more_prompts, sample, batch_size=batch_size
-            )
-            chosen = self.dynamic_sampling.choose(evaluation, batch_size=batch_size)
+        def sample(some: Sequence[Prompt]) -> Evaluation:
+            return self.evaluate(some, sampling=sampling, seed=own_seed, watch=watch)
+
+        def count(evaluation: Evaluation) -> int:
+            with watch.phase("wait"):
+                return sum(ranks.gather_values(int(self.signal(evaluation).sum())))
+
+        teaches = True
+        if self.dynamic_sampling is None:
+            evaluation, num_refills = sample(prompts), 0
+            chosen, signal = evaluation, self.signal(evaluation)
+        else:
+            evaluation, num_refills = self.dynamic_sampling.fill(prompts, more_prompts, sample, count)
+            signal, batch_size = self.signal(evaluation), len(prompts) * ranks.num_ranks()
+            with watch.phase("wait"):
+                same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
+                found = self.dynamic_sampling.choose(evaluation, signal, batch_size=batch_size, may_move=same_noise)
+            teaches, chosen = found is not None, found or evaluation.select(torch.arange(1))  # a batch is never empty
         with watch.phase("wait"):
             self._check_scored(evaluation.table)
-        rollout = Rollout(evaluation, chosen, self._experience(chosen), num_refills, num_noisy_norms)
+        experience = self._experience(chosen, in_loss=teaches)
+        rollout = Rollout(evaluation, chosen, signal, experience, num_refills, num_noisy_norms)
         for observe in self.observers:
             with watch.phase("check"):
                 observe(rollout)
@@ -141,11 +153,16 @@ class RolloutLoop:
                 "answers of these prompts, or raise the limit"
             )
 
-    def _experience(self, chosen: Evaluation) -> Experience:
+    def signal(self, evaluation: Evaluation) -> Tensor:
+        """[P] bool, groups that teach something by the rules of this run."""
+        metric = None if self.dynamic_sampling is None else self.dynamic_sampling.metric
+        return evaluation.signal(filter_truncated=self.filter_truncated, metric=metric)
+
+    def _experience(self, chosen: Evaluation, *, in_loss: bool) -> Experience:
         table, std_of_batch = chosen.table, None
         if self.baseline == "batch_normalized":
-            std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored]))
-        finished = torch.tensor([completion.finished for completion in chosen.completions])
+            rewards = ranks.gather(chosen.rewards[chosen.scored & in_loss])
+            std_of_batch = batch_std(rewards) if len(rewards) else torch.ones(())
         return collate(
             chosen.prompts,
             chosen.completions,
@@ -154,13 +171,16 @@ class RolloutLoop:
             advantages=group_advantages(
                 chosen.rewards, chosen.scored, self.baseline, std_of_batch=std_of_batch
             ).flatten(),
-            in_loss=table.scored & (finished | (not self.filter_truncated)),
+            in_loss=chosen.in_loss(filter_truncated=self.filter_truncated) & in_loss,
         )
 
     def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> Evaluation:
         """Sample from whatever the engine holds and score it."""
+        seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
-            groups = self.engine.generate([prompt.tokens for prompt in prompts], sampling, seed)
+            tokens = [prompt.tokens for prompt in prompts]
+            groups = self.engine.generate(tokens, sampling, seeds if any(prompt.copy for prompt in prompts) else seed)
+            check_groups(groups, prompts, sampling, engine=type(self.engine).__name__)
         with watch.phase("reward"):
             texts = self.tokenizer.batch_decode([list(prompt.tokens) for prompt in prompts], skip_special_tokens=False)
             size = sampling.num_completions
@@ -168,6 +188,6 @@ class RolloutLoop:
             decoded = self.tokenizer.batch_decode([list(row.tokens) for row in completions], skip_special_tokens=True)
             completions = [replace(row, text=text) for row, text in zip(completions, decoded, strict=True)]
             repeated = [prompt for prompt in prompts for _ in range(size)]
-            table = score_rewards(self.rewards, repeated, completions)
+            table = score_rewards(self.rewards, repeated, completions, seed=seed)
         prompt_texts = tuple(text for text in texts for _ in range(size))
         return Evaluation(tuple(repeated), prompt_texts, tuple(completions), table, size)

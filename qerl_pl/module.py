@@ -83,7 +83,7 @@ class QeRLModule(LightningModule):
         gradient_checkpointing: recompute blocks in backward instead of keeping activations.
         offload_checkpoints: keep what blocks are recomputed from in host memory; needs gradient_checkpointing.
         gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
-        dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
+        dynamic_sampling: replace groups that teach nothing; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
         max_prompt_tokens: longest prompt (linked from the data module).
         seed: of everything that is drawn (linked from seed_everything).
@@ -147,7 +147,9 @@ class QeRLModule(LightningModule):
             )
         self.base = base
         self.engine = engine
-        self.rewards = ready_rewards(rewards, max_tokens=sampling.max_tokens)
+        self.rewards = ready_rewards(
+            rewards, max_tokens=sampling.max_tokens, metric=dynamic_sampling and dynamic_sampling.metric
+        )
         self.sampling = sampling
         self.val_sampling = val_sampling or Sampling(1, sampling.max_tokens, temperature=0.0)
         self.lora = lora

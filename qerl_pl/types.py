@@ -22,6 +22,8 @@ class Prompt(NamedTuple):
     tokens: tuple[int, ...]
     """The whole chat prompt, generation header included."""
     answer: str
+    copy: int = 0
+    """How many prompts of the same tokens come before it in its rollout, or evaluation, over all ranks."""
 
 
 @dataclass(frozen=True)

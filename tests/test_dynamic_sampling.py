@@ -1,79 +1,124 @@
-"""Dynamic sampling keeps groups with signal, in order, and asks for no more than it needs."""
+"""Dynamic sampling trains on the first groups with a signal, whatever is asked for at once and by how many ranks."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_pl.dynamic_sampling import DynamicSampling
+from qerl_pl.advantages import group_advantages
+from qerl_pl.dynamic_sampling import DynamicSampling, balanced
 from qerl_pl.evaluation import Evaluation
 from qerl_pl.rewards.base import RewardTable
 from qerl_pl.types import Completion, Prompt
+from tests.two_ranks import on_two_ranks
 
 G = 3
 
 
 def evaluation(prompts: Sequence[Prompt]) -> Evaluation:
     """Groups of prompts that end in 1 have differing rewards."""
-    rewards = [float(prompt.tokens[-1] == 1 and copy == 0) for prompt in prompts for copy in range(G)]
-    total = torch.tensor(rewards)
-    rows = tuple(prompt for prompt in prompts for _ in range(G))
-    completions = tuple(Completion((row,), (0.0,), True, text=str(row)) for row in range(len(rows)))
-    table = RewardTable(total, torch.ones(len(rows), dtype=torch.bool), {"answer": total.clone()}, {})
-    return Evaluation(rows, tuple("" for _ in rows), completions, table, G)
+    return scored([[float(prompt.tokens[-1] == 1 and copy == 0) for copy in range(G)] for prompt in prompts], prompts)
+
+
+def scored(
+    rewards: Sequence[Sequence[float | None]],
+    prompts: Sequence[Prompt] | None = None,
+    finished: Sequence[Sequence[bool]] | None = None,
+    **components: Sequence[Sequence[float]],
+) -> Evaluation:
+    """Groups with these rewards, None where unscored."""
+    size = len(rewards[0])
+    prompts = prompts or [Prompt((index,), "") for index in range(len(rewards))]
+    values = torch.tensor([float("nan") if value is None else value for group in rewards for value in group])
+    ends = [True] * len(values) if finished is None else [end for group in finished for end in group]
+    table = RewardTable(
+        values.nan_to_num(),
+        ~values.isnan(),
+        {"sum": values, **{name: torch.tensor(scores).flatten() for name, scores in components.items()}},
+        {},
+    )
+    rows = tuple(prompt for prompt in prompts for _ in range(size))
+    completions = tuple(Completion((row,), (0.0,), end, text=str(row)) for row, end in enumerate(ends))
+    return Evaluation(rows, tuple("" for _ in rows), completions, table, size)
+
+
+def signal(groups: Evaluation, **settings: Any) -> torch.Tensor:
+    return groups.signal(**{"filter_truncated": False, **settings})
 
 
 def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
     return [Prompt((start + index, int(signal)), str(index)) for index, signal in enumerate(signals)]
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_the_batch_is_the_first_groups_with_signal_of_what_was_sampled(batch, more, max_refills):
-    settings, calls = DynamicSampling(max_refills), []
-    size = len(batch)
+def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Prompt]) -> tuple[Any, ...]:
+    """Everything sampled, the refills, the chosen share (or None) and how many were asked for each time."""
+    from qerl_pl import ranks
 
-    def sample(some: Sequence[Prompt], refill: int) -> Evaluation:
-        calls.append((refill, len(some)))
+    calls = []
+
+    def sample(some: Sequence[Prompt]) -> Evaluation:
+        calls.append(len(some))
         return evaluation(some)
 
-    supply = prompts(more, start=100)
-    everything, num_refills = settings.fill(evaluation(prompts(batch)), iter(supply), sample, batch_size=size)
-    assert num_refills == len(calls) <= max_refills
-    assert [refill for refill, _ in calls] == list(range(1, num_refills + 1))
-    assert all(1 <= count <= size for _, count in calls)
-    taken = supply[: sum(count for _, count in calls)]
+    everything, refills = settings.fill(
+        batch, iter(more), sample, lambda found: sum(ranks.gather_values(int(signal(found).sum())))
+    )
+    size = len(batch) * ranks.num_ranks()
+    return everything, refills, settings.choose(everything, signal(everything), batch_size=size), calls
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=8),
+    st.lists(st.booleans(), max_size=60),
+    st.integers(1, 5),
+    st.sampled_from([1.0, 1.5, 3.0]),
+)
+def test_the_batch_is_the_first_groups_with_signal_of_what_was_sampled(batch, more, max_refills, oversample):
+    supply, size = prompts(more, start=100), len(batch)
+    settings = DynamicSampling(max_refills, oversample=oversample)
+    everything, num_refills, chosen, calls = run(settings, prompts(batch), supply)
+    assert num_refills == len(calls) - 1 <= max_refills
+    assert all(1 <= count <= -(-oversample * size // 1) for count in calls)
+    taken = supply[: sum(calls) - size]
     assert list(everything.prompts[::G]) == prompts(batch) + taken
 
-    chosen = settings.choose(everything, batch_size=size)
     expected = [prompt for prompt in prompts(batch) + taken if prompt.tokens[-1] == 1][:size]
-    assert list(chosen.prompts[::G]) == (expected or prompts(batch)[:1])
+    assert (list(chosen.prompts[::G]) if chosen else []) == expected
     if len(expected) < size:
         assert num_refills == max_refills or len(taken) == len(supply), "gave up too early"
+    if num_refills < max_refills:
+        whole = [prompt for prompt in prompts(batch) + supply if prompt.tokens[-1] == 1][:size]
+        assert expected == whole, "how much is asked for at once makes no difference"
 
 
 def test_a_batch_that_is_full_samples_nothing_more():
-    def sample(some: Sequence[Prompt], refill: int) -> Evaluation:
-        raise AssertionError("nothing was missing")
-
-    whole = evaluation(prompts([True, True]))
-    everything, num_refills = DynamicSampling().fill(whole, iter(()), sample, batch_size=2)
-    assert (everything, num_refills) == (whole, 0)
+    everything, num_refills, chosen, calls = run(DynamicSampling(), prompts([True, True]), prompts([True] * 9, 10))
+    assert (num_refills, calls) == (0, [2])
+    assert chosen.rows() == everything.rows()
 
 
 def test_a_short_batch_is_an_error_where_one_is_asked_for():
     short = evaluation(prompts([True, False]))
-    assert len(DynamicSampling(when_short="smaller").choose(short, batch_size=2).signal) == 1
-    with pytest.raises(RuntimeError, match=r"1 groups with differing rewards among 2.*needs 2"):
-        DynamicSampling(when_short="error").choose(short, batch_size=2)
+    chosen = DynamicSampling(when_short="smaller").choose(short, signal(short), batch_size=2)
+    assert chosen is not None
+    assert chosen.num_groups == 1
+    with pytest.raises(RuntimeError, match=r"1 groups with a signal among 2.*needs 2"):
+        DynamicSampling(when_short="error").choose(short, signal(short), batch_size=2)
+    none = evaluation(prompts([False, False]))
+    assert DynamicSampling().choose(none, signal(none), batch_size=2) is None
 
 
-def test_no_refills_make_no_sense():
-    with pytest.raises(ValueError, match="max_refills is 0"):
-        DynamicSampling(max_refills=0)
+@pytest.mark.parametrize(("field", "value"), [("max_refills", 0), ("oversample", 0.9), ("oversample", float("nan"))])
+def test_settings_that_make_no_sense_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        DynamicSampling(**{field: value})
 
 
 def test_selecting_and_adding_keep_rows_with_their_rewards():
@@ -81,4 +126,100 @@ def test_selecting_and_adding_keep_rows_with_their_rewards():
     both = one + other
     assert both.rows() == one.rows() + other.rows()
     assert both.select(torch.tensor([3, 0])).rows() == other.rows()[G:] + one.rows()[:G]
-    assert both.signal.tolist() == [True, False, False, True]
+    assert signal(both).tolist() == [True, False, False, True]
+
+
+def test_a_group_has_a_signal_if_a_row_in_the_loss_has_an_advantage():
+    rewards = [[1, 1, 1, 0], [0, 0.2, 0, 0.2], [1, 1, 0, None], [1, 1, None, None], [0, 0, 0, 0]]
+    cut_off = [[False, False, False, True], [True] * 4, [True, True, False, True], [False] * 4, [True, *[False] * 3]]
+    groups = scored(rewards, finished=[[not cut for cut in group] for group in cut_off])
+    assert signal(groups).tolist() == [True, True, True, False, False]
+    found = signal(groups, filter_truncated=True)
+    assert found.tolist() == [True, False, True, False, False]
+    # By the definition: what the loss sees of a group.
+    advantages = group_advantages(groups.rewards, groups.scored)
+    in_loss = groups.scored & ~torch.tensor(cut_off)
+    assert found.tolist() == [bool(row[keep].any()) for row, keep in zip(advantages, in_loss, strict=True)]
+
+
+def test_a_metric_has_to_differ_too():
+    form_alone = [0.0, 0.2, 0.0, 0.0]  # all wrong, one has the form
+    right_alone = [1.2, 1.2, 1.2, 1.0]  # all right, one lacks the form
+    mixed = [1.2, 0.0, 1.2, 0.0]
+    answers = [[0.0] * 4, [1.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0, float("nan"), 0.0, 1.0]]
+    groups = scored([form_alone, right_alone, mixed, [1, None, 1, 1]], accuracy=answers)
+    assert signal(groups).tolist() == [True, True, True, False]
+    assert signal(groups, metric="accuracy").tolist() == [False, False, True, False]
+
+
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=20))))
+def test_groups_are_shared_equally_and_no_more_are_moved_than_have_to_be(case):
+    num_ranks, owners = case
+    found = balanced(owners, num_ranks)
+    before, after = Counter(owners), Counter(found)
+    shares = [after[rank] for rank in range(num_ranks)]
+    assert sum(shares) == len(owners)
+    assert max(shares) - min(shares) <= 1
+    moved = sum(old != new for old, new in zip(owners, found, strict=True))
+    base, extra = divmod(len(owners), num_ranks)
+    counts = sorted((before[rank] for rank in range(num_ranks)), reverse=True)
+    assert moved == sum(max(0, count - base - (place < extra)) for place, count in enumerate(counts))
+
+
+CASES = [(seed, share, size, over) for seed in range(6) for share in (0.1, 0.3, 0.6) for size, over in ((2, 1), (8, 2))]
+
+
+def on_every_case(rank: int) -> list[tuple[Any, ...]]:
+    from qerl_pl import ranks
+
+    found = []
+    for seed, share, size, oversample in CASES:
+        rng = random.Random(seed)
+        stream = prompts([rng.random() < share for _ in range(size + 40)])
+        batch, more = stream[:size], stream[size:]
+        settings = DynamicSampling(max_refills=4, oversample=oversample)
+        everything, refills, chosen, calls = run(settings, batch[rank :: ranks.num_ranks()], more)
+        sampled = ranks.gather_groups(everything.rows(), G)
+        own = chosen.rows() if chosen else []
+        found.append((refills, [row["prompt"] for row in sampled], len(own) // G, ranks.gather_values(own), sum(calls)))
+        assert [row["answer"] for row in sampled[::G]] == [prompt.answer for prompt in stream[: len(sampled) // G]]
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_and_train_on_what_one_does_and_share_it_equally(tmp_path):
+    shares, whole = on_two_ranks(on_every_case, tmp_path), on_every_case(0)
+    for first, second, one in zip(*shares, whole, strict=True):
+        assert first[0] == second[0] == one[0], "refills"
+        assert first[1] == one[1], "what was sampled"
+        assert abs(first[2] - second[2]) <= 1
+        assert first[2] + second[2] == one[2]
+        together = [group for share in first[3] for group in share]
+        assert sorted(row["answer"] for row in together) == sorted(row["answer"] for row in one[3][0])
+        assert first[4] + second[4] == one[4]
+
+
+@pytest.mark.parametrize(
+    ("share", "oversample", "rounds", "groups"),
+    [(0.3, 1, 4.0, 28.8), (0.3, 2, 2.2, 31.9), (0.3, 3, 1.6, 35.6), (0.15, 2, 3.8, 59.8), (0.15, 3, 2.7, 63.8)],
+)
+def test_oversampling_takes_fewer_rounds_for_a_few_more_groups(share, oversample, rounds, groups):
+    rng, found = random.Random(0), []
+
+    class Counted:  # an evaluation of which nothing but the number of groups with a signal is asked
+        def __init__(self, num: int) -> None:
+            self.num, self.good = num, sum(rng.random() < share for _ in range(num))
+
+        def __add__(self, other: Counted) -> Counted:
+            self.num, self.good = self.num + other.num, self.good + other.good
+            return self
+
+    settings = DynamicSampling(oversample=oversample)
+    for _ in range(2000):
+        supply = iter(prompts([True] * 400))
+        everything, refills = settings.fill(prompts([True] * 8), supply, lambda p: Counted(len(p)), lambda e: e.good)  # pyright: ignore
+        found.append((1 + refills, everything.num, everything.good >= 8))  # pyright: ignore
+    means = [sum(values) / len(found) for values in zip(*found, strict=True)]
+    assert means[0] == pytest.approx(rounds, abs=0.15)
+    assert means[1] == pytest.approx(groups, rel=0.03)
+    assert means[2] > 0.99, "full batches"

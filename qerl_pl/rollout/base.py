@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -57,6 +58,36 @@ class Sampling:
             )
 
 
+def check_groups(
+    groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
+) -> None:
+    """Refuse what is no answer to a call of ``RolloutEngine.generate``.
+
+    Raises:
+        RuntimeError: names the engine, the prompt and the completion, and what was expected.
+    """
+    if len(groups) != len(prompts):
+        raise RuntimeError(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
+    for index, group in enumerate(groups):
+        if len(group) != sampling.num_completions:
+            raise RuntimeError(
+                f"{engine} returned {len(group)} completions for prompt {index}; expected {sampling.num_completions}"
+            )
+        for number, completion in enumerate(group):
+            count, where = len(completion.tokens), f"completion {number} of prompt {index}"
+            if not 1 <= count <= sampling.max_tokens:
+                raise RuntimeError(
+                    f"{engine} returned {count} tokens as {where}; expected 1 to {sampling.max_tokens}, the token that "
+                    "ends it included"
+                )
+            if len(completion.logprobs) != count:
+                raise RuntimeError(
+                    f"{engine} returned {count} tokens and {len(completion.logprobs)} log-probabilities as {where}"
+                )
+            if not math.isfinite(sum(completion.logprobs)):
+                raise RuntimeError(f"{engine} returned a log-probability that is nan or infinite in {where}")
+
+
 class RolloutEngine(Protocol):
     """Samples completions from the policy. Built cheaply from YAML; ``start`` takes the memory.
 
@@ -76,9 +107,11 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
         """``sampling.num_completions`` completions for each prompt, in order. Equal arguments give equal tokens.
+
+        ``seed`` is one for the call, or one for each prompt: prompts of equal tokens and seeds get equal completions.
 
         Raises:
             ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine stays

@@ -42,16 +42,23 @@ def check_prompts(
             )
 
 
-def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int) -> list[int]:
+def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int | Sequence[int]) -> list[int]:
     """A seed for each completion, prompt by prompt: a function of the prompt, not of its place among the others.
 
-    So a batch is sampled the same however it is shared among ranks. Prompts that are equal get different seeds.
+    So a batch is sampled the same however it is shared among ranks. Prompts that are equal get different seeds: by
+    their number in the call, or by what ``seed`` has for each.
 
     Args:
         prompts: token ids.
         num_completions: of each prompt.
-        seed: of the call.
+        seed: of the call, or of each prompt.
     """
+    if not isinstance(seed, int):
+        return [
+            derive_seed(own, f"prompt {list(prompt)}", copy)
+            for prompt, own in zip(prompts, seed, strict=True)
+            for copy in range(num_completions)
+        ]
     seen: Counter[str] = Counter()
     seeds = []
     for prompt in prompts:

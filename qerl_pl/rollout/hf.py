@@ -62,7 +62,7 @@ class TransformersEngine:
         self.load_adapter(policy.adapter_state())
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
         """See ``RolloutEngine``."""
         policy = self._check(prompts, max_tokens=sampling.max_tokens)
@@ -73,7 +73,8 @@ class TransformersEngine:
             for number, batch in enumerate(batches):
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
-                torch.manual_seed(derive_seed(seed, f"batch {some}", number))  # ranks sample other prompts by one seed
+                own = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
+                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # ranks sample other prompts by one seed
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)

@@ -196,7 +196,7 @@ class VLLMEngine:
             self.load_adapter(self._policy.adapter_state())
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, *, adapter: bool = True
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
         """See ``RolloutEngine``. One call samples with the adapter or without it, never both.
 

@@ -91,6 +91,20 @@ def test_ranks_share_the_batches_of_a_single_rank(num_ranks):
         assert sorted(chain.from_iterable(parts)) == sorted(batch)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_equal_prompts_of_a_batch_are_numbered_over_the_ranks(num_ranks):
+    doubled = [Prompt((token % 4,), str(token)) for token in range(12)]
+    whole = next(iter(TrainLoader(doubled, 6, seed=0)))
+    shares = [next(iter(TrainLoader(doubled, 6, seed=0, rank=r, num_ranks=num_ranks))) for r in range(num_ranks)]
+    assert [shares[row % num_ranks][row // num_ranks] for row in range(6)] == whole
+    assert len({(prompt.tokens, prompt.copy) for prompt in whole}) == 6
+    assert any(prompt.copy for prompt in whole)
+    served = [batch for r in range(num_ranks) for batch in EvaluationLoader(doubled, 2, rank=r, num_ranks=num_ranks)]
+    assert {(prompt.tokens, prompt.copy) for batch in served for prompt in batch} == {
+        ((token,), copy) for token in range(4) for copy in range(3)
+    }
+
+
 def test_a_run_goes_on_with_another_number_of_ranks():
     single = TrainLoader(prompts(20), 6, seed=0)
     next(iter(single))

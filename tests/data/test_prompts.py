@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,18 @@ def test_prediction_serves_the_validation_prompts_in_order(tokenizer_path, tmp_p
     assert [answer for batch in predicted for answer in batch] == [
         problem.answer for problem in Arithmetic(num_validation=5).validation()
     ]
+
+
+def test_further_prompts_are_none_of_the_batch_and_equal_ones_are_numbered(tokenizer_path, tmp_path):
+    rows = [json.dumps({"question": f"{number % 5}?", "answer": str(number)}) for number in range(15)]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    (tmp_path / "v.jsonl").write_text(json.dumps({"question": "none of them", "answer": "1"}))
+    data = PromptDataModule(Table(str(tmp_path / "t.jsonl"), str(tmp_path / "v.jsonl")), tokenizer_path, batch_size=4)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    more = list(data.more_prompts(3, batch))
+    assert more == list(data.more_prompts(3, batch))
+    assert more != list(data.more_prompts(4, batch))
+    assert {prompt.answer for prompt in [*batch, *more]} == {str(number) for number in range(15)}
+    assert len({(prompt.tokens, prompt.copy) for prompt in [*batch, *more]}) == 15, "each is sampled on its own"
+    assert sorted(Counter(prompt.tokens for prompt in [*batch, *more]).values()) == [3] * 5

@@ -49,7 +49,9 @@ def launch_two(*args: Any) -> subprocess.Popen[str]:
 @pytest.mark.vllm
 def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run, tmp_path):
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
-    steps = ("--trainer.max_steps", "5", *VLLM)
+    short = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")  # groups are often equal
+    refills = ("--model.dynamic_sampling.max_refills", "4", "--model.dynamic_sampling.oversample", "1.5")
+    steps = ("--trainer.max_steps", "5", *VLLM, *short, *refills, "--model.dynamic_sampling.metric", "low_tokens")
     begun = launch_two("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c)
     run("fit", tmp_path / "one", *steps)
     assert "go on with --ckpt_path last" in finish(begun)
@@ -67,6 +69,8 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
         assert others[tag].steps == curves[tag].steps, tag
         assert others[tag].values == pytest.approx(curves[tag].values, rel=1e-3, abs=1e-5), tag
     assert min(curves["train/grad_norm"].values) > 0, "nothing was learned"
+    assert max(curves["rollout/refills"].values) > 0
+    assert max(curves["rollout/groups_discarded"].values) > 0
 
 
 @pytest.mark.slow

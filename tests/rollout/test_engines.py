@@ -47,7 +47,7 @@ class TestSampling:
 
     def test_seeds_prompts_and_completions_all_sample_differently(self, setup):
         same_prompt = [LONG[0]] * 3
-        groups = [setup.engine.generate(same_prompt, SAMPLING, seed=seed) for seed in (1, 3)]
+        groups = [setup.engine.generate(same_prompt, SAMPLING, seed=seed) for seed in (1, 3, [5, 6, 7])]
         sampled = [completion.tokens for call in groups for group in call for completion in group]
         assert len(set(sampled)) == len(sampled)
 
