@@ -82,9 +82,9 @@ TASKS = (
         updates=1,
         num_completions=16,
         max_tokens=8192,
-        rewards="math_answer",
+        rewards="math_answer_overlong",
         objective="{preset: dapo, filter_truncated: true}",
-        extra=("  dynamic_sampling: {max_refills: 8, when_short: smaller}   # null: train on every group",),
+        extra=("  dynamic_sampling: {metric: accuracy, oversample: 2.0}   # null: train on every group",),
         val_every=50,
     ),
 )
@@ -165,7 +165,10 @@ def differences(task: Task, arm: Arm) -> list[str]:
         "schedule, 10 % warm-up, gradient norm 0.2, weight decay 0.1, the rewards' weights. More in configs/README.md.",
     ]
     if task.name == "big_math":
-        lines.append("Not in its release: dynamic sampling, and a training set that is held against the benchmarks.")
+        lines.append(
+            "Not in its release: dynamic sampling by the accuracy, the soft overlong punishment, and a training"
+        )
+        lines.append("set that is held against the benchmarks.")
     if arm.format == "bf16":
         lines.append(
             "The lr of a dense base is half that of the others; equal ones: --model.optimizer.init_args.lr 1e-5"

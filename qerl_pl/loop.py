@@ -161,8 +161,7 @@ class RolloutLoop:
     def _experience(self, chosen: Evaluation, *, in_loss: bool) -> Experience:
         table, std_of_batch = chosen.table, None
         if self.baseline == "batch_normalized":
-            rewards = ranks.gather(chosen.rewards[chosen.scored & in_loss])
-            std_of_batch = batch_std(rewards) if len(rewards) else torch.ones(())
+            std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored & in_loss]))
         return collate(
             chosen.prompts,
             chosen.completions,

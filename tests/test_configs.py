@@ -172,3 +172,12 @@ def test_the_base_file_may_be_named_again(capsys):
     once = resolved(capsys, "-c", "configs/quickstart.yaml")
     twice = resolved(capsys, "-c", "configs/base.yaml", "-c", "configs/quickstart.yaml")
     assert once == twice
+
+
+def test_dapo_accepts_by_the_right_answer_and_punishes_length_up_to_the_sampling_limit(capsys):
+    model = resolved(capsys, "-c", str(CONFIGS / path_of(TASKS[-1], MODELS[0], ARMS[0])))["model"]
+    names = [reward["name"] for reward in model["rewards"]]
+    assert model["dynamic_sampling"]["metric"] == "accuracy" == names[0]
+    [overlong] = [reward["reward"] for reward in model["rewards"] if "SoftOverlong" in str(reward["reward"])]
+    assert overlong["init_args"]["max_tokens"] is None, "linked"
+    assert overlong["init_args"]["buffer"] == round(model["sampling"]["max_tokens"] / 5)
