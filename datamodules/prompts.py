@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from datamodules.decontaminate import find_overlaps
 from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.sources import PromptSource
 from qerl_pl import ranks
@@ -21,7 +23,9 @@ class PromptDataModule(LightningDataModule):
     """Serves ``list[Prompt]``: shuffled for ever in training, in order once in validation, test and prediction.
 
     A prompt that is too long is never cut: it would lose its question or its instructions. It is dropped and counted. A
-    training problem whose question is also a validation question is removed and counted.
+    training problem whose question is also a validation question is removed and counted. With ``held_out``, ``fit`` and
+    ``validate`` leave the source's validation problems to ``test`` and ``predict``: a checkpoint that is chosen by them
+    looks better on them than it is.
 
     Args:
         source: where the problems come from.
@@ -31,6 +35,9 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: share of the prompts that may be dropped before the run refuses to start.
         system_prompt: text of a system turn; None leaves the turn to the chat template.
         question_template: text of the user turn; ``{question}`` stands for the question.
+        held_out: so many training problems are taken out of training and validate in place of the source's validation
+            problems; 0: none. They are chosen by the hash of the question, so they are the same in every run; training
+            problems that share 13 words in a row with one of them are removed.
         val_limit: validate on the first so many problems; None takes all.
         val_batch_size: prompts a validation batch, on each rank.
         seed: of the training order.
@@ -52,6 +59,7 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: float = 0.01,
         system_prompt: str | None = None,
         question_template: str = "{question}",
+        held_out: int = 0,
         val_limit: int | None = None,
         val_batch_size: int = 256,
         seed: int = 0,
@@ -61,6 +69,8 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"question_template {question_template!r} has no {{question}}")
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"max_dropped_share is {max_dropped_share}; expected 0 to 1")
+        if held_out < 0:
+            raise ValueError(f"held_out is {held_out}; expected a number of problems, 0 or more")
         if val_limit is not None and val_limit < 1:
             raise ValueError(f"val_limit is {val_limit}; expected at least 1, or null for all")
         self.source = source
@@ -70,6 +80,7 @@ class PromptDataModule(LightningDataModule):
         self.max_dropped_share = max_dropped_share
         self.system_prompt = system_prompt
         self.question_template = question_template
+        self.held_out = held_out
         self.val_limit = val_limit
         self.val_batch_size = val_batch_size
         self.seed = seed
@@ -77,20 +88,25 @@ class PromptDataModule(LightningDataModule):
         self.num_shared = 0
         self._train: list[Prompt] = []
         self._validation: list[Prompt] = []
+        self._held_out: list[Prompt] = []
 
     def setup(self, stage: str) -> None:
         """Read and tokenise what the stage needs; a second call does nothing."""
-        if self._validation and (self._train or stage != "fit"):
+        reads_train = stage == "fit" or (stage == "validate" and self.held_out > 0)
+        if self._validation and (self._train or not reads_train):
             return
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
         validation = self.source.validation()
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
-        if stage == "fit":
+        if reads_train:
             train, self.num_shared = without_shared(self.source.train(), validation)
             if self.num_shared and not train:
                 raise ValueError(f"all {self.num_shared} training problems are also in validation")
             if self.num_shared:
                 rank_zero_info(f"data: removed {self.num_shared} training problems that are also in validation")
+            train, held_out = hold_out(train, self.held_out)
+            if self.held_out:
+                self._held_out = self._prompts(tokenizer, held_out[: self.val_limit], "held-out")
             self._train = self._prompts(tokenizer, train, "train")
 
     def train_dataloader(self) -> TrainLoader:
@@ -111,17 +127,20 @@ class PromptDataModule(LightningDataModule):
         return numbered((self._train[row] for row in order if self._train[row] not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """The validation prompts of this rank."""
-        rank, num_ranks = self._rank()
-        return EvaluationLoader(self._validation, self.val_batch_size, rank=rank, num_ranks=num_ranks)
+        """The held-out prompts of this rank, or the validation prompts where none are held out."""
+        return self._evaluation(self._held_out if self.held_out else self._validation)
 
     def test_dataloader(self) -> EvaluationLoader:
         """The validation prompts: a benchmark is a source whose validation side is the benchmark."""
-        return self.val_dataloader()
+        return self._evaluation(self._validation)
 
     def predict_dataloader(self) -> EvaluationLoader:
         """The validation prompts."""
-        return self.val_dataloader()
+        return self._evaluation(self._validation)
+
+    def _evaluation(self, prompts: Sequence[Prompt]) -> EvaluationLoader:
+        rank, num_ranks = self._rank()
+        return EvaluationLoader(prompts, self.val_batch_size, rank=rank, num_ranks=num_ranks)
 
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
@@ -213,3 +232,40 @@ def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> t
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)
+
+
+def hold_out(problems: Sequence[Problem], num: int, *, num_words: int = 13) -> tuple[list[Problem], list[Problem]]:
+    """The problems that stay in training, and those that are held out, each in their order.
+
+    The ``num`` different questions with the smallest hashes are held out, so the choice does not depend on the order.
+
+    Args:
+        problems: of training.
+        num: different questions to hold out.
+        num_words: problems that share a run of so many words with a held-out one are in neither part.
+
+    Raises:
+        ValueError: nothing would be left.
+    """
+    if num == 0:
+        return list(problems), []
+    questions = {" ".join(problem.question.split()) for problem in problems}
+    if num >= len(questions):
+        raise ValueError(
+            f"data.held_out is {num} and there are {len(questions)} different training questions; lower it"
+        )
+    chosen = set(sorted(questions, key=lambda text: hashlib.sha256(text.encode()).digest())[:num])
+    held: dict[str, Problem] = {}
+    rest = []
+    for problem in problems:
+        question = " ".join(problem.question.split())
+        if question in chosen:
+            held.setdefault(question, problem)
+        else:
+            rest.append(problem)
+    alike = {overlap.train_index for overlap in find_overlaps(rest, list(held.values()), num_words=num_words)}
+    kept = [problem for index, problem in enumerate(rest) if index not in alike]
+    if not kept:
+        raise ValueError(f"data.held_out is {num}: every other training problem resembles a held-out one; lower it")
+    rank_zero_info(f"data: {num} training problems are held out; removed {len(alike)} that resemble one of them")
+    return kept, list(held.values())

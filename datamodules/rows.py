@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
+MAX_TEXT = 1_000_000  # characters of a question or an answer: more is a broken row, and takes minutes to tokenise
+
 
 class Row(NamedTuple):
     """One row as it was stored."""
@@ -72,7 +74,14 @@ def text(row: Row, column: str) -> str:
         raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected text or a number")
     if not str(value).strip():
         raise ValueError(f"{row.where}: column {column!r} is empty")
-    return str(value)
+    found = str(value)
+    if len(found) > MAX_TEXT:
+        raise ValueError(f"{row.where}: column {column!r} has {len(found)} characters; expected at most {MAX_TEXT}")
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{row.where}: column {column!r} is no valid Unicode text: {error}") from None
+    return found
 
 
 def in_share(question: str, share: float) -> bool:
@@ -106,6 +115,8 @@ def _parse(line: str, where: str) -> dict[str, object]:
         row = json.loads(line, parse_float=str)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{where}: brackets are nested too deeply to be read") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {line.strip()[:60]} is not a JSON object")
     return row

@@ -88,7 +88,9 @@ def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, capsys):
     recipe = str(CONFIGS / path_of(TASKS[-1], MODELS[0], ARMS[0]))
     changed = difference(resolved(capsys, "-c", recipe), resolved(capsys, "-c", recipe, "-c", str(benchmark)))
     assert "model.val_sampling" in changed
-    assert all(key.startswith(("data.source", "data.val_batch_size", "model.val_sampling")) for key in changed), changed
+    assert all(
+        key.startswith(("data.source", "data.val_batch_size", "data.held_out", "model.val_sampling")) for key in changed
+    ), changed
 
 
 def test_all_training_data_have_one_prompt():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoTokenizer
 
 from datamodules.arithmetic import Arithmetic
-from datamodules.prompts import PromptDataModule, check_lengths, encode, without_shared
+from datamodules.prompts import PromptDataModule, check_lengths, encode, hold_out, without_shared
 from datamodules.table import Table
 from qerl_pl.tools.tiny import make_tokenizer
 from qerl_pl.types import Problem, Prompt
@@ -269,3 +270,64 @@ def test_further_prompts_are_none_of_the_batch_and_equal_ones_are_numbered(token
     assert {prompt.answer for prompt in [*batch, *more]} == {str(number) for number in range(15)}
     assert len({(prompt.tokens, prompt.copy) for prompt in [*batch, *more]}) == 15, "each is sampled on its own"
     assert sorted(Counter(prompt.tokens for prompt in [*batch, *more]).values()) == [3] * 5
+
+
+def test_held_out_problems_validate_and_leave_the_test_set_alone(tokenizer_path, tmp_path):
+    lines = [json.dumps({"question": f"what is number {number}?", "answer": str(number)}) for number in range(40)]
+    lines += [json.dumps({"question": "what  is number 7?", "answer": "again"})]  # the same but for white space
+    test = json.dumps({"question": "what is number 3?", "answer": "test"})
+    (tmp_path / "v.jsonl").write_text(test)
+
+    def module(rows: list[str], stage: str, held_out: int = 10) -> PromptDataModule:
+        (tmp_path / "t.jsonl").write_text("\n".join(rows))
+        source = Table(str(tmp_path / "t.jsonl"), str(tmp_path / "v.jsonl"))
+        data = PromptDataModule(source, tokenizer_path, batch_size=4, held_out=held_out)
+        data.setup(stage)
+        return data
+
+    def questions(loader: Any) -> set[tuple[int, ...]]:
+        return {prompt.tokens for batch in loader for prompt in batch}
+
+    data = module(lines, "fit")
+    held, train = questions(data.val_dataloader()), {prompt.tokens for prompt in data.train_dataloader().prompts}
+    assert len(held) == 10
+    assert not held & train
+    assert len(train) >= 29
+    assert [prompt.answer for batch in data.test_dataloader() for prompt in batch] == ["test"]
+    assert [prompt.answer for batch in data.predict_dataloader() for prompt in batch] == ["test"]
+    assert not questions(data.test_dataloader()) & (held | train)
+    assert questions(module(lines[::-1], "fit").val_dataloader()) == held, "the order does not matter"
+    assert questions(module(lines, "validate").val_dataloader()) == held
+    assert questions(module(lines, "validate", 0).val_dataloader()) == questions(data.test_dataloader())
+    with pytest.raises(ValueError, match="held_out is 39 and there are 39 different"):
+        module(lines, "fit", 39)
+    with pytest.raises(ValueError, match="held_out is -1"):
+        module(lines, "fit", -1)
+
+
+def test_training_problems_that_resemble_a_held_out_one_are_in_neither_part():
+    words = [f"w{number}" for number in range(13)]
+    alike = [Problem(" ".join([*words, f"case {number}"]), "1") for number in range(4)]
+    others = [Problem(f"another problem {number}", "2") for number in range(4)]
+    for num in range(1, 4):
+        kept, held = hold_out([*alike, *others], num)
+        assert len(held) == num
+        assert not (set(alike) & set(kept) and set(alike) & set(held))
+        assert set(others) <= set(kept) | set(held)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "a", "answer": "\\ud800"}', r"t.jsonl:1: column 'answer' is no valid Unicode text"),
+        ('{"question": "\\ud800", "answer": "1"}', r"t.jsonl:1: column 'question' is no valid Unicode text"),
+        ("[" * 200_000, r"t.jsonl:1: (brackets are nested too deeply|not JSON)"),
+        ('{"question": ' + '{"a":' * 200_000, r"t.jsonl:1: (brackets are nested too deeply|not JSON)"),
+        (json.dumps({"question": "x" * 2_000_000, "answer": "1"}), r"t.jsonl:1: column 'question' has 2000000 char"),
+    ],
+    ids=["surrogate answer", "surrogate question", "brackets", "nested objects", "long"],
+)
+def test_a_row_that_no_run_can_use_is_named(tmp_path, line, message):
+    (tmp_path / "t.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        Table(str(tmp_path / "t.jsonl"), validation_share=0.5).train()
