@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
+from qerl_pl.covariance import CovarianceControl, held_back_number, largest_threshold, token_covariance
 from qerl_pl.losses import count_divisor, entropy_threshold
 from qerl_pl.objective import Objective
 from qerl_pl.passes import Batch
+from qerl_pl.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,16 @@ class BatchTerms:
     """[M] of the KL and entropy terms, over all ranks."""
     policy_divisors: Tensor
     """[M] of the policy loss."""
+    penalized: Tensor | None
+    """[B, S] bool, tokens that pay for leaving the old policy; None where none does."""
+    held_back_share: Tensor | None
+    """[] share of the tokens of all ranks that the control of the covariance holds back; None without."""
     mean_entropy: float | None
     """Nats per token that counts, over all ranks; None where nothing follows it."""
 
 
 def batch_terms(
-    batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int
+    batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
 ) -> BatchTerms:
     """Collective: every rank calls it with the same settings and its own rows.
 
@@ -42,12 +48,20 @@ def batch_terms(
         group_size: completions a prompt.
         num_mini_batches: optimizer steps that share the rows of a pass.
         max_tokens: longest completion that could have been sampled.
+        seed: of what is drawn on this batch, the same on all ranks.
     """
     experience = batch.experience
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
         threshold = entropy_threshold(ranks.gather(batch.entropy[kept]), objective.top_entropy_share)
         kept = kept & (batch.entropy >= threshold)
+    penalized = held_back_share = None
+    if objective.covariance is not None:
+        held, held_back_share = held_back(batch, objective.covariance, group_size=group_size, seed=seed)
+        if objective.covariance.kind == "kl":
+            penalized = held
+        else:
+            kept = kept & ~held
     if objective.correction_divisor == "kept":
         log_ratio = batch.old - experience.sampler_logprobs
         counted = counted & (objective.importance(log_ratio, counted).weights > 0)
@@ -65,7 +79,37 @@ def batch_terms(
         entropies = batch.entropy[experience.mask].double()
         total, count = ranks.mean(torch.stack([entropies.sum(), entropies.new_tensor(len(entropies))])).tolist()
         mean_entropy = total / max(count, torch.finfo(torch.float64).tiny)
-    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, mean_entropy)
+    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, penalized, held_back_share, mean_entropy)
+
+
+def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """[B, S] bool, the tokens that are held back, and their share of all. Collective."""
+    mask, advantages = batch.experience.mask, batch.experience.advantages
+    logprobs = batch.old[mask].double()
+    per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
+    sums = ranks.mean(torch.stack([logprobs.sum(), per_token.sum(), mask.sum().double()]))
+    mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=torch.finfo(sums.dtype).tiny)
+    values = token_covariance(batch.old, advantages, mean_logprob=mean_logprob, mean_advantage=mean_advantage)
+    number = held_back_number(len(ranks.gather(logprobs)), control.share)
+    candidates, order = mask, values
+    if control.kind == "clip":
+        candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch, group_size, seed)
+    held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), number))
+    counts = ranks.mean(torch.stack([held.sum(), mask.sum()]).double())
+    return held, counts[0] / counts[1].clamp(min=1)
+
+
+def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
+    """[B, S] fp64, a number from [0, 1) for each sampled token: a function of its place in the batch of all ranks."""
+    sampled = batch.experience.sampled
+    draws = torch.zeros(sampled.shape, dtype=torch.float64)
+    for row, tokens in enumerate(sampled.cpu()):
+        group = (row // group_size) * ranks.num_ranks() + ranks.rank()
+        generator = torch.Generator().manual_seed(
+            derive_seed(seed, "covariance", group * group_size + row % group_size)
+        )
+        draws[row, tokens] = torch.rand(int(tokens.sum()), generator=generator, dtype=torch.float64)
+    return draws.to(sampled.device)
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:

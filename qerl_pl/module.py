@@ -234,6 +234,7 @@ class QeRLModule(LightningModule):
                 updates_per_rollout=self.updates_per_rollout,
                 mini_batches=self.mini_batches,
                 warmup_steps=self.warmup_steps,
+                objective=self.objective,
                 batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
             )
         if self.trainer.strategy.root_device.type == "cuda":
@@ -338,6 +339,7 @@ class QeRLModule(LightningModule):
             num_updates=self.updates_per_rollout,
             num_mini_batches=self.mini_batches,
             entropy_coefficient=self.entropy_coefficient,
+            seed=derive_seed(self.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
             backward=Tensor.backward,  # manual_backward would have DDP reduce, and ranks differ in micro-batches
             step=self._optimizer_step,

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from qerl_pl.advantages import Baseline
 from qerl_pl.correction import Correction, Level, Mode, Rejection, importance_weights
+from qerl_pl.covariance import CovarianceControl
 from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.finite import require_finite, require_no_nan
 from qerl_pl.losses import (
+    MAX_LOG_RATIO,
     Aggregation,
     KLKind,
     PolicyLoss,
@@ -78,6 +80,7 @@ class Objective:
         entropy_coefficient: weight of an entropy bonus.
         entropy_control: a weight that follows the entropy instead; costs a forward pass before the first update. null:
             none.
+        covariance: tokens to hold back because they take the entropy down (Clip-Cov, KL-Cov); null: none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
     Raises:
@@ -105,6 +108,7 @@ class Objective:
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coefficient: float = 0.0
     entropy_control: EntropyControl | None = None
+    covariance: CovarianceControl | None = None
     top_entropy_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -239,18 +243,19 @@ class Objective:
     def needs_first_pass(self) -> bool:
         """True where something of the whole batch has to be known before the first gradient."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
-        return (
-            self.top_entropy_share < 1
-            or kl_in_reward
-            or self.correction_divisor == "kept"
-            or self.entropy_control is not None
-        )
+        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or self.follows_entropy
+
+    @property
+    def follows_entropy(self) -> bool:
+        """True where the loss is a function of the entropy before the update."""
+        return self.entropy_control is not None or self.covariance is not None
 
     @property
     def every_row_counts(self) -> bool:
         """True where rows without advantage have a gradient too, from a KL or entropy term."""
         bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
-        return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
+        penalty = self.covariance is not None and self.covariance.kind == "kl"
+        return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def loss(
         self,
@@ -267,6 +272,7 @@ class Objective:
         counted: Tensor | None = None,
         policy_divisor: Tensor | None = None,
         entropy_coefficient: float | None = None,
+        penalized: Tensor | None = None,
     ) -> tuple[Tensor, PolicyLoss, Tensor]:
         """The loss of one micro-batch; sums over micro-batches give the loss of the batch.
 
@@ -283,6 +289,7 @@ class Objective:
             counted: [B, S] bool, tokens of the mask over which the policy loss alone is averaged; None: all of them.
             policy_divisor: [] their divisor; None: ``divisor``.
             entropy_coefficient: that of ``entropy_control`` on this batch; None: the fixed one.
+            penalized: [B, S] bool, tokens that pay for leaving the old policy (KL-Cov); None: none.
 
         Returns:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
@@ -305,6 +312,12 @@ class Objective:
             if self.kl_in == "loss":
                 drift = drift_weights(logprobs, old_logprobs, mask, importance)
                 total = total + self.kl_coefficient * weighted_sum(kl * drift, mask, weights)
+        if penalized is not None and self.covariance is not None:
+            change = torch.where(penalized, logprobs, 0.0) - torch.where(penalized, old_logprobs, 0.0)
+            change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            distance = torch.expm1(change) - change  # KL(old || new) at the old policy's tokens
+            distance = distance if importance is None else distance * importance
+            total = total + self.covariance.coefficient * weighted_sum(distance, penalized, policy_weights)
         bonus = self.entropy_coefficient if entropy_coefficient is None else entropy_coefficient
         if bonus:
             total = total - bonus * weighted_sum(entropy, mask, weights)

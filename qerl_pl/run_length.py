@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from qerl_pl.objective import Objective
+
 
 def check_run_length(
-    *, max_steps: int, updates_per_rollout: int, mini_batches: int, warmup_steps: int, batch_size: int
+    *,
+    max_steps: int,
+    updates_per_rollout: int,
+    mini_batches: int,
+    warmup_steps: int,
+    batch_size: int,
+    objective: Objective,
 ) -> None:
     """Check that the run is whole rollouts, and that a rollout's prompts are whole mini-batches.
 
@@ -16,6 +24,7 @@ def check_run_length(
         mini_batches: optimizer steps of each pass.
         warmup_steps: optimizer steps of the learning rate's ramp; one as long as the run is warned of.
         batch_size: prompts of a rollout over all ranks.
+        objective: the loss, some of whose terms act from a rollout's second optimizer step on.
 
     Raises:
         ValueError: they are not.
@@ -32,6 +41,12 @@ def check_run_length(
         raise ValueError(
             f"data.batch_size ({batch_size} prompts) is no multiple of model.mini_batches ({mini_batches}): every "
             "optimizer step takes equally many prompts"
+        )
+    covariance = objective.covariance
+    if covariance is not None and covariance.kind == "kl" and steps == 1 and objective.ratio_against == "trainer":
+        raise ValueError(
+            "model.objective.covariance.kind is 'kl' and a rollout has one optimizer step, in which the penalty is 0; "
+            "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
         )
     if warmup_steps >= max_steps:
         rank_zero_warn(

@@ -53,6 +53,7 @@ def improve(
     watch: Stopwatch,
     num_mini_batches: int = 1,
     entropy_coefficient: float = 0.0,
+    seed: int = 0,
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` passes over it of ``num_mini_batches`` optimizer steps each.
 
@@ -69,8 +70,7 @@ def improve(
     Args:
         policy: in training mode.
         experience: B = P * group_size rows.
-        objective: the loss.
-        group_size: completions a prompt.
+        group_size: completions per prompt.
         temperature: of sampling; logits are divided by it here too.
         max_tokens: longest completion that could have been sampled.
         num_updates: passes over this batch.
@@ -81,6 +81,7 @@ def improve(
         watch: gets the seconds of the phases logprob, wait (for slower ranks) and train.
         num_mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches).
         entropy_coefficient: where the objective controls it, that of this batch.
+        seed: of what is drawn on this batch, the same on all ranks.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     # From the second mini-batch on the policy is no longer the one before the first update.
@@ -89,12 +90,14 @@ def improve(
         live = _score(batch, objective, group_size, everything=first_pass)
     with watch.phase("wait"):
         terms = batch_terms(
-            batch, objective, group_size=group_size, num_mini_batches=num_mini_batches, max_tokens=max_tokens
+            batch,
+            objective,
+            group_size=group_size,
+            num_mini_batches=num_mini_batches,
+            max_tokens=max_tokens,
+            seed=seed,
         )
-    control, bonus, following = objective.entropy_control, None, entropy_coefficient
-    if control is not None and terms.mean_entropy is not None:
-        bonus = control.in_force(entropy_coefficient, terms.mean_entropy)
-        following = control.following(entropy_coefficient, terms.mean_entropy)
+    bonus, following = _entropy_bonus(objective, terms, entropy_coefficient)
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
@@ -112,11 +115,24 @@ def improve(
         num_steps=num_updates * num_mini_batches,
         reference=batch.reference is not None,
     )
-    metrics |= correction_metrics(batch, objective)
-    if bonus is not None:
-        metrics["policy/entropy_coefficient"] = torch.tensor(bonus)
+    metrics |= correction_metrics(batch, objective) | _control_metrics(terms, bonus)
     metrics["train/micro_batch_tokens"] = torch.tensor(float(batch.budget.tokens))
     return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens, following)
+
+
+def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
+    """The controlled weight of the entropy bonus, None where there is no control, and the next batch's coefficient."""
+    control, entropy = objective.entropy_control, terms.mean_entropy
+    if control is None or entropy is None:
+        return None, coefficient
+    return control.in_force(coefficient, entropy), control.following(coefficient, entropy)
+
+
+def _control_metrics(terms: BatchTerms, bonus: float | None) -> dict[str, Tensor]:
+    found = {} if bonus is None else {"policy/entropy_coefficient": torch.tensor(bonus)}
+    if terms.held_back_share is not None:
+        found["policy/held_back_share"] = terms.held_back_share
+    return found
 
 
 def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
@@ -180,6 +196,7 @@ def _gradient(
             counted=part.read(terms.counted),
             policy_divisor=terms.policy_divisors[mini_batch],
             entropy_coefficient=bonus,
+            penalized=None if terms.penalized is None else part.read(terms.penalized),
         )
         with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
             backward(loss)

@@ -12,6 +12,7 @@ from torch import Tensor
 from qerl_pl import ranks
 from qerl_pl.advantages import batch_std, group_advantages
 from qerl_pl.correction import Rejection
+from qerl_pl.covariance import CovarianceControl
 from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
@@ -28,6 +29,8 @@ OBJECTIVES = {
     "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
     "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
     "entropy controlled": Objective(entropy_control=EntropyControl(target=9.0)),
+    "clip-cov": Objective(covariance=CovarianceControl("clip", share=0.3, low=0.0)),
+    "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.3)),
     "masked, out of the divisor": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
     ),
@@ -142,5 +145,6 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
     assert [case for case, norm in moved.items() if norm == 0] == [
         "dapo, silence, 1",
         "top entropy, corrected, silence, 1",
+        "clip-cov, silence, 1",
         "masked, out of the divisor, silence, 1",
     ]
