@@ -21,7 +21,7 @@ from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.seeding import derive_seed
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
-ONE_TOKEN = Sampling(num_completions=1, max_tokens=1, temperature=1.0)
+ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # rollouts ask for several too
 NUM_PROMPTS = 16
 STRENGTH = 0.5  # of the strange adapter: it adds about a third of the input to the output of a linear, in rms
 SEED = 0
@@ -232,7 +232,7 @@ def strange_adapter_gap(
     prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
     engine.generate(prompts[:1], ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
     engine.load_adapter(adapter)
-    completions = [completion for [completion] in engine.generate(prompts, ONE_TOKEN, SEED)]
+    completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, SEED)]
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
     usual = [row[-1:] for row in oracle.score(rows)]
     oracle.load_adapter(adapter)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCH_ONLY = ("types", "losses", "advantages", "correction", "logprobs")
+TORCH_ONLY = ("types", "losses", "advantages", "correction", "logprobs", "evidence")
 STDLIB_ONLY = ("seeding", "noise/schedule", "tasks/arithmetic")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qerl_pl.logprobs import token_logprobs
+from qerl_pl.logprobs import token_logprobs, token_moments
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.lora import (
     BLOCK_NORM_MODULES,
@@ -38,6 +38,17 @@ class TokenStats(NamedTuple):
     """[B, S] fp32 nats, of each token given those before it."""
     entropy: Tensor
     """[B, S] fp32 nats, of the distribution that the token was drawn from."""
+
+
+class TokenMoments(NamedTuple):
+    """As ``TokenStats``, one number a token that is asked for, N of them, row by row; without a gradient."""
+
+    logprobs: Tensor
+    """[N] fp32 nats."""
+    entropy: Tensor
+    """[N] fp32 nats."""
+    varentropy: Tensor
+    """[N] fp32 nats squared, the variance of -log p under p."""
 
 
 class Policy(nn.Module):
@@ -147,21 +158,30 @@ class Policy(nn.Module):
             mask: [B, S] bool, True where the token is wanted. Never True in column 0, which nothing predicts.
             temperature: as in sampling; logits are divided by it.
         """
+        wanted, hidden = self._predicting(tokens, mask)
+        logprobs, entropy = token_logprobs(hidden, self._head, tokens[wanted], temperature=temperature)
+        zeros = logprobs.new_zeros(mask.shape)
+        return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
+
+    @torch.no_grad()
+    def token_moments(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenMoments:
+        """What the policy expects of the masked tokens, and what they are; arguments as in ``token_stats``."""
+        wanted, hidden = self._predicting(tokens, mask)
+        return TokenMoments(*token_moments(hidden, self._head, tokens[wanted], temperature=temperature))
+
+    @property
+    def _head(self) -> Tensor:
+        return self.causal_lm.get_output_embeddings().weight
+
+    def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Indices of the N masked tokens, and [N, H] the hidden states that predict them."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
         lengths = (mask * column).amax(dim=1)  # the last masked token of a row predicts nothing that is wanted
         packed = pack(tokens, lengths.clamp(min=1))
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.offload_checkpoints else nullcontext():
             hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
         wanted = rows, columns = mask.nonzero(as_tuple=True)
-        head = self.causal_lm.get_output_embeddings()
-        logprobs, entropy = token_logprobs(
-            hidden.index_select(0, packed.starts[rows] + columns - 1),
-            head.weight,
-            tokens[wanted],
-            temperature=temperature,
-        )
-        zeros = logprobs.new_zeros(mask.shape)
-        return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
+        return wanted, hidden.index_select(0, packed.starts[rows] + columns - 1)
 
 
 def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

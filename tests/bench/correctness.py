@@ -218,12 +218,13 @@ HEAD = """# Which policy do rollouts come from?
 
 Written by `tests/bench/correctness.py`; change the script, not this file.
 
-Trainer and rollout engine are two implementations of one policy. Three things keep watch over the difference, at every
+Trainer and rollout engine are two implementations of one policy. Four things keep watch over the difference, at every
 step of every run (`configs/base.yaml`):
 
 - `gap/*`: log(trainer / sampler) at every sampled token, at the sampling temperature, noise included.
 - `ledger/*`: the same difference by cause, on some rows of every fourth rollout (`callbacks/ledger.py`).
 - `canary/*`: proof that the engine holds the current policy; a run in which it does not stops (`callbacks/canary.py`).
+- `evidence/*`: whether completions are independent draws from that policy (`callbacks/rollout_evidence.py`).
 
 ## The ledger
 

@@ -1,0 +1,240 @@
+"""Rollouts that are not independent draws from the current policy stop the run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from qerl_pl import ranks
+from qerl_pl.evidence import Surprise, copy_evidence, copy_log_p, jump, surprise
+from qerl_pl.loop import Rollout
+from qerl_pl.memory.settings import check_limit
+from qerl_pl.module import QeRLModule
+from qerl_pl.policy.policy import TokenMoments
+from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.seeding import derive_seed
+from qerl_pl.types import Completion, Prompt
+
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; healthy engines: docs/correctness.md
+GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; what is below is no jump
+SURE_SIGMAS = 6.0
+
+
+class RolloutEvidence(Callback):
+    """Stops the run when completions are not independent draws from the current policy.
+
+    Looks at every training rollout before anything is learned from it. Some rows, chosen by the seed, go through the
+    trainer's model once, with the noise of the rollout, which gives log-probability, entropy and varentropy of each
+    token. Then:
+
+    - ``evidence/gap``: mean |trainer - sampler| in nats at the sampling temperature, noise on both sides. The run stops
+      above ``max_gap`` or above ``max_jump`` times the usual, and warns from ``warn_jump`` times on: tokens or
+      log-probabilities were altered, or belong to another policy.
+    - ``evidence/surprise_sigmas``: how far the sampled tokens are from what the distribution expects of them
+      (``qerl_pl.evidence.surprise``). The run stops if draws are as far with a probability below ``false_alarm``: they
+      were drawn at another temperature, or greedily, and scored afterwards.
+    - ``evidence/copies``: natural logarithm of the evidence that completions of one prompt, those of earlier rollouts
+      included, are copies. Of all rows, without a pass. The run stops if draws have as much with a probability below
+      ``false_alarm``: completions are copied, or the seed does not change.
+
+    Where no group had a signal for some rollouts a warning says what to do.
+
+    Args:
+        max_tokens: of the rows that go through the model, prompts included: a forward pass of so many and at most one
+            row more. Ranks share them.
+        false_alarm: probability that one healthy rollout stops the run, for each of the two tests. Both are bounds: the
+            real one is smaller.
+        max_gap: nats, above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
+        max_jump: times the median of the last rollouts, above which the run stops; null: it only warns.
+        warn_jump: times that median, above which it warns.
+        window: rollouts of that median.
+        silent_rollouts: rollouts without a signal in a row that are warned of, and each so many again.
+        remembered: completions of earlier rollouts that new ones of the same prompt are compared with.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int = 4096,
+        false_alarm: float = 1e-9,
+        max_gap: float | None = None,
+        max_jump: float | None = 10.0,
+        warn_jump: float = 3.0,
+        window: int = 20,
+        silent_rollouts: int = 3,
+        remembered: int = 4096,
+    ) -> None:
+        least = {"max_tokens": (max_tokens, 1), "window": (window, 2), "silent_rollouts": (silent_rollouts, 1)}
+        for name, (value, smallest) in {**least, "remembered": (remembered, 0)}.items():
+            if value < smallest:
+                raise ValueError(f"{name} is {value}; expected at least {smallest}")
+        if not 0 < false_alarm < 1:
+            raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-9")
+        if max_gap is not None and not 0 < max_gap < math.inf:
+            raise ValueError(f"max_gap is {max_gap}; expected more than 0 nats, or null for the dtype's own")
+        for name, value in (("max_jump", max_jump), ("warn_jump", warn_jump)):
+            if value is not None and not 1 < value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a factor above 1")
+        self.max_tokens = max_tokens
+        self.false_alarm = false_alarm
+        self.max_gap = max_gap
+        self.max_jump = max_jump
+        self.warn_jump = warn_jump
+        self.window = window
+        self.silent_rollouts = silent_rollouts
+        self.remembered = remembered
+        self._gaps: list[float] = []
+        self._silent = 0
+        self._seen: list[tuple[int, int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later rollouts are compared with, the same on every rank."""
+        return {"gaps": self._gaps, "silent": self._silent, "seen": [list(pair) for pair in self._seen]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with it."""
+        self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
+        self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        pl_module.loop.observers.append(partial(self._check, pl_module))
+
+    def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
+        """Raises RuntimeError where the rollout must not be learned from."""
+        self._check_copies(pl_module, rollout)
+        gap, excess = self._measure(pl_module, rollout)
+        pl_module.log("evidence/gap", gap)
+        pl_module.log("evidence/surprise_sigmas", excess.sigmas)
+        self._check_gap(gap, pl_module)
+        if excess.log_p < math.log(self.false_alarm):
+            how = "more" if excess.excess > 0 else "less"
+            raise RuntimeError(
+                f"the sampled tokens of rollout {pl_module.rollout_index} are no draws from the distribution whose "
+                f"log-probabilities the engine reports: {excess.num_tokens} tokens are {abs(excess.sigmas):.1f} "
+                f"standard deviations {how} surprising than it says (chance: below {math.exp(excess.log_p):.1g}). "
+                "Look for another temperature, greedy decoding, top_p or top_k in the engine, or altered tokens"
+            )
+        self._count_silence(rollout)
+
+    def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Surprise]:
+        """Mean |trainer - sampler| in nats over the chosen rows of all ranks, and their sums."""
+        prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
+        rank = pl_module.global_rank
+        generator = torch.Generator().manual_seed(
+            derive_seed(pl_module.seed, f"evidence/{rank}", pl_module.rollout_index)
+        )
+        order = torch.randperm(len(completions), generator=generator).tolist()
+        limit = self.max_tokens / ranks.num_ranks()
+        rows, total = [], 0
+        for row in order:
+            rows.append(row)
+            total += len(prompts[row].tokens) + len(completions[row].tokens)
+            if total >= limit:
+                break
+        reported = torch.tensor([value for row in rows for value in completions[row].logprobs], dtype=torch.float64)
+        moments = _moments(pl_module, [prompts[row] for row in rows], [completions[row] for row in rows])
+        own = surprise(*moments, reported)
+        distance = (moments.logprobs.double() - reported).abs().sum().item()
+        sums = ranks.gather_values((own, distance))
+        joined = reduce(Surprise.joined, (part for part, _ in sums))
+        return sum(part for _, part in sums) / max(joined.num_tokens, 1), joined
+
+    def _check_gap(self, gap: float, pl_module: QeRLModule) -> None:
+        dtype, index = pl_module.policy.dtype, pl_module.rollout_index
+        limit = self.max_gap or MAX_GAP[dtype]
+        found = jump(gap, self._gaps, floor=GAP_FLOOR[dtype])
+        advice = (
+            "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are sound, "
+            "raise RolloutEvidence.max_gap or max_jump"
+        )
+        said = f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {gap:.2g} nats a token"
+        if not gap <= limit:
+            raise RuntimeError(f"{said}, more than {limit:.2g}: {advice}")
+        if self.max_jump is not None and found.ratio > self.max_jump and found.sigmas > SURE_SIGMAS:
+            raise RuntimeError(f"{said}, {found.ratio:.1f} times the usual: {advice}")
+        if found.ratio > self.warn_jump and found.sigmas > SURE_SIGMAS:
+            rank_zero_warn(f"{said}, {found.ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
+        self._gaps = [*self._gaps, gap][-self.window :]
+
+    def _check_copies(self, pl_module: QeRLModule, rollout: Rollout) -> None:
+        pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+        rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
+        rows = [row for part in ranks.gather_values(rows) for row in part]  # all ranks see, and remember, the same
+        log_p = copy_log_p(copy_evidence(repeats(self._seen, rows)))
+        pl_module.log("evidence/copies", -log_p)
+        if log_p < math.log(self.false_alarm):
+            raise RuntimeError(
+                f"completions of rollout {pl_module.rollout_index} repeat others of the same prompt more often than "
+                f"independent draws would (chance: below {math.exp(log_p):.1g}): the engine copies completions, or its "
+                "seed does not change from one to the next"
+            )
+        kept = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
+        self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept
+
+    def _count_silence(self, rollout: Rollout) -> None:
+        experience = rollout.experience
+        has_signal = bool(((experience.advantages != 0) & experience.mask.any(dim=1)).any())
+        self._silent = 0 if any(ranks.gather_values(has_signal)) else self._silent + 1
+        if self._silent and self._silent % self.silent_rollouts == 0:
+            rank_zero_warn(
+                f"no group had a signal in the last {self._silent} rollouts: all completions of each prompt earned the "
+                "same, so nothing is learned. Look at RUN/completions: are answers found, and are problems neither "
+                "too easy nor too hard for the policy? More completions a prompt (model.sampling.num_completions), a "
+                "higher temperature or other data help"
+            )
+
+
+def repeats(
+    seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
+) -> Iterator[tuple[int, int, float]]:
+    """What ``copy_evidence`` takes, of rows (digest of the prompt, digest of the completion, log-probability).
+
+    Args:
+        seen: digests of earlier rollouts.
+        rows: of this one.
+    """
+    prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
+    for prompt, completion, logprob in rows:
+        yield prompts[prompt], both[prompt, completion], logprob
+        prompts[prompt] += 1
+        both[prompt, completion] += 1
+
+
+def _moments(pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> TokenMoments:
+    """[N] on the CPU, of the completions' tokens one row after the other, under the policy with the rollout's noise."""
+    starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens[row, : lengths[row]] = torch.tensor(prompt.tokens + completion.tokens)
+    column = torch.arange(tokens.shape[1])
+    sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
+    found = [torch.zeros(tokens.shape) for _ in TokenMoments._fields]
+    oracle, noise = TransformersEngine(), pl_module.norm_noise
+    oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len, seed=0)
+    try:
+        oracle.set_norm_noise(noise.sigma, noise.seed)
+        for rows in micro_batches(lengths, check_limit(pl_module.longest_row)):
+            width, device = int(lengths[rows].max()), pl_module.device
+            mask = sampled[rows, :width]
+            values: Sequence[Tensor] = oracle.moments(
+                tokens[rows, :width].to(device), mask.to(device), temperature=pl_module.sampling.temperature
+            )
+            for whole, part in zip(found, values, strict=True):
+                some = torch.zeros(mask.shape)
+                some[mask] = part.cpu()
+                whole[rows, :width] = some
+    finally:
+        oracle.close()
+    return TokenMoments(*(whole[sampled] for whole in found))
