@@ -66,8 +66,8 @@ class RolloutEvidence(Callback):
 
     def __init__(
         self,
-        max_tokens: int = 4096,
-        false_alarm: float = 1e-9,
+        max_tokens: int = 8192,
+        false_alarm: float = 1e-6,
         max_gap: float | None = None,
         max_jump: float | None = 10.0,
         warn_jump: float = 3.0,
@@ -80,7 +80,7 @@ class RolloutEvidence(Callback):
             if value < smallest:
                 raise ValueError(f"{name} is {value}; expected at least {smallest}")
         if not 0 < false_alarm < 1:
-            raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-9")
+            raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-6")
         if max_gap is not None and not 0 < max_gap < math.inf:
             raise ValueError(f"max_gap is {max_gap}; expected more than 0 nats, or null for the dtype's own")
         for name, value in (("max_jump", max_jump), ("warn_jump", warn_jump)):

@@ -26,8 +26,10 @@ class Surprise(NamedTuple):
     """Sum of w V, nats squared."""
     square: float
     """Sum of w^2 (s - H)^2, nats squared."""
-    largest: float
-    """The largest of |w (s - H)| and H, nats."""
+    highest: float
+    """The largest w (s - H), nats."""
+    lowest: float
+    """The largest -w (s - H), nats; no more than w H."""
     num_tokens: int
 
     def joined(self, other: Surprise) -> Surprise:
@@ -36,7 +38,8 @@ class Surprise(NamedTuple):
             self.excess + other.excess,
             self.expected_square + other.expected_square,
             self.square + other.square,
-            max(self.largest, other.largest),
+            max(self.highest, other.highest),
+            max(self.lowest, other.lowest),
             self.num_tokens + other.num_tokens,
         )
 
@@ -50,10 +53,12 @@ class Surprise(NamedTuple):
         """Log of a bound on the probability that draws from p have an excess of this size, either sign.
 
         Freedman's inequality for martingales (Ann. Probab. 3, 1975, theorem 1.6), P(S >= x) <= exp(-x^2 / (2 (V + b x /
-        3))), with the larger of expected and observed variance for V, and the largest step seen for its bound b.
+        3))), with the larger of expected and observed variance for V, and for its bound b the largest step seen in
+        that direction.
         """
         size = abs(self.excess)
-        variance = max(self.expected_square, self.square) + self.largest * size / 3
+        bound = self.highest if self.excess > 0 else self.lowest
+        variance = max(self.expected_square, self.square) + bound * size / 3
         return min(0.0, math.log(2) - size**2 / (2 * max(variance, 1e-12)))
 
 
@@ -76,13 +81,14 @@ def surprise(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, sampler_logp
     if not logprobs.shape == entropy.shape == varentropy.shape == sampler_logprobs.shape:
         raise ValueError("log-probabilities, entropies and varentropies differ in shape; expected [N] for each")
     if logprobs.numel() == 0:
-        return Surprise(0.0, 0.0, 0.0, 0.0, 0)
+        return Surprise(0.0, 0.0, 0.0, 0.0, 0.0, 0)
     log_q, entropy, varentropy, log_p = (x.double() for x in (logprobs, entropy, varentropy, sampler_logprobs))
     weight = (log_q - log_p).clamp(max=math.log(MAX_WEIGHT)).exp()
     steps = weight * (-log_q - entropy)
     sums = torch.stack([steps.sum(), (weight * varentropy).sum(), steps.square().sum()])
-    largest = torch.maximum(steps.abs().max(), entropy.max())
-    return Surprise(*sums.tolist(), largest.item(), logprobs.numel())
+    highest, lowest = steps.max().clamp(min=0), (weight * entropy).max()
+    excess, expected_square, square = sums.tolist()
+    return Surprise(excess, expected_square, square, highest.item(), lowest.item(), logprobs.numel())
 
 
 def copy_evidence(draws: Iterable[tuple[int, int, float]]) -> Tensor:

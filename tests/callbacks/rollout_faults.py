@@ -1,0 +1,268 @@
+"""Rollouts that are wrong in ways of their own: what an engine hands over, or the model it samples with, is changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.types import Completion
+from tests.callbacks.faults import FAULTS, Instead
+
+Groups = list[list[Completion]]
+
+
+def changed_output(change: Callable[[Groups, Any, Sequence[Sequence[int]]], Groups]) -> Callable[..., Any]:
+    """Training rollouts (several completions of several tokens) are changed after they were sampled."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+            groups = engine.generate(prompts, sampling, seed, **more)
+            return groups if sampling.max_tokens == 1 else change(groups, engine, prompts)
+
+        return Instead(engine, generate=generate)
+
+    return fault
+
+
+def each(change: Callable[[Completion], Completion]) -> Callable[..., Any]:
+    """Every completion by itself."""
+    return changed_output(lambda groups, engine, prompts: [[change(row) for row in group] for group in groups])
+
+
+def altered(completion: Completion, share: float = 0.02) -> Completion:
+    """Some tokens are others; log-probabilities are of those that were sampled."""
+    draw = random.Random(hash(completion.tokens))
+    tokens = tuple(draw.randrange(5, 200) if draw.random() < share else token for token in completion.tokens)
+    return replace(completion, tokens=tokens)
+
+
+def other_sampling(**settings: Any) -> Callable[..., Any]:
+    """Tokens by other settings, scored at temperature 1 afterwards."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+            if settings.get("temperature") == 0:
+                greedy = replace(sampling, temperature=0.0, num_completions=1)
+                wanted = [group * sampling.num_completions for group in engine.generate(prompts, greedy, seed, **more)]
+                wanted = [[row, *group[1:]] for group, row in zip(wanted, (group[0] for group in wanted), strict=True)]
+            else:
+                wanted = engine.generate(prompts, replace(sampling, **settings), seed, **more)
+            return rescored(engine, prompts, wanted, **more)
+
+        return Instead(engine, generate=generate)
+
+    return fault
+
+
+def rescored(engine: Any, prompts: Sequence[Sequence[int]], groups: Groups, **more: Any) -> Groups:
+    """With the engine's own scores, at temperature 1."""
+    rows = [[*prompt, *row.tokens] for prompt, group in zip(prompts, groups, strict=True) for row in group]
+    scores = iter(engine.score(rows, **more))
+    return [
+        [replace(row, logprobs=tuple(next(scores)[len(prompt) - 1 :])) for row in group]
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
+
+
+def honest(**settings: Any) -> Callable[..., Any]:
+    """Tokens by other settings, with the log-probabilities of those."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+            return engine.generate(prompts, replace(sampling, **settings), seed, **more)
+
+        return Instead(engine, generate=generate)
+
+    return fault
+
+
+def other_prompts(change: Callable[[Sequence[int]], Sequence[int]]) -> Callable[..., Any]:
+    """What is sampled follows other prompts."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+            return engine.generate([change(prompt) for prompt in prompts], sampling, seed, **more)
+
+        return Instead(engine, generate=generate)
+
+    return fault
+
+
+def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]]) -> Callable[..., Any]:
+    """The engine computes with other weights than those that it holds: name -> (the live tensor, what it is then)."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        @contextmanager
+        def wrong() -> Iterator[None]:
+            tensors = change(policy)
+            kept = {name: live.detach().clone() for name, (live, _) in tensors.items()}
+            with torch.no_grad():
+                for live, value in tensors.values():
+                    live.copy_(value)
+                yield
+                for name, (live, _) in tensors.items():
+                    live.copy_(kept[name])
+
+        def during(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **more: Any) -> Any:
+                with wrong():
+                    return method(*args, **more)
+
+            return call
+
+        return Instead(engine, generate=during(engine.generate), score=during(engine.score))
+
+    return fault
+
+
+def weights(policy: Policy, part: str) -> dict[str, Tensor]:
+    """Of the model, floating point, those with this in their names."""
+    named = [*policy.causal_lm.named_parameters(), *policy.causal_lm.named_buffers()]
+    found = {name: tensor for name, tensor in named if part in name and tensor.is_floating_point()}
+    assert found, f"nothing is called {part}"
+    return found
+
+
+def scaled(part: str, factor: float) -> Callable[..., Any]:
+    return other_model(lambda policy: {name: (t, t * factor) for name, t in weights(policy, part).items()})
+
+
+def swapped(one: str, other: str) -> Callable[..., Any]:
+    def change(policy: Policy) -> dict[str, tuple[Tensor, Tensor]]:
+        pairs = {name: (tensor, name.replace(one, other)) for name, tensor in weights(policy, one).items()}
+        live = dict(policy.causal_lm.named_parameters())
+        there = {name: (tensor, live[twin].detach().clone()) for name, (tensor, twin) in pairs.items()}
+        back = {twin: (live[twin], tensor.detach().clone()) for tensor, twin in pairs.values()}
+        return there | back
+
+    return other_model(change)
+
+
+def old_where_several(engine: Any, policy: Policy) -> Any:
+    """The adapter of when the fault began, but only for the later completions of a group."""
+    old = {name: tensor.clone() for name, tensor in policy.adapter_state().items()}
+    current: dict[str, Any] = dict(old)
+
+    def load(adapter: Any) -> None:
+        current.update(adapter)
+        engine.load_adapter(adapter)
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+        groups = engine.generate(prompts, sampling, seed, **more)
+        if sampling.num_completions == 1:
+            return groups
+        now = {name: tensor.clone() for name, tensor in current.items()}
+        engine.load_adapter(old)
+        stale = engine.generate(prompts, sampling, seed, **more)
+        engine.load_adapter(now)
+        half = sampling.num_completions // 2
+        return [group[:half] + others[half:] for group, others in zip(groups, stale, strict=True)]
+
+    return Instead(engine, load_adapter=load, generate=generate)
+
+
+def changed_while_sampling(engine: Any, policy: Policy) -> Any:
+    """The second half of the prompts gets the adapter with one matrix doubled."""
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+        half = (len(prompts) + 1) // 2
+        first = engine.generate(prompts[:half], sampling, seed, **more)
+        adapter = {name: tensor.clone() for name, tensor in policy.adapter_state().items()}
+        if not prompts[half:] or sampling.max_tokens == 1:
+            return [*first, *(engine.generate(prompts[half:], sampling, seed, **more) if prompts[half:] else [])]
+        engine.load_adapter(
+            {name: 2 * t if "layers.1." in name and "lora_B" in name else t for name, t in adapter.items()}
+        )
+        second = engine.generate(prompts[half:], sampling, seed, **more)
+        engine.load_adapter(adapter)
+        return [*first, *second]
+
+    return Instead(engine, generate=generate)
+
+
+def constant_seed(engine: Any, policy: Policy) -> Any:
+    """Every completion of a group is drawn with one seed."""
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+        one = engine.generate(prompts, replace(sampling, num_completions=1), 0, **more)
+        return [group * sampling.num_completions for group in one]
+
+    return Instead(engine, generate=generate)
+
+
+def old_from_some_layers(engine: Any, policy: Policy) -> Any:
+    """Old matrices in one layer."""
+    old = {name: tensor.clone() for name, tensor in policy.adapter_state().items()}
+
+    def load(adapter: Any) -> None:
+        engine.load_adapter({name: old[name] if "layers.0." in name else tensor for name, tensor in adapter.items()})
+
+    return Instead(engine, load_adapter=load)
+
+
+def by_name(fault: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda engine, policy: fault(engine, policy.adapter_state())
+
+
+OF_ANY_ENGINE: dict[str, Callable[..., Any]] = {
+    "2 % of the tokens altered": each(altered),
+    "log-probabilities shifted by one": each(lambda row: replace(row, logprobs=(*row.logprobs[1:], row.logprobs[0]))),
+    "log-probabilities rounded to 0.1": each(
+        lambda row: replace(row, logprobs=tuple(round(x, 1) for x in row.logprobs))
+    ),
+    "log-probabilities NaN": each(lambda row: replace(row, logprobs=tuple(float("nan") for _ in row.logprobs))),
+    "completions of a group exchanged, not their log-probabilities": changed_output(
+        lambda groups, engine, prompts: [
+            [
+                replace(row, logprobs=(*other.logprobs, *row.logprobs)[: len(row.tokens)])
+                for row, other in zip(group, (*group[1:], group[0]), strict=True)
+            ]
+            for group in groups
+        ]
+    ),
+    "completions of other prompts": changed_output(lambda groups, engine, prompts: [*groups[1:], groups[0]]),
+    "one completion copied over its group": changed_output(
+        lambda groups, engine, prompts: [[groups[0][0]] * len(groups[0]), *groups[1:]]
+    ),
+    "a constant seed": constant_seed,
+    "old adapter for later completions": old_where_several,
+    "adapter changed while sampling": changed_while_sampling,
+    "temperature 1.5, scored at 1": other_sampling(temperature=1.5),
+    "temperature 0.5, scored at 1": other_sampling(temperature=0.5),
+    "greedy, scored at 1": other_sampling(temperature=0),
+    "top_p 0.8, scored over all": other_sampling(top_p=0.8),
+    "temperature 1.3": honest(temperature=1.3),
+    "top_p 0.8": honest(top_p=0.8),
+    "prompts rotated": other_prompts(lambda prompt: [*prompt[1:], prompt[0]]),
+    "prompts cut": other_prompts(lambda prompt: prompt[3:]),
+    "old adapter in one layer": old_from_some_layers,
+    **{name.replace("_", " "): by_name(fault) for name, fault in FAULTS.items()},
+}
+
+OF_THE_MODEL: dict[str, Callable[..., Any]] = {
+    "every norm x 1.02": scaled("layernorm", 1.02),
+    "final norm x 1.1": scaled("model.norm", 1.1),
+    "head x 0.9 (logits)": scaled("embed_tokens", 0.9),
+    "embedding of some tokens exchanged": other_model(
+        lambda policy: {name: (t, t.roll(1, 0)) for name, t in weights(policy, "embed_tokens").items()}
+    ),
+    "bias x 1.5": scaled("q_proj.base_layer.bias", 1.5),
+    "layers' norms swapped": swapped("layers.0.input_layernorm", "layers.1.input_layernorm"),
+    "RoPE theta": scaled("inv_freq", 0.5),
+    "o_proj's adapter x 1.5": scaled("o_proj.lora_B", 1.5),
+    "gate's and up's adapters swapped": swapped("gate_proj.lora_B", "up_proj.lora_B"),
+}
+
+
+def faults_of(engine: Any) -> dict[str, Callable[..., Any]]:
+    """Those that an engine can be given: weights are changed in the trainer's model, which one engine samples with."""
+    return OF_ANY_ENGINE | (OF_THE_MODEL if isinstance(engine, TransformersEngine) else {})

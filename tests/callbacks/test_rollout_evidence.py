@@ -1,0 +1,65 @@
+"""Completions that are no draws from the policy stop the run in their rollout; draws never do, resumed or not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from callbacks.rollout_evidence import RolloutEvidence
+from qerl_pl.tools.report import read_curves
+from tests.integration.conftest import load_last
+
+AT = 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("2 % of the tokens altered", "differ from the trainer's"),
+        ("log-probabilities shifted by one", "differ from the trainer's"),
+        ("log-probabilities NaN", "differ from the trainer's by nan"),
+        ("one completion copied over its group", "repeat others of the same prompt"),
+        ("a constant seed", "repeat others of the same prompt"),
+        ("old adapter for later completions", "does not compute with the current policy"),
+    ],
+)
+def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
+    sabotage = ("--trainer.callbacks+=tests.bench.bench_faults.RolloutFault", f"--trainer.callbacks.fault={fault}")
+    with pytest.raises(RuntimeError, match=said):
+        run("fit", tmp_path, "--trainer.max_steps", "4", *sabotage, f"--trainer.callbacks.at={AT}")
+    assert load_last(tmp_path)["global_step"] == AT, "nothing was learned from it"
+
+
+@pytest.mark.slow
+def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
+    run("fit", tmp_path, "--trainer.max_steps", "4")
+    state = load_last(tmp_path)["callbacks"]["RolloutEvidence"]
+    assert len(state["gaps"]) == 4
+    assert len(state["seen"]) == 4 * 16
+    curves = read_curves(tmp_path)
+    assert max(curves["evidence/gap"].values) < 1e-5, "with noise on both sides"
+    other = RolloutEvidence()
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"false_alarm": 0.0}, "false_alarm is 0"),
+        ({"false_alarm": math.nan}, "false_alarm is nan"),
+        ({"max_gap": math.inf}, "max_gap is inf"),
+        ({"max_jump": 1.0}, "max_jump is 1"),
+        ({"warn_jump": math.nan}, "warn_jump is nan"),
+        ({"window": 1}, "window is 1"),
+        ({"silent_rollouts": 0}, "silent_rollouts is 0"),
+        ({"remembered": -1}, "remembered is -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_mean_nothing_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        RolloutEvidence(**settings)
