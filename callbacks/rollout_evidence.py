@@ -183,8 +183,7 @@ class RolloutEvidence(Callback):
         self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept
 
     def _count_silence(self, rollout: Rollout) -> None:
-        experience = rollout.experience
-        has_signal = bool(((experience.advantages != 0) & experience.mask.any(dim=1)).any())
+        has_signal = bool(rollout.signal.any())
         self._silent = 0 if any(ranks.gather_values(has_signal)) else self._silent + 1
         if self._silent and self._silent % self.silent_rollouts == 0:
             rank_zero_warn(
@@ -224,7 +223,7 @@ def _moments(pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequ
     oracle, noise = TransformersEngine(), pl_module.norm_noise
     oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len, seed=0)
     try:
-        oracle.set_norm_noise(noise.sigma, noise.seed)
+        noise.put_on(oracle)
         for rows in micro_batches(lengths, check_limit(pl_module.longest_row)):
             width, device = int(lengths[rows].max()), pl_module.device
             mask = sampled[rows, :width]

@@ -92,7 +92,7 @@ def token_moments(
     rows = max(1, chunk_bytes // (4 * _accumulator(hidden).itemsize * len(weight)))  # logits, log p, p and a product
     logprobs, entropy, varentropy = (_per_token(hidden) for _ in range(3))
     for part in _chunks(hidden, rows):
-        log_p = (_logits(hidden[part], weight, None) / temperature).log_softmax(dim=1)  # [R, V]
+        log_p = (fp32_logits(hidden[part], weight) / temperature).log_softmax(dim=1)  # [R, V]
         p = log_p.exp()
         logprobs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
         entropy[part] = -(p * log_p).sum(dim=1)
