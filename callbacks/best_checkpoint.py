@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 BEST = "best"
 
@@ -33,7 +34,11 @@ class BestCheckpoint(ModelCheckpoint):
         best = Path(self.dirpath) / f"{BEST}{self.FILE_EXTENSION}"
         if trainer.ckpt_path is None or not best.exists():
             return
-        kept = trainer.strategy.checkpoint_io.load_checkpoint(best)
+        try:
+            kept = trainer.strategy.checkpoint_io.load_checkpoint(best)
+        except ValueError as error:  # it is no part of what the run goes on from
+            rank_zero_warn(f"{str(error).partition(';')[0]}; the next validation writes another")
+            return
         score = kept["callbacks"].get(self.state_key, {}).get("best_model_score")
         if score is not None and kept["global_step"] <= trainer.global_step:
             self.best_model_path = self.kth_best_model_path = str(best)

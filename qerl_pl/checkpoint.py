@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -21,6 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from qerl_pl import checkpoint_file
+from qerl_pl.checkpoint_file import Damaged
 from qerl_pl.policy.lora import LoraSettings
 
 LAST = "last.ckpt"
@@ -60,9 +61,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         background_bytes = (storage_options or {}).get("background_bytes")
         tensors = _tensors(checkpoint)
         if background_bytes is None or sum(tensor.nbytes for tensor in tensors) < background_bytes:
-            _write(checkpoint, Path(path))
+            checkpoint_file.write(checkpoint, Path(path))
             return
-        self._writing = self._in_background(_write, self._copy(checkpoint, tensors), Path(path))
+        self._writing = self._in_background(checkpoint_file.write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
         """Whether ``wait`` returns at once."""
@@ -124,46 +125,35 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Load tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
 
         Raises:
-            ValueError: the file is damaged and there is nothing to fall back to.
+            ValueError: the file is damaged and there is nothing to fall back to; every damaged file is named.
         """
         path = Path(path)
         try:
-            return _read(path, map_location or "cpu")
+            return self._load(path, map_location)
+        except ValueError as error:
+            previous = path.with_name(PREVIOUS)
+            if path.name != LAST or not previous.exists():
+                raise
+            try:
+                found = self._load(previous, map_location)
+            except ValueError as second:
+                raise ValueError(f"{error}\n{second}") from second
+            self.damaged = path
+            rank_zero_warn(f"{str(error).partition(';')[0]}; going on from {previous}, the one before it")
+            return found
+
+    def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
+        try:
+            found = checkpoint_file.read(path, map_location or "cpu")
+            checkpoint_file.check_contents(found)
+            return found
         except (FileNotFoundError, PermissionError):
             raise
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            previous = path.with_name(PREVIOUS)
-            if path.name == LAST and previous.exists():
-                self.damaged = path
-                rank_zero_warn(f"the checkpoint {path} is damaged; going on from {previous}, the one before it")
-                return self.load_checkpoint(previous, map_location)
+        except (Damaged, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by --ckpt_path, or "
                 "delete it to start anew"
             ) from error
-
-
-def _read(path: Path, map_location: Any) -> dict[str, Any]:
-    """Tensors and builtins, after the checksums of all that the file holds: torch looks at none of them."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise zipfile.BadZipFile(f"{damaged} is not what was written")
-    return torch.load(path, map_location=map_location, weights_only=True)
-
-
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    """To a file beside the target, which is then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        torch.save(checkpoint, temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"could not write the checkpoint {path}: {error}; earlier ones are untouched") from error
-    os.replace(temporary, path)
 
 
 def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:

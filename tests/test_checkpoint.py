@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -16,10 +17,11 @@ import torch
 from qerl_pl.checkpoint import SafeCheckpointIO
 
 IN_BACKGROUND = {"background_bytes": 0}
+PARTS: dict[str, Any] = {"state_dict": {}, "identity": {}, "optimizer_states": [], "global_step": 3}
 
 
 def checkpoint() -> dict[str, Any]:
-    return {"step": 3, "state": {"weight": torch.arange(6.0), "moments": [torch.ones(2, 3), torch.tensor(2)]}}
+    return {**PARTS, "state": {"weight": torch.arange(6.0), "moments": [torch.ones(2, 3), torch.tensor(2)]}}
 
 
 @pytest.fixture
@@ -37,14 +39,14 @@ def test_what_is_loaded_is_what_was_there_when_it_was_saved(io, tmp_path, option
     saved["state"]["moments"].clear()
     io.wait()
     found, expected = io.load_checkpoint(tmp_path / "folder" / "a.ckpt"), checkpoint()
-    assert found["step"] == 3
+    assert found["global_step"] == 3
     assert torch.equal(found["state"]["weight"], expected["state"]["weight"])
     assert all(torch.equal(a, b) for a, b in zip(found["state"]["moments"], expected["state"]["moments"], strict=True))
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["a.ckpt"]
 
 
 def large() -> dict[str, Any]:
-    return {"weight": torch.arange(10000.0)}
+    return {**PARTS, "weight": torch.arange(10000.0)}
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000, 10000, 30000, 40000])
@@ -68,6 +70,55 @@ def test_a_value_that_the_disk_has_changed_is_seen(io, tmp_path):
     path.write_bytes(written[:page] + bytes(4) + written[page + 4 :])
     with pytest.raises(ValueError, match="not what was written"):
         io.load_checkpoint(path)
+
+
+def test_one_flipped_bit_anywhere_is_seen(io, tmp_path):
+    path = tmp_path / "a.ckpt"
+    io.save_checkpoint({**PARTS, "weight": torch.arange(8.0)}, path)
+    written = path.read_bytes()
+    for place in random.Random(0).sample(range(len(written) * 8), 300):
+        changed = bytearray(written)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"a\.ckpt is damaged"):
+            io.load_checkpoint(path)
+
+
+def test_where_both_are_damaged_both_are_named(io, tmp_path):
+    for name in ("last.ckpt", "previous.ckpt"):
+        (tmp_path / name).write_bytes(b"no zip")
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged(.|\n)*previous\.ckpt is damaged"):
+        io.load_checkpoint(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"global_step": -1}, "global_step is -1"),
+        ({"global_step": 2**60}, "global_step is 1152921504606846976"),
+        ({"identity": None}, "identity is a NoneType; expected a dict"),
+        ({"state_dict": {"lora_A": torch.tensor([0.0, float("nan")])}}, "state_dict holds numbers that are not finite"),
+        ({"optimizer_states": [{"state": {0: torch.tensor(float("inf"))}}]}, "optimizer_states holds numbers that are"),
+    ],
+)
+def test_what_no_run_can_go_on_from_is_refused(io, tmp_path, what, message):
+    io.save_checkpoint(PARTS | what, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=message):
+        io.load_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("missing", PARTS)
+def test_a_checkpoint_without_a_part_is_refused(io, tmp_path, missing):
+    io.save_checkpoint({name: value for name, value in PARTS.items() if name != missing}, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=f"{missing} is missing; expected"):
+        io.load_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("value", [[1, 2], torch.ones(3), "text"])
+def test_a_file_that_holds_no_checkpoint_is_refused(io, tmp_path, value):
+    io.save_checkpoint(value, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="expected a checkpoint's dict"):
+        io.load_checkpoint(tmp_path / "a.ckpt")
 
 
 def test_a_file_that_is_not_there_is_not_damaged(io, tmp_path):
@@ -161,7 +212,9 @@ def copies(monkeypatch):
 def test_copies_of_the_same_structure_share_their_memory_and_files_do_not(io, tmp_path, copies):
     weight, other = torch.arange(6.0), torch.arange(6.0, requires_grad=True) * 2
     for name, tensor in {"a": weight, "b": other}.items():
-        io.save_checkpoint({"state": {"weight": tensor, "moments": [tensor + 1]}}, tmp_path / name, IN_BACKGROUND)
+        io.save_checkpoint(
+            {**PARTS, "state": {"weight": tensor, "moments": [tensor + 1]}}, tmp_path / name, IN_BACKGROUND
+        )
         io.wait()
     assert copies[0] == copies[1]
     for name, tensor in {"a": weight, "b": other}.items():
@@ -187,7 +240,7 @@ def test_another_structure_gets_memory_where_it_differs(io, tmp_path, copies, mo
     io.save_checkpoint(checkpoint(), tmp_path / "a", IN_BACKGROUND)
     io.wait()
     state = {"weight": torch.zeros(6), "moments": moments}
-    io.save_checkpoint({"state": state}, tmp_path / "b", IN_BACKGROUND)
+    io.save_checkpoint({**PARTS, "state": state}, tmp_path / "b", IN_BACKGROUND)
     io.wait()
     assert [any(ref is before for before in copies[0]) for ref in copies[1]] == shared
     loaded = io.load_checkpoint(tmp_path / "b")["state"]
@@ -201,7 +254,7 @@ def test_copies_from_a_gpu_are_whole_and_in_pinned_memory(io, tmp_path, copies):
     for step in range(2):
         weight = torch.full((2**26,), float(step), device="cuda")
         state = {"weight": weight, "moments": [weight[:8].view(2, 4).t(), torch.tensor(step)]}
-        io.save_checkpoint({"state": state}, tmp_path / str(step), IN_BACKGROUND)
+        io.save_checkpoint({**PARTS, "state": state}, tmp_path / str(step), IN_BACKGROUND)
         weight.fill_(-1)  # the next step
         assert [ref().is_pinned() for ref in copies[-1]] == [True, True, False]
         io.wait()

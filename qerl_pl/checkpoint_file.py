@@ -1,0 +1,101 @@
+"""A checkpoint's file: written whole, closed by a checksum over every byte, checked before a byte of it is used.
+
+torch's zip has a checksum for each entry and none for its directory, so that one flipped bit there can load memory that
+was never written. The SHA-256 of the whole zip stands behind its end, where readers of zip files do not look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+MARK = b"qerl-pl sha256:"
+TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
+PARTS = {"state_dict": dict, "identity": dict, "optimizer_states": list, "global_step": int}
+HIGHEST_STEP = 2**53  # the largest whole number up to which a double, and so a curve's x axis, has every one
+
+
+class Damaged(Exception):
+    """The file is not what was written, or does not hold what a run of this program writes."""
+
+
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write to a file beside the target, which is then renamed.
+
+    Raises:
+        OSError: the disk is full or not writable; what was there before is untouched.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, temporary)
+        with temporary.open("rb+") as file:
+            digest = _digest(file, file.seek(0, os.SEEK_END))
+            file.seek(0, os.SEEK_END)
+            file.write(MARK + digest)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write the checkpoint {path}: {error}; earlier ones are untouched") from error
+    os.replace(temporary, path)
+
+
+def read(path: Path, map_location: Any) -> dict[str, Any]:
+    """Tensors and builtins of a file that is, byte for byte, the one that was written.
+
+    Raises:
+        Damaged: it is not, or it holds something else than a dict.
+        FileNotFoundError, PermissionError: as ``open``.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - TRAILER
+        file.seek(max(size, 0))
+        trailer = file.read()
+        if size < 0 or not trailer.startswith(MARK):
+            raise Damaged("it does not end with the checksum that was written")
+        if _digest(file, size) != trailer[len(MARK) :]:
+            raise Damaged("its bytes are not what was written")
+    found = torch.load(path, map_location=map_location, weights_only=True)
+    if not isinstance(found, dict):
+        raise Damaged(f"it holds a {type(found).__name__}; expected a checkpoint's dict")
+    return found
+
+
+def check_contents(checkpoint: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has what a run goes on from, with finite numbers.
+
+    Raises:
+        Damaged: names the part and what is wrong with it.
+    """
+    for name, kind in PARTS.items():
+        if not isinstance(checkpoint.get(name), kind):
+            found = f"is a {type(checkpoint[name]).__name__}" if name in checkpoint else "is missing"
+            raise Damaged(f"{name} {found}; expected a {kind.__name__}: it was not written by a run of this program")
+    if not 0 <= checkpoint["global_step"] < HIGHEST_STEP:
+        raise Damaged(f"global_step is {checkpoint['global_step']}; expected 0 or more optimizer steps")
+    for name in ("state_dict", "optimizer_states"):
+        apply_to_collection(checkpoint[name], Tensor, _check_finite, part=name)
+
+
+def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise Damaged(f"{part} holds numbers that are not finite (nan or inf)")
+    return tensor
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """SHA-256 of a file's first bytes."""
+    digest, left = hashlib.sha256(), size
+    file.seek(0)
+    while left and (chunk := file.read(min(left, 2**20))):
+        digest.update(chunk)
+        left -= len(chunk)
+    return digest.digest()
