@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -21,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from qerl_pl import checkpoint_file
+from qerl_pl.base_digest import base_digest
 from qerl_pl.checkpoint_file import Damaged
 from qerl_pl.policy.lora import LoraSettings
 
@@ -181,20 +181,6 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
     """The adapter's, of a run's identity."""
     found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
     return LoraSettings(**{**found, "targets": tuple(found["targets"])})
-
-
-def base_digest(base: str) -> str:
-    """Sixteen hex digits over config.json and, of each safetensors file, its header, size, first and last 64 KiB."""
-    folder, digest = Path(base), hashlib.sha256()
-    digest.update((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header_size + 65536))
-            digest.update(str(file.seek(0, os.SEEK_END)).encode())
-            file.seek(max(0, file.tell() - 65536))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -79,7 +79,8 @@ class OutputFolder:
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Add the index, the report, ``config`` and the source's tokenizer and other small files; give it its name."""
         for file in source.iterdir():
-            if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
+            hidden = file.name.startswith(".")  # what is kept about a folder is of that folder alone
+            if file.is_file() and not (hidden or file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")):
                 shutil.copyfile(file, self.partial / file.name)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
