@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from callbacks.close_engine import CloseEngine
+from callbacks.graceful_stop import GracefulStop
 from callbacks.rng_state import RNGState
+from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import LAST
+from qerl_pl.config_changes import keep_old_config
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective_words import Parser, accept_words, spelt_out
+from qerl_pl.os_errors import in_words
 from qerl_pl.published import DERIVED
+from qerl_pl.run_folder import run_folder
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -36,6 +44,12 @@ class SaveAcceptedConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and trainer.log_dir is not None:
+            text = self.parser.dump(self.config, skip_none=False)
+            changes, kept = keep_old_config(Path(trainer.log_dir, self.config_filename), text)
+            if changes:
+                listed = "".join(f"\n  {change}" for change in changes)
+                rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
         super().setup(trainer, pl_module, "fit")
 
 
@@ -44,7 +58,7 @@ class QeRLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "folder of the run; evaluations and predictions go to a folder of their own in it"
-        parser.add_argument("--run_dir", default="runs/default", help=text)
+        parser.add_argument("--run_dir", type=run_folder, default="runs/default", help=text)
         parser.link_arguments("run_dir", "trainer.default_root_dir")
         parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
         parser.link_arguments("seed_everything", "model.seed")
@@ -99,12 +113,27 @@ def main(args: list[str]) -> QeRLCLI:
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [RNGState(), StopTogether(), CloseEngine()]},
+        trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), CloseEngine()]},
     )
 
 
-if __name__ == "__main__":
+def exit_status(args: list[str]) -> int | str:
+    """Run the program.
+
+    Returns:
+        0; 128 plus the number of the signal that ended the run; or a message about what the user can mend (status 1).
+    """
     try:
-        main(sys.argv[1:])
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+        cli = main(args)
+    except SIGTERMException:
+        return 128 + signal.SIGTERM
+    except ValueError as error:
+        return f"error: {error}"
+    except OSError as error:
+        return f"error: {in_words(error)}"
+    callbacks: list[object] = getattr(cli.trainer, "callbacks", [])
+    return next((stop.exit_status for stop in callbacks if isinstance(stop, GracefulStop)), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Ctrl-C: finish the step, write a checkpoint, exit."""
+"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, exit with the signal's status."""
 
 from __future__ import annotations
 
@@ -9,34 +9,54 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
 
 class GracefulStop(Callback):
-    """The first Ctrl-C ends the run, checkpoint included, after the running RL iteration; the second one at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the running RL iteration, checkpoint included; a second one ends
+    it at once. The program's exit status is then 128 plus the signal's number, so that a scheduler does not take the
+    run for a finished one.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.graceful_stop.GracefulStop
+    """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._previous: Any = None
+        self._asked = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 128 plus the number of the signal that ended the run."""
+        return 128 + self._asked if self._asked else 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked = False
-        self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._asked = 0
+        self._previous = {number: signal.signal(number, self._handle) for number in NAMES}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked), all=False):
             trainer.should_stop = True  # LastCheckpoint sees it and saves
             rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        print("\nCtrl-C: this step ends first, then a checkpoint is written (again: stop at once)", flush=True)
+            raise SystemExit(128 + signum)
+        self._asked = signum
+        name = NAMES[signal.Signals(signum)]
+        print(f"\n{name}: this step ends first, then a checkpoint is written (again: stop at once)", flush=True)

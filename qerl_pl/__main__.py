@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from qerl_pl.os_errors import in_words
+
 COMMANDS = {
     "tiny": "make a small warm-started policy for the quickstart and for tests",
     "quantize": "write a 4-bit copy of a checkpoint",
@@ -29,7 +31,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"unknown command {argv[0]!r}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     # Imported on demand: `doctor` has to run where half of the packages are missing.
-    return importlib.import_module(f"qerl_pl.tools.{argv[0]}").main(argv[1:])
+    try:
+        return importlib.import_module(f"qerl_pl.tools.{argv[0]}").main(argv[1:])
+    except OSError as error:
+        print(f"error: {in_words(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

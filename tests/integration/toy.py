@@ -23,16 +23,17 @@ def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> l
 
 
 class CtrlC(Callback):
-    """Presses Ctrl-C when a rollout begins."""
+    """Presses Ctrl-C, or sends another signal, when a rollout begins."""
 
-    def __init__(self, at: int, times: int = 1) -> None:
+    def __init__(self, at: int, times: int = 1, number: int = signal.SIGINT) -> None:
         self.at = at
         self.times = times
+        self.number = number
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.rollout_index == self.at:
             for _ in range(self.times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.number)
 
 
 class SpoilGradient(Callback):

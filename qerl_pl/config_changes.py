@@ -1,0 +1,75 @@
+"""What a start changes in the settings of a run that goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_pl.whole import write_whole
+
+NO_SETTING = ("ckpt_path", "config")  # they say where to go on, not how
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the settings that differ, as ``key: before -> now`` with dots in the key.
+
+    Objects of a list go by their class, ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``;
+    any other list is one value.
+    """
+    old, new = dict(_flat(before)), dict(_flat(now))
+    absent = "(not set)"
+    return [
+        f"{key}: {_short(old.get(key, absent))} -> {_short(new.get(key, absent))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent) != new.get(key, absent) and key not in NO_SETTING
+    ]
+
+
+def keep_old_config(config: Path, now: str) -> tuple[list[str], Path | None]:
+    """Keep a run's config.yaml under another name where a new one will say something else.
+
+    Args:
+        config: the run's config.yaml; it need not exist.
+        now: text of the one that will be written.
+
+    Returns:
+        The changed settings, and the file that has the old ones (config.1.yaml, config.2.yaml, ...), or None.
+    """
+    if not config.exists():
+        return [], None
+    text = config.read_text(encoding="utf-8")
+    try:
+        before = yaml.safe_load(text)
+    except yaml.YAMLError:
+        before = None
+    if not isinstance(before, dict):
+        changes = [f"{config} cannot be read as YAML, so nothing can be compared"]
+    else:
+        changes = changed_settings(before, yaml.safe_load(now))
+    if not changes:
+        return [], None
+    free = next(path for n in itertools.count(1) if not (path := config.with_name(f"config.{n}.yaml")).exists())
+    write_whole(free, text)
+    return changes, free
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "class_path" in one for one in value):
+            for one in value:
+                yield key + f"[{one['class_path']}]", "there"
+                yield from _flat({"init_args": one.get("init_args") or {}}, f"{key}[{one['class_path']}].")
+        elif isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."

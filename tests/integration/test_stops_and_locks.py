@@ -1,0 +1,46 @@
+"""Signals, locks and changed settings of whole runs."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+
+import pytest
+
+import train
+from tests.integration.conftest import arguments, differences, load_last
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finished, tmp_path, number):
+    callback = "--trainer.callbacks+=tests.integration.toy.CtrlC"
+    options = ("--trainer.callbacks.at=2", f"--trainer.callbacks.number={int(number)}")
+    base, run_dir = bases["nvfp4"], tmp_path / "run"
+    assert train.exit_status(arguments("fit", base, run_dir, callback, *options)) == 128 + number
+    assert load_last(run_dir)["global_step"] == 3
+    assert train.exit_status(arguments("fit", base, run_dir, "--ckpt_path", "last")) == 0
+    assert differences(load_last(run_dir)["state_dict"], load_last(finished)["state_dict"]) == []
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(run, tmp_path):
+    with (tmp_path / ".lock").open("w") as lock:
+        lock.write("process 7 on elsewhere\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="process 7 on elsewhere trains in"):
+            run("fit", tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path):
+    run("fit", tmp_path, "--trainer.max_steps", "4")
+    old = (tmp_path / "config.yaml").read_text()
+    with pytest.warns(
+        UserWarning, match=r"model\.sampling\.temperature: 1\.0 -> 0\.9(.|\n)*trainer\.max_steps: 4 -> 5"
+    ):
+        run("fit", tmp_path, "--trainer.max_steps", "5", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
+    assert (tmp_path / "config.1.yaml").read_text() == old
+    assert "temperature: 0.9" in (tmp_path / "config.yaml").read_text()

@@ -1,0 +1,48 @@
+"""What a start changes is said, and the old settings are kept."""
+
+from __future__ import annotations
+
+import yaml
+
+from qerl_pl.config_changes import changed_settings, keep_old_config
+
+
+def test_changes_are_listed_by_their_key():
+    before = {"model": {"lr": 1.0, "engine": {"class_path": "a"}, "gone": 1}, "list": [1, {"a": 2}], "ckpt_path": None}
+    now = {"model": {"lr": 2.0, "engine": {"class_path": "a"}, "new": {}}, "list": [1, {"a": 3}], "ckpt_path": "last"}
+    assert changed_settings(before, now) == [
+        "list: [1, {'a': 2}] -> [1, {'a': 3}]",
+        "model.gone: 1 -> (not set)",
+        "model.lr: 1.0 -> 2.0",
+        "model.new: (not set) -> {}",
+    ]
+    assert changed_settings(before, before) == []
+
+
+def test_callbacks_are_compared_one_by_one():
+    def settings(**init_args: int) -> dict:
+        return {"callbacks": [{"class_path": "a.B"}, {"class_path": "c.D", "init_args": init_args}]}
+
+    assert changed_settings(settings(x=1, y=2), settings(x=3, y=2)) == ["callbacks[c.D].init_args.x: 1 -> 3"]
+    fewer = {"callbacks": settings()["callbacks"][:1]}
+    assert changed_settings(settings(), fewer) == [
+        "callbacks[c.D]: there -> (not set)",
+        "callbacks[c.D].init_args: {} -> (not set)",
+    ]
+
+
+def test_no_old_config_is_ever_overwritten(tmp_path):
+    config = tmp_path / "config.yaml"
+    assert keep_old_config(config, "a: 1") == ([], None)
+    texts = [f"a: {n}\n" for n in range(4)]
+    for text in texts:
+        changes, kept = keep_old_config(config, text)
+        assert (kept is None) == (not config.exists()) == (not changes)
+        config.write_text(text)
+    assert keep_old_config(config, texts[-1]) == ([], None)
+    assert [(tmp_path / f"config.{n}.yaml").read_text() for n in (1, 2, 3)] == texts[:3]
+    config.write_text("a: [")
+    changes, kept = keep_old_config(config, yaml.safe_dump({"a": 1}))
+    assert "cannot be read" in changes[0]
+    assert kept is not None
+    assert kept.read_text() == "a: ["

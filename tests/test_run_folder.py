@@ -1,0 +1,33 @@
+"""A run's folder is one however it is written, and errors of the system say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from qerl_pl.os_errors import in_words
+from qerl_pl.run_folder import run_folder
+
+
+@pytest.mark.parametrize(
+    "written", ["/work/runs/a", "/work/runs/a/", "$PLACE/a", "~/../work/runs/./a", "/work//runs/a"]
+)
+def test_one_folder_has_one_path(monkeypatch, written):
+    monkeypatch.setenv("PLACE", "/work/runs")
+    monkeypatch.setenv("HOME", "/home")
+    assert run_folder(written) == "/work/runs/a"
+
+
+@pytest.mark.parametrize("written", ["", "  ", "$NOT_SET_ANYWHERE/a", "${NOT_SET_ANYWHERE}", "~nobody-has-this-name/a"])
+def test_a_folder_that_cannot_be_known_is_refused(written):
+    with pytest.raises(ValueError, match="run_dir is"):
+        run_folder(written)
+
+
+def test_errors_say_what_to_do():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a.ckpt")
+    assert in_words(full).startswith("/runs/a.ckpt: the disk is full: free some space")
+    assert "the disk is full" in in_words(OSError(f"could not write the checkpoint: {full}"))
+    assert in_words(OSError("no address")) == "no address"
