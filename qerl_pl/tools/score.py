@@ -51,7 +51,12 @@ def main(argv: list[str]) -> int:
         return 1
     scored = sum(counts.values()) - counts[None]
     mean = sum(score * count for score, count in counts.items() if score is not None) / max(scored, 1)
-    print(f"{scored + counts[None]} rows, {scored} scored with mean {mean:.4f}, {counts[None]} unscored")
+    rows = scored + counts[None]
+    over_all = mean * scored / max(rows, 1)
+    print(
+        f"{rows} rows, {scored} scored with mean {mean:.4f}, {counts[None]} unscored; "
+        f"mean {over_all:.4f} with unscored rows as 0"
+    )
     for reason, count in reasons.most_common(5):
         print(f"  unscored {count}: {reason}")
     return 0

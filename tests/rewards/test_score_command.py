@@ -48,7 +48,9 @@ def test_each_row_comes_back_in_order_with_its_score(files, arguments, scores, c
     assert all(isinstance(row["reason"], str) for row in written)
     num_scored = len([each for each in scores if each is not None])
     mean = sum(each or 0 for each in scores) / num_scored
-    assert f"5 rows, {num_scored} scored with mean {mean:.4f}, {5 - num_scored} unscored" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"5 rows, {num_scored} scored with mean {mean:.4f}, {5 - num_scored} unscored" in printed
+    assert f"mean {sum(each or 0 for each in scores) / 5:.4f} with unscored rows as 0" in printed
     assert {path.name for path in files[0].parent.iterdir()} == {"rows.jsonl", "scores.jsonl"}
 
 
