@@ -10,15 +10,17 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A line of hashes that goes on with a word or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading.
-_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)")
+_HASH = re.compile(
+    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z))[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)"
+)
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
 # What may stand between two boxes that are one answer: "$ and $", ", \(", " or $x = ".
-_CONNECTOR = re.compile(
-    r"[\s$\\()\[\]]*(?:,|;|and\b|or\b)[\s$\\()\[\]]*(?:(?:and|or)\b)?[\s$\\()\[\]]*(?:[a-z]\s*=\s*)?"
-)
-_MAX_CONNECTOR = 20  # characters
+_BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
+_WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
+_CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
+_MAX_CONNECTOR = 50  # characters
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer
 from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
-from qerl_pl.rewards.unmarked import answer_alone, final_part, last_math, own_turn, stated_answer
+from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
@@ -26,16 +26,24 @@ class NumericAnswer:
             the first three.
         fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its
             last number. The latter agrees with how people label free-form solutions, but teaches a policy no format.
+        after_thoughts: whether only what follows the last ``</think>`` is read, so that an answer within the thoughts
+            never counts; thoughts that are not closed hold no answer. Text without these tags is read as a whole.
 
     Raises:
         ValueError: ``marker`` or ``fallback`` is not one of the above.
     """
 
-    def __init__(self, marker: Marker = "answer", fallback: Literal["none", "last_number"] = "none") -> None:
+    def __init__(
+        self,
+        marker: Marker = "answer",
+        fallback: Literal["none", "last_number"] = "none",
+        after_thoughts: bool = True,
+    ) -> None:
         _check("marker", marker, get_args(Marker))
         _check("fallback", fallback, ("none", "last_number"))
         self.marker: Marker = marker
         self.fallback = fallback
+        self.after_thoughts = after_thoughts
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         texts, answers = [each.text for each in completions], [prompt.answer for prompt in prompts]
@@ -55,6 +63,7 @@ class NumericAnswer:
         gold = parse_number(answer.rpartition("####")[2])
         if gold is None:
             return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
+        text = after_thoughts(text) if self.after_thoughts else text
         text = own_turn(text, self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(span)
@@ -72,14 +81,19 @@ class MathAnswer:
     Only the answer span is compared: a tagged answer, else the last box (with the default marker), of the model's own
     turn (``unmarked.own_turn``). Equal are LaTeX and plain forms of numbers, expressions, sets, intervals, points,
     matrices, equations, several values, choices and words; units do not matter. A known answer may be a solution that
-    ends in a box or in GSM8K's ``####``. Verification runs in worker processes. A row that hangs, kills its worker, or
-    whose known answer cannot be read is unscored.
+    ends in a box or in GSM8K's ``####``. A decimal stands for a value that has no finite decimals if it is that value
+    rounded or cut off at its last digit and has at least six significant digits; else values are compared exactly. Of
+    an approximation the left side counts. Verification runs in worker processes. A row that hangs or kills its worker
+    is 0 where the known answer alone can be read. A known answer that cannot be read leaves its row unscored, unless
+    the answer repeats it letter by letter.
 
     Args:
         marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
             any of the first three: the tag if there is one, else the box, else the hashes.
         fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its last
             formula or number. The latter agrees with how people label solutions, but teaches a policy no format.
+        after_thoughts: whether only what follows the last ``</think>`` is read, so that an answer within the thoughts
+            never counts; thoughts that are not closed hold no answer. Text without these tags is read as a whole.
         num_workers: processes; null for one a core, at most 4.
         time_limit: seconds of processor time a row.
 
@@ -91,6 +105,7 @@ class MathAnswer:
         self,
         marker: Marker = "any",
         fallback: Literal["none", "last_math"] = "none",
+        after_thoughts: bool = True,
         num_workers: int | None = None,
         time_limit: float = 3.0,
     ) -> None:
@@ -98,6 +113,7 @@ class MathAnswer:
         _check("fallback", fallback, ("none", "last_math"))
         self.marker: Marker = marker
         self.fallback = fallback
+        self.after_thoughts = after_thoughts
         self.verifier = Verifier(num_workers, time_limit)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -130,6 +146,7 @@ class MathAnswer:
         self.verifier.close()
 
     def _span(self, text: str) -> str | None:
+        text = after_thoughts(text) if self.after_thoughts else text
         text = own_turn(text, self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         if span is None and self.fallback == "last_math":

@@ -9,7 +9,7 @@ from qerl_pl.rewards.answers import Marker, joined, marked_answer
 
 _TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
 _END_OF_TURN = re.compile(
-    "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end\u2581of\u2581sentence)[|\uff5c]>"
+    "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|end\u2581of\u2581sentence)[|\uff5c]>"
     "|</s>|<eos>|<end_of_turn>"
 )
 _NEXT_QUESTION = re.compile(r"^(?:Q|Question|Problem|Human|User|#+ Instruction)[ \t]*:", re.MULTILINE)
@@ -25,7 +25,10 @@ _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])|\.\W*$")
 _REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^()]*\)$", re.IGNORECASE)
 # Between math delimiters, or in bold where it is no heading.
 _MATH = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+)\$"
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
+    # "$5 and $" is currency: as in Pandoc's Markdown, a closing $ has no blank before it and no digit after it.
+    r"|(?P<money>(?<!\\)\$(?=(?:<<[^<>]*>>)?[-.\d])(?!(?:\\.|[^$\\\n])*[^\s$\\]\$(?!\d)))"
+    r"|(?<!\\)\$((?:\\.|[^$\\\n])+)\$"
     r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
     re.DOTALL,
 )
@@ -36,13 +39,19 @@ _MAX_QUESTIONS = 4  # that are looked at, so that time stays linear
 _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")
 
 
+def after_thoughts(text: str) -> str:
+    """What follows the last ``</think>``; nothing where thoughts were opened and never closed."""
+    rest = text.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
+
+
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
     """Up to where the model's turn ends: a special token that was left in, or another question after its answer.
 
     Its answer is one with ``marker``, or with ``stated`` also one that only says that it is.
     """
-    end = _END_OF_TURN.search(text)
-    text = text[: end.start()] if end else text
+    end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
+    text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
     before, closed, _ = text.rpartition("</think>")
     if "<think>" in text and not closed:
         return text
@@ -78,7 +87,9 @@ def last_math(text: str) -> str | None:
     spans = []
     for match in _MATH.finditer(text):
         content = next(filter(None, match.groups())).strip()
-        if content and not (match[5] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
+        if match["money"]:
+            spans.clear()  # what is said before an amount of money is not the last value
+        elif content and not (match[6] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
             spans.append((match.start(), match.end(), content))
     if not spans:
         return None
