@@ -8,20 +8,26 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Add, Expr, Float, I, Mul, Pow, Rational, Set, UnevaluatedExpr, factorial
+from sympy import Add, Expr, Float, I, Integer, Mul, Pow, Rational, Set, UnevaluatedExpr, factorial, nsimplify, simplify
 from sympy.concrete.expr_with_limits import ExprWithLimits
+from sympy.logic.boolalg import BooleanAtom
 
 from qerl_pl.rewards.latex import SEPARATOR, letters, split_top
+from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
 
 MAX_BITS = 2**17  # of a power or factorial that is written out: milliseconds
+MAX_PLACES = 100  # of a decimal, to be a rounded value
 MAX_DIGITS = 2000  # with which a difference is looked for: 2^{-2024} beside 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
+_ENDLESS = Fraction(1, 3**900)  # makes of the digits of an irrational number a fraction that never ends, too
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
 
@@ -44,11 +50,55 @@ def equal_expressions(gold: str, found: str) -> bool:
     given = _parse(found)
     if given is None:
         return False
+    if isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
+        return False  # 1=1 is no answer; a known 2<3 is compared by its letters
     fractions = _fraction(known), _fraction(given)
-    if None not in fractions:
-        return fractions[0] == fractions[1]
+    if fractions[0] is not None and fractions[1] is not None:
+        return Number(fractions[0], percent=False).equals(Number(fractions[1], percent=False))
+    for decimal, value in ((fractions[0], given), (fractions[1], known)):
+        if decimal is not None and decimal_places(decimal) and _is_rounded(decimal, value):
+            return True
+    names = [set(re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", side)) for side in (gold, found)]
+    if names[0] != names[1] and {each.lower() for each in names[0]} == {each.lower() for each in names[1]}:
+        return False  # math-verify reads without case
     same = verify(known, given, timeout_seconds=None, allow_set_relation_comp=True)
     return same and not _provably_different(known, given)
+
+
+def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
+    """Whether two equations, as their sides, say the same: equal sides, or differences in a constant ratio.
+
+    Raises:
+        Unreadable: the known one cannot be read.
+    """
+    known, given = [_parse(side) for side in gold], [_parse(side) for side in found]
+    if None in known:
+        raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
+    if None in given or len(known) != len(given):
+        return False
+    symbols = [
+        {str(symbol) for side in sides for symbol in getattr(side, "free_symbols", ())} for sides in (known, given)
+    ]
+    if symbols[0] != symbols[1]:
+        return False
+    for order in (found, found[::-1]):
+        if all(equal_expressions(*pair) for pair in zip(gold, order, strict=True)):
+            return True
+    sides = (*known, *given)
+    if len(known) != 2 or not symbols[0] or not all(isinstance(side, Expr) for side in sides):
+        return False
+    left, right = known[0] - known[1], given[0] - given[1]
+    ratio = simplify(left / right) if right != 0 else Integer(0)
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+
+
+def is_readable(text: str) -> bool:
+    """Whether an expression, interval, relation or equation can be read, and compared with something plain."""
+    try:
+        equal_expressions(text, "1")
+    except Unreadable:
+        return False
+    return True
 
 
 def equal_relations(gold: str, found: str) -> bool:
@@ -94,7 +144,7 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Whether digits show that two numbers are not the same, or that a decimal is nowhere near the other number."""
+    """Whether digits show that two numbers are not the same."""
     if not all(isinstance(side, Expr) and side.is_number for side in (known, given)) or known == given:
         return False
     assert isinstance(known, Expr)
@@ -102,12 +152,20 @@ def _provably_different(known: object, given: object) -> bool:
     if known.has(ExprWithLimits, UnevaluatedExpr) or given.has(ExprWithLimits, UnevaluatedExpr):
         return False  # digits of integrals and series are slow; a percentage may be equal to the number that it shows
     difference = _magnitude(known - given)
-    if difference is None or difference == 0:
+    return difference is not None and difference != 0
+
+
+def _is_rounded(decimal: Fraction, value: object) -> bool:
+    """The rule of ``numbers.is_decimal_of`` for a real number that is no fraction."""
+    if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
-    if not (known.has(Float) or given.has(Float)):
-        return True
-    size = _magnitude(known)
-    return size is not None and bool(2 * difference > size)
+    places, size = decimal_places(decimal), _magnitude(value)
+    if places is None or places > MAX_PLACES or size is None or size > 10**MAX_PLACES:
+        return False
+    exact = value.evalf(places + len(str(int(size))) + 20, maxn=MAX_DIGITS)
+    if not exact.is_Float:
+        return False
+    return is_decimal_of(decimal, Fraction(str(Rational(exact))) + _ENDLESS)
 
 
 def _magnitude(number: Expr) -> Expr | None:
@@ -150,11 +208,13 @@ def _solution_set(text: str) -> Set | None:
     return union
 
 
-def _parse(text: str):
+def _parse(text: str) -> Any:
     """math-verify's reading of one expression, or None. Its own time limit needs signals: the worker has a better."""
     found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
     if not found:
         return None
+    if isinstance(found[0], Expr) and found[0].has(Float):
+        found[0] = nsimplify(found[0], rational=True)  # decimals are exact
     units = {symbol: I for symbol in getattr(found[0], "free_symbols", ()) if str(symbol) == "i"}
     try:
         return found[0].subs(units) if units else found[0]

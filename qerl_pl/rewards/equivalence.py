@@ -8,13 +8,21 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from qerl_pl.rewards.algebra import RELATION, Unreadable, equal_expressions, equal_relations
-from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, normalize, split_top, without_choice
+from qerl_pl.rewards.algebra import (
+    RELATION,
+    Unreadable,
+    equal_equations,
+    equal_expressions,
+    equal_relations,
+    is_readable,
+)
+from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
 from qerl_pl.rewards.verdict import Verdict
 
+MAX_NESTING = 60  # brackets and braces in one another, in an answer
 MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
-_SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_\{?[\w+-]+\}?)?(?:\^\{?-1\}?)?'*"
+_SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
 _QUANTITY = re.compile(r"^(?=[^=]*[A-Za-z])[^=+*/^-]+=(?P<value>[^=]+)$")  # |AB| = 5, \angle A = 30
@@ -46,11 +54,24 @@ def judge(gold: str, answer: str) -> Verdict:
     known, found = normalize(gold), normalize(answer)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
+    if "\\$" in gold and "\\%" in found and "\\%" not in known:
+        return Verdict(0.0, "a percentage is no amount of money")
+    if nesting(found) > MAX_NESTING:
+        return Verdict(0.0, f"the answer nests more than {MAX_NESTING} brackets")
     try:
         right = bool(found) and _same_answer(known, found)
     except Unreadable as error:
         return Verdict(None, str(error), "known_answer")
     return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
+
+
+def judge_known(gold: str) -> Verdict:
+    """0 if a known answer can be read by itself, else None."""
+    items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
+    values = [(_ASSIGNMENT.match(item) or {"value": item})["value"] for item in items]
+    if items and all(exact_number(each) or _is_text(each) or is_readable(each) for each in values):
+        return Verdict(0.0, "the known answer can be read")
+    return Verdict(None, f"the known answer {gold!r} cannot be read", "known_answer")
 
 
 def _same_answer(gold: str, found: str) -> bool:
@@ -72,7 +93,7 @@ def _same_answer(gold: str, found: str) -> bool:
     gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
     if gold.startswith("("):
         found = _POINT.sub("", found)
-    if RELATION.search(gold + found):
+    if RELATION.search(gold + found) and not (_is_text(gold) or _is_text(found)):
         return equal_relations(gold, found)
     # "48,384" may be two values whose comma looks as if it grouped digits
     return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(letters(gold)) == found)
@@ -103,7 +124,7 @@ def _group(text: str) -> _Group:
         items = split_top(text[1:-1], ",|;")
         if len(items) > 1 and _balanced(text[1:-1]):
             return _Group(text[0] + text[-1], items)
-    ratio = split_top(text, ":")
+    ratio = split_top(text, ":") if len(split_top(text, "=")) == 1 else []
     return _Group("::", ratio) if len(ratio) > 2 else _Group("", _values(text))
 
 
@@ -185,6 +206,8 @@ def _same_value(gold: str, found: str) -> bool:
     if letters(gold) == letters(found):
         return True
     gold, found = _sides(gold, found)
+    if re.search(r"\d_", found) and not re.search(r"\d_", gold):
+        return False  # digits in another base
     known, given = exact_number(gold), exact_number(found)
     if isinstance(known, Number) and isinstance(given, Number):
         return known.equals(given)
@@ -192,43 +215,53 @@ def _same_value(gold: str, found: str) -> bool:
         return True
     if _IN_BASE.match(gold) and _IN_BASE.match(found):
         return False  # math-verify ignores the base
-    if _is_text(gold):
+    if _is_text(gold) or _is_text(found):
         return _words(gold) == _words(found)
+    if len(split_top(gold, "=")) > 1 and len(split_top(found, "=")) > 1:
+        return equal_equations(split_top(gold, "="), split_top(found, "="))
     return equal_expressions(gold, found)
 
 
 def _sides(gold: str, found: str) -> tuple[str, str]:
     """Reduces ``x = 5`` to 5 where the other side says only 5, and both where they name the same."""
-    # One side of an approximation counts, never either: two guesses are no answer.
-    found = _exact_part(found, decimal=re.fullmatch(r"-?\d*\.\d+", gold) is not None)
+    found, gold = _exact_part(found), _exact_part(gold)
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
     if known and given:
-        if letters(known["name"]) == letters(given["name"]) or "(" in known["name"] + given["name"]:
+        names = [letters(each["name"]).lower() for each in (known, given)]
+        if names[0] == names[1] or _renamed(names, given):
             return known["value"], given["value"].rsplit("=", 1)[-1].strip()
         return gold, found
-    if "=" not in found:
-        value = known or _QUANTITY.match(gold)
+    sides, num_known = split_top(found, "="), len(split_top(gold, "="))
+    if len(sides) == 1:
+        value = known or (_QUANTITY.match(gold) if num_known > 1 else None)
         return (value["value"], found) if value else (gold, found)
-    if "=" not in gold:
-        first, _, last = found.rpartition("=")
+    if num_known == 1:
+        first, last = "=".join(sides[:-1]), sides[-1]
         reversed_assignment = re.fullmatch(r"\s*[A-Za-z]\s*", last) and not re.fullmatch(r"[A-Za-z]", gold)
         return gold, (first if reversed_assignment else last).strip()
     return gold, found
 
 
-def _exact_part(text: str, *, decimal: bool) -> str:
-    """Of ``1/3 \\approx 0.333`` the exact side, or the decimal one if that is what the known answer is."""
+def _renamed(names: list[str], given: re.Match[str]) -> bool:
+    """Whether one name is of a function's value and the other a plain one: f(x) may be called y, but not sin(x) c."""
+    functions = [name for name in names if "(" in name]
+    says_nothing = letters(given["value"]).lower() == names[1]
+    return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
+
+
+def _exact_part(text: str) -> str:
+    """The left side of ``1/3 \\approx 0.333``, of ``x \\approx 5`` the value: never either, as two guesses are none."""
     parts = re.split(r"\\approx", text)
-    if len(parts) != 2 or not re.search(r"\d", parts[0]):
-        return parts[-1].strip()
-    return parts[1 if decimal else 0].strip()
+    return next((part for part in parts if re.search(r"\d|\\pi", part)), parts[-1]).strip()
 
 
 def _is_text(text: str) -> bool:
-    """Words, not a product of one-letter variables."""
-    return _WORDS.match(text) is not None and any(len(word) > 3 for word in re.findall(r"[A-Za-z]+", text))
+    """Words, not a product of one-letter variables: "cat" and "2 greater than 1", but not "ab" and "2ab"."""
+    least = 3 if _WORDS.match(text) else 4
+    return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 
 
 def _words(text: str) -> list[str]:
     """Words without articles and plural endings."""
-    return [word.rstrip("s") for word in re.findall(r"\w+", text.lower()) if word not in ("a", "an", "the")]
+    words = re.findall(r"\w+|[^\w\s.,;:'-]", text.lower())
+    return [word.rstrip("s") or word for word in words if word not in ("a", "an", "the")]

@@ -92,16 +92,19 @@ _SHORT_UNITS = (
     r"|kmh|km/h|m/s|cm/s|miles?/h(?:our)?)"
 )
 _SCALES = "thousand|million|billion|trillion"
-_NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_SCALES})\b)"
-_LONG_UNITS = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
+# Words that make another number of the one before them.
+_FACTORS = rf"{_SCALES}|hundred|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths"
+_NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_FACTORS})\b)"
+_FIRST_UNIT = rf"(?<=\s)(?:{_NO_UNITS}[A-Za-z]{{4,}}|the|of|per|in|for|each)\b"
+_NEXT_UNIT = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
 _UNITS = re.compile(
-    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?<=\s)m(?=\^)|(?:sq\.?\s*)?{_LONG_UNITS}(?:\s+{_LONG_UNITS})*)"
+    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?:\ssq\.?\s*)?{_FIRST_UNIT}(?:\s+{_NEXT_UNIT})*)"
     rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
 )
 _COMPOUND = re.compile(r"(?<=\d)\s*(?:hours?|hrs?|minutes?|days?|weeks?|feet|foot|ft|dollars?)\b\s*(?:and\s*)?(?=\d)")
 _TEXT_UNIT = re.compile(
     r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
-    rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_SCALES})\b)[^{{}}]*\}}"
+    rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_FACTORS})\b)[^{{}}]*\}}"
     r"(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
     r"|(?<=[\d})])\s*\\frac\{\s*\\text\{[^{}]*\}\s*\}\{\s*\\text\{[^{}]*\}(?:\^\{?\d\}?)?\s*\}$"
 )
@@ -136,7 +139,7 @@ def normalize(text: str) -> str:
     text = _unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
     text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|percent)\s*\}|\bpercent\b", r"\\%", text)
-    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", r" \1m", text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", _half_of_day, text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
     text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
@@ -153,7 +156,8 @@ def normalize(text: str) -> str:
     text = re.sub(
         r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
     )
-    text = _INTERVAL.sub(_with_round_brackets, text)
+    roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval's
+    text = _INTERVAL.sub(_with_round_brackets, roots).replace("\x02", "[").replace("\x03", "]")
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
     text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # a column vector written as a row
     text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
@@ -164,9 +168,10 @@ def normalize(text: str) -> str:
 
 
 def letters(text: str) -> str:
-    """Without what typing alone changes: blanks, case, braces around one character of a script."""
+    """Without what typing alone changes: blanks, case of words, braces around one character of a script."""
+    text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).lower()
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
 
 
 def split_top(text: str, separator: str) -> list[str]:
@@ -186,6 +191,20 @@ def split_top(text: str, separator: str) -> list[str]:
     return [part.strip() for part in (*parts, text[start:])]
 
 
+def _half_of_day(half: re.Match[str]) -> str:
+    """``p.m.`` and ``PM`` as pm."""
+    return f" {half[1].lower()}m"
+
+
+def nesting(text: str) -> int:
+    """How many brackets and braces stand in one another."""
+    depth = most = 0
+    for char in re.findall(r"[()\[\]{}]", text):
+        depth = depth + 1 if char in "([{" else max(depth - 1, 0)
+        most = max(most, depth)
+    return most
+
+
 def _commands(text: str) -> str:
     """Synonyms to one command, Unicode to commands, spacing to blanks."""
     if not text.isascii():
@@ -196,12 +215,14 @@ def _commands(text: str) -> str:
     if "matrix" not in text:  # doubled backslashes of badly escaped JSON
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
+    text = re.sub(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))", ",", text)
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
     text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants, set upright
     text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\.(?=\s*/)|^[\s$]*\\approx(?![A-Za-z])", "", text)
     text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
     text = re.sub(r"\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
@@ -263,7 +284,7 @@ def join_thousands(text: str) -> str:
 
 def without_choice(text: str) -> str:
     """``(C) 27`` is 27; ``(C)`` alone stays."""
-    return re.sub(r"^(?:\([A-K]\)|[A-K][.:)])\s*(?=[^\s,])", "", text)
+    return re.sub(r"^(?:\([A-K]\)|\([a-k]\)(?=\s)|[A-K][.:)])\s*(?=[^\s,])", "", text)
 
 
 def _fractions(text: str) -> str:

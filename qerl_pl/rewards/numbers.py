@@ -10,6 +10,7 @@ from typing import NamedTuple
 from qerl_pl.rewards.number_words import in_digits
 
 MAX_ANSWER = 1000  # characters; longer spans are not one number, and the limit keeps every regex below cheap
+SIGNIFICANT = 6  # digits that a decimal needs to stand for a value without finite decimals
 MAX_EXPONENT = 300  # 1e999999999 is not worth its memory
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
@@ -19,11 +20,11 @@ _NUMBER = re.compile(
     rf"(?P<top>{_DECIMAL})"
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
     rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
-    rf"(?:\s*(?P<scale>thousand|million|billion|trillion)\b)?"
+    rf"(?:\s*(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
     rf"(?P<percent>\s*(?:%|percent\b))?",
     re.IGNORECASE,
 )
-_SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {"": 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
 # What makes more of a number than its digits say: a root, a factorial, a variable, "half of 10", "2 and a half".
@@ -31,6 +32,7 @@ _EXPRESSION = re.compile(
     "[\u221a-\u221c\u03c0]"
     r"|\d!|(?<![A-Za-z])pi(?![A-Za-z])|\d(?![gmslhLCF]\b)[A-Za-z]\b"
     r"|\b(?i:sqrt|root|log|ln|sin|cos|tan|half|twice|thrice|double|triple|not)[\s(]+(?:of\s+)?[-+]?[\d.]"
+    r"|\d\s*-?(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths)\b"
     r"|\band\s+[a-z]+[\s-]+(?:half|thirds?|quarters?|fourths?|fifths?)\b"
 )
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
@@ -75,16 +77,45 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """Equal values. A percentage equals the bare number it shows (``50%`` and 50) and the share it means (0.5)."""
+        """Equal values, or one the decimal of the other by ``is_decimal_of``.
+
+        A percentage equals the bare number it shows (``50%`` and 50) and the share it means (0.5).
+        """
         if self.value == other.value:
             return True
-        return self.percent != other.percent and self._share() == other._share()
+        if self.percent == other.percent:
+            return is_decimal_of(self.value, other.value) or is_decimal_of(other.value, self.value)
+        return self._share() == other._share()
 
     def __str__(self) -> str:
         return f"{self.value}{'%' if self.percent else ''}"
 
     def _share(self) -> Fraction:
         return self.value / 100 if self.percent else self.value
+
+
+def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
+    """Whether ``decimal`` is ``value``, which no finite decimal is, rounded or cut off at its last digit.
+
+    It has to have ``SIGNIFICANT`` digits: 0.333333 stands for 1/3, and 0.33 does not.
+    """
+    places = decimal_places(decimal)
+    if places is None or decimal_places(value) is not None:
+        return False
+    digits, exact = abs(decimal) * 10**places, abs(value) * 10**places
+    same_sign = (decimal < 0) == (value < 0)
+    return same_sign and digits >= 10 ** (SIGNIFICANT - 1) and digits in (int(exact), int(exact + Fraction(1, 2)))
+
+
+def decimal_places(value: Fraction) -> int | None:
+    """Digits after the point, or None where they never end."""
+    rest, places = value.denominator, 0
+    for prime in (2, 5):
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        places = max(places, power)
+    return places if rest == 1 else None
 
 
 def parse_number(text: str) -> Number | None:

@@ -34,7 +34,7 @@ class Verifier:
 
     Args:
         num_workers: processes; None: one a core that this process may use, at most 4.
-        time_limit: seconds of processor time a row, after which it is unscored.
+        time_limit: seconds of processor time a row.
 
     Raises:
         ValueError: an argument is not positive.
@@ -58,8 +58,10 @@ class Verifier:
     ) -> list[Verdict]:
         """The verdicts of (known answer, answer) pairs, in order. Both are short: ``numbers.MAX_ANSWER`` at most.
 
-        A row that exceeds its time limit is unscored. A row whose worker dies is tried once more, then unscored. Equal
-        rows are judged once: the completions of a group often answer the same.
+        A row whose worker dies is tried once more. A row that exceeds its time limit or the memory, or ends its worker
+        twice, is 0 if the known answer alone can be read: the answer is at fault, and must be no shelter from a
+        negative advantage. Else it is unscored. Equal rows are judged once: the completions of a group often answer
+        the same.
 
         Args:
             rows: the known answer, and the part of the completion that answers.
@@ -74,6 +76,7 @@ class Verifier:
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
+                self._blame(verdicts)
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
@@ -94,7 +97,16 @@ class Verifier:
         self._workers: list[_Worker] = []
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
-    def _run(self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object]) -> list[Verdict]:
+    def _blame(self, verdicts: dict[tuple[str, str], Verdict]) -> None:
+        """Makes 0 of rows without a score where the known answer alone can be read."""
+        failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
+        golds = list(dict.fromkeys(gold for gold, _ in failed))
+        known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: None), strict=True))
+        for row in failed:
+            if known[row[0]].score is not None:
+                verdicts[row] = Verdict(0.0, f"{verdicts[row].reason}; the known answer alone can be read")
+
+    def _run(self, rows: Sequence[tuple[str, str | None]], progress: Callable[[int], object]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         waiting = deque(_Row(index, retried=False) for index in range(len(rows)))
         failed_starts = 0
@@ -162,7 +174,7 @@ class _Worker:
         self.deadline = time.monotonic() + START_LIMIT
         self._received = b""
 
-    def send(self, row: _Row, gold: str, answer: str, limit: float) -> None:
+    def send(self, row: _Row, gold: str, answer: str | None, limit: float) -> None:
         """Start on a row. If the process has died, the next ``receive`` tells."""
         self.row, self.limit = row, limit
         self.deadline = time.monotonic() + WALL_FACTOR * limit
@@ -179,7 +191,7 @@ class _Worker:
             return None
         chunk = os.read(self.stdout.fileno(), 65536)
         if not chunk:
-            status = self.stop()
+            status = self.stop(patience=1.0)  # it has closed its output, so it is ending
             died = _Failure(f"its process died twice (exit status {status})", "crash")
             self.failure = late if status == -signal.SIGPROF else died
             return None
@@ -193,8 +205,10 @@ class _Worker:
         self.deadline = float("inf")
         return Verdict(*json.loads(line))
 
-    def stop(self) -> int:
-        """Kill and reap; the exit status, negative for the signal that ended it."""
+    def stop(self, patience: float = 0.0) -> int:
+        """Reap, after a kill where it still runs; the exit status, negative for the signal that ended it."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
         self.process.kill()
         status = self.process.wait()
         self.stdout.close()

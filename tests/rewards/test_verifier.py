@@ -50,16 +50,29 @@ def easy(count: int) -> tuple[list[tuple[str, str]], list[float]]:
     return rows, [float(n % 3 != 0) for n in range(count)]
 
 
-def test_a_hanging_row_is_unscored_and_the_others_keep_their_order(verifier):
+def test_a_hanging_row_is_wrong_and_the_others_keep_their_order(verifier):
     rows, scores = easy(40)
     rows[7] = rows[23] = HANGING
     verdicts = verifier.judge(rows)
-    assert verdicts[7].score is verdicts[23].score is None
+    assert verdicts[7].score == verdicts[23].score == 0.0
     assert "more than 0.5 s" in verdicts[7].reason
-    assert verdicts[7].cause == "hang"
+    assert verdicts[7].cause is None
     assert [v.score for n, v in enumerate(verdicts) if n not in (7, 23)] == [
         s for n, s in enumerate(scores) if n not in (7, 23)
     ]
+
+
+def test_a_known_answer_that_hangs_alone_leaves_its_row_unscored(verifier):
+    (verdict,) = verifier.judge([HANGING[::-1]])
+    assert verdict.score is None
+    assert verdict.cause == "hang"
+
+
+@pytest.mark.parametrize(
+    "answer", ["10^{10^{10}}", "(10^9)!", "(" * 300 + "5" + ")" * 300, "{" * 990, "\\sin", "\\frac{1}{0}", "1=[1,2)"]
+)
+def test_an_answer_that_explodes_is_wrong_where_the_known_one_is_plain(verifier, answer):
+    assert verifier.judge([("5", answer)])[0].score == 0.0
 
 
 def test_equal_rows_are_judged_once_and_counted_each(verifier):
@@ -67,7 +80,7 @@ def test_equal_rows_are_judged_once_and_counted_each(verifier):
     start = time.monotonic()
     verdicts = verifier.judge([HANGING, ("5", "5.0")] * 200, done.append)
     assert time.monotonic() - start < 200 * verifier.time_limit
-    assert [verdict.score for verdict in verdicts] == [None, 1.0] * 200
+    assert [verdict.score for verdict in verdicts] == [0.0, 1.0] * 200
     assert sum(done) == 400
 
 
@@ -95,7 +108,7 @@ def test_workers_that_die_between_batches_are_replaced(verifier):
 
 
 @pytest.mark.slow
-def test_a_row_whose_worker_dies_twice_is_unscored():
+def test_a_row_whose_worker_dies_twice_is_wrong():
     verifier = Verifier(num_workers=1, time_limit=30.0)
     stop = threading.Event()
 
@@ -111,9 +124,8 @@ def test_a_row_whose_worker_dies_twice_is_unscored():
     verdict, after = verifier.judge([HANGING, ("5", "5.0")])
     stop.set()
     killer.join()
-    assert verdict.score is None
+    assert verdict.score == 0.0
     assert f"status {-signal.SIGKILL}" in verdict.reason
-    assert verdict.cause == "crash"
     assert after.score == 1.0
     verifier.close()
 
@@ -131,7 +143,7 @@ def test_it_works_off_the_main_thread(verifier):
     thread = threading.Thread(target=lambda: found.extend(verifier.judge([*rows, HANGING])))
     thread.start()
     thread.join()
-    assert [verdict.score for verdict in found] == [*scores, None]
+    assert [verdict.score for verdict in found] == [*scores, 0.0]
 
 
 @pytest.mark.slow
