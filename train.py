@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,6 +21,7 @@ from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import LAST
+from qerl_pl.cli_errors import of_the_value
 from qerl_pl.config_changes import keep_old_config
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective_words import Parser, accept_words, spelt_out
@@ -75,6 +78,7 @@ class QeRLCLI(LightningCLI):
         """
         command = str(self.subcommand)
         config = self.config[command]
+        loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and folders of a run are its logger's: leave that on")
         if command == "fit":
@@ -84,6 +88,7 @@ class QeRLCLI(LightningCLI):
                     f"{config.run_dir} has a run already ({last}): go on with it by --ckpt_path last, or start another "
                     "by --run_dir"
                 )
+            self._log_to(config.run_dir, loggers)
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(Path(config.run_dir, "checkpoints", f"{config.ckpt_path}.ckpt"))
@@ -91,7 +96,14 @@ class QeRLCLI(LightningCLI):
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
         policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""
         folder = str(Path(config.run_dir, command, name.lower() + policy))
-        config.trainer.default_root_dir = config.trainer.logger.init_args.save_dir = folder
+        config.trainer.default_root_dir = folder
+        self._log_to(folder, loggers)
+
+    @staticmethod
+    def _log_to(folder: str, loggers: Sequence[Namespace]) -> None:
+        for logger in loggers:
+            if "save_dir" in logger.get("init_args", {}):
+                logger.init_args.save_dir = folder
 
     def _parse_ckpt_path(self) -> None:
         """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""
@@ -128,7 +140,7 @@ def exit_status(args: list[str]) -> int | str:
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except ValueError as error:
-        return f"error: {error}"
+        return f"error: {of_the_value(str(error))}"
     except OSError as error:
         return f"error: {in_words(error)}"
     callbacks: list[object] = getattr(cli.trainer, "callbacks", [])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
+from qerl_pl.cli_errors import in_short
 from qerl_pl.published import completed
 
 OPTION = "--model.objective"
@@ -28,6 +30,18 @@ class Parser(LightningArgumentParser):
             if key.endswith("model.objective"):
                 namespace[key] = Namespace(completed(vars(namespace[key])))
         return super().dump(namespace, *args, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the program with an error that fits on a screen; jsonargparse's begins with the usage, a hundred lines.
+
+        Raises:
+            SystemExit: with status 2.
+        """
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        keys = [action.dest for action in parser._actions]
+        self.exit(2, f"error: {in_short(message, keys=keys, arguments=sys.argv[1:])}\n")
 
 
 def spelt_out(arguments: list[str]) -> list[str]:

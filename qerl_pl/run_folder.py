@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentTypeError
 
 
 def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: ``~`` and environment variables are replaced, ``a/./b/`` becomes ``a/b``.
 
     Raises:
-        ValueError: the path is empty, or names a variable that is not set or a user that does not exist.
+        ArgumentTypeError: the path is empty, or names a variable that is not set or a user that does not exist.
     """
     if not text.strip():
-        raise ValueError("run_dir is empty; expected a folder, e.g. runs/first")
+        raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
     path = os.path.expanduser(os.path.expandvars(text))
     if "$" in path or path.startswith("~"):
-        raise ValueError(f"run_dir is {text!r}, in which a variable or a user is not known: write it out")
+        raise ArgumentTypeError(f"run_dir is {text!r}, in which a variable or a user is not known: write it out")
     return os.path.normpath(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from argparse import ArgumentTypeError
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_one_folder_has_one_path(monkeypatch, written):
 
 @pytest.mark.parametrize("written", ["", "  ", "$NOT_SET_ANYWHERE/a", "${NOT_SET_ANYWHERE}", "~nobody-has-this-name/a"])
 def test_a_folder_that_cannot_be_known_is_refused(written):
-    with pytest.raises(ValueError, match="run_dir is"):
+    with pytest.raises(ArgumentTypeError, match="run_dir is"):
         run_folder(written)
 
 

@@ -44,3 +44,37 @@ def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path):
         run("fit", tmp_path, "--trainer.max_steps", "5", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
     assert (tmp_path / "config.1.yaml").read_text() == old
     assert "temperature: 0.9" in (tmp_path / "config.yaml").read_text()
+
+
+def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run, bases, tmp_path):
+    loggers = tmp_path / "loggers.yaml"
+    each = "{class_path: lightning.pytorch.loggers.%s, init_args: {save_dir: elsewhere, name: '', version: ''}}"
+    loggers.write_text(f"trainer: {{logger: [{each % 'TensorBoardLogger'}, {each % 'CSVLogger'}]}}")
+    run_dir = tmp_path / "run"
+    run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "4")
+    run("validate", run_dir, "-c", str(loggers), "--ckpt_path", "last")
+    folders = {path.parent for path in run_dir.rglob("metrics.csv")}
+    assert folders == {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
+    assert run_dir in folders
+    assert len(folders) == 2
+
+
+def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):
+    def said(*more: str) -> str:
+        monkeypatch.setattr("sys.argv", ["train.py"])
+        with pytest.raises(SystemExit) as stopped:
+            raise SystemExit(train.exit_status(arguments("fit", bases["nvfp4"], tmp_path / "run", *more)))
+        status, printed = stopped.value.code, capfd.readouterr().err
+        return status if isinstance(status, str) else printed.strip().splitlines()[-1]
+
+    callback = "--trainer.callbacks+=callbacks.last_checkpoint.LastCheckpoint"
+    expected = {
+        (callback, "--trainer.callbacks.every_n_rollouts=0"): "error: every_n_rollouts is 0; expected at least 1",
+        ("--model.samplng.temperature", "1"): "did you mean model.sampling.temperature?",
+        ("--run_dir", ""): "run_dir is empty",
+        ("--trainer.callbacks+=callbacks.nothing.X",): "has no attribute 'nothing'",
+    }
+    for more, message in expected.items():
+        assert message in said(*more), more
+    (tmp_path / "file").write_text("")
+    assert "is a file" in said("--run_dir", str(tmp_path / "file" / "run"))

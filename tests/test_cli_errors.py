@@ -1,0 +1,47 @@
+"""Errors of the command line fit on a screen and name what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from qerl_pl.cli_errors import in_short, of_the_value
+
+KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
+UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
+Subtypes: [list[Callback], <class 'Callback'>, <class 'NoneType'>]
+Errors:
+  - every_n_rollouts is 0; expected at least 1
+  - Not a valid subclass of Callback
+    Subclass types expect one of:
+    - a class path (str)
+    - a dict with class_path entry
+  - Expected a <class 'NoneType'>
+Given value type: <class 'list'>
+Given value: [<object>]"""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "unrecognized arguments: --model.samplng.temperature 0.5",
+        "Subcommand 'fit' does not accept option 'model.samplng.temperature'",
+    ],
+)
+def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
+    config = tmp_path / "a.yaml"
+    config.write_text("model:\n  samplng: {temperature: 1}\n")
+    said = in_short(message, keys=KEYS, arguments=["fit", "-c", str(config)])
+    assert "there is no setting model.samplng.temperature" in said
+    assert "did you mean model.sampling.temperature?" in said
+    assert str(config) in said
+    assert str(config) not in in_short(message, keys=KEYS, arguments=["fit", "-c", str(tmp_path / "none.yaml")])
+
+
+def test_a_constructors_error_is_its_own_text():
+    assert of_the_value(UNION) == "trainer.callbacks: every_n_rollouts is 0; expected at least 1"
+    assert in_short(UNION, keys=KEYS, arguments=[]) == of_the_value(UNION)
+
+
+@pytest.mark.parametrize("message", ["the run has 2 rollouts", "a\nb\nc\nd\ne\nf\ng"])
+def test_our_own_errors_stay_as_they_are(message):
+    assert of_the_value(message) == message
