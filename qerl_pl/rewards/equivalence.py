@@ -103,6 +103,7 @@ def _bare_solutions(text: str) -> str:
     """Drops set builders around a condition, names of points, and what an integer parameter may be."""
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
+    text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
     text = re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
     point = _ASSIGNMENT.match(text)
     if point and point["name"].startswith("("):

@@ -13,6 +13,8 @@ from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 from qerl_pl.types import Completion, Prompt
 
+_EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # of unknowns: no number
+
 
 class NumericAnswer:
     """1 if the last marked answer is the prompt's number, exactly; else 0. For GSM8K and its like.
@@ -60,8 +62,9 @@ class NumericAnswer:
         return verdicts
 
     def _judge(self, text: str, answer: str) -> Verdict:
-        gold = parse_number(answer.rpartition("####")[2])
-        if gold is None:
+        known = answer.rpartition("####")[2]
+        gold = parse_number(known)
+        if gold is None or _EQUATION.search(known):
             return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
         text = after_thoughts(text) if self.after_thoughts else text
         text = own_turn(text, self.marker, stated=self.fallback != "none")

@@ -76,7 +76,7 @@ class Verifier:
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
-                self._blame(verdicts)
+                self._blame(verdicts, progress)
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
@@ -97,11 +97,11 @@ class Verifier:
         self._workers: list[_Worker] = []
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
-    def _blame(self, verdicts: dict[tuple[str, str], Verdict]) -> None:
+    def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
         """Makes 0 of rows without a score where the known answer alone can be read."""
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
-        known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: None), strict=True))
+        known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
         for row in failed:
             if known[row[0]].score is not None:
                 verdicts[row] = Verdict(0.0, f"{verdicts[row].reason}; the known answer alone can be read")

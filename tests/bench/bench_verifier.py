@@ -2,7 +2,7 @@
 
 For the numbers of docs/scorers.md: --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
 Prints one JSON line, and none (with exit status 1) if a row is lost or misjudged, a process is left behind, or a row
-that does not hang is unscored.
+is unscored, or one that hangs is not 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, st
         scores.append(float(not wrong))
     for index in sorted(rng.sample(range(num_rows), num_hanging)):
         rows.insert(index, ("5", f"9^{{9^{{9^{{{index + 2}}}}}}}"))
-        scores.insert(index, None)
+        scores.insert(index, 0.0)
     return rows, scores
 
 
@@ -86,6 +86,7 @@ def main() -> int:
         "time_limit_s": args.time_limit,
         "seconds": seconds,
         "unscored": sum(verdict.score is None for verdict in verdicts),
+        "zero_for_hanging": sum("more than" in verdict.reason for verdict in verdicts),
         "processes_started": len(seen),
         "peak_bytes_a_worker": peak,
         "device": "cpu",

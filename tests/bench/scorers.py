@@ -127,8 +127,8 @@ VERIFIER = """
 ## Rows that hang
 
 {rows} rows, of which {hanging} hang, with {workers} workers on {cores} cores and {time_limit_s:g} s of processor time a
-row; {killed} workers were killed with SIGKILL on the way. In {seconds:.0f} s every row got its verdict: {unscored}
-unscored, the others right; {processes_started} processes were started, none was left. Measured by
+row; {killed} workers were killed with SIGKILL on the way. In {seconds:.0f} s every row got its verdict, those that hang
+the score 0, {unscored} none; {processes_started} processes were started, none was left. Measured by
 `python -m tests.bench.bench_verifier` at commit {commit}."""
 
 

@@ -66,6 +66,8 @@ SAME = [
     ("-1812", ["(b) -1812"]),
     ("-1./3", ["-\\frac{1}{3}"]),
     ("\\approx 24.33", ["24.33"]),
+    ("2E_1+1", ["1+2E_1", "2 E_1 + 1"]),
+    ("-1<x\\leq1:(-1,1]", ["(-1,1]", "-1<x\\leq 1"]),
     # words, units and numbers in words
     ("5", ["5 apples", "5 apples a basket", "5 per basket", "5\\text{ apples}"]),
     ("500", ["5 hundred"]),
@@ -115,6 +117,8 @@ OTHER = [
     ("f(x)=x+1", ["g(x)=x+1"]),
     ("4", ["4 \\approx 5.5 \\text{ or } 5.5", "5.5 \\approx 4"]),
     ("5.5", ["4 \\approx 5.5"]),
+    ("2E_1+1", ["2E_2+1", "2F_1+1"]),
+    ("-1<x\\leq1:(-1,1]", ["[-1,1]", "1=1"]),
     ("\\$36", ["36\\%"]),
     # letters and words that are no units
     ("5a", ["5"]),

@@ -79,6 +79,12 @@ def test_a_solution_with_amounts_of_money_is_right_for_the_reward_of_formulas():
     assert not lost
 
 
+@pytest.mark.parametrize("known", ["$\\frac{x^{2}}{2}-y^2=1$", "x+y=1", "x^2 = 1"])
+def test_an_equation_of_unknowns_is_no_known_number(known):
+    assert NumericAnswer("any").judge(["<answer>1</answer>"], [known])[0].cause == "known_answer"
+    assert NumericAnswer("any").judge(["<answer>1</answer>"], ["x = 1"])[0].score == 1.0
+
+
 @pytest.mark.parametrize("between", [" \\quad \\text{and} \\quad ", ", ", "$ and $", " \\text{ or } ", ",\\quad "])
 def test_boxes_with_only_a_conjunction_between_them_are_one_answer(between):
     assert last_boxed(f"\\boxed{{4}}{between}\\boxed{{5}}") == "4, 5"

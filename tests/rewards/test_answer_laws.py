@@ -1,0 +1,88 @@
+"""Laws of the comparison over drawn answers: what is wrong is never right, however it is written, and the reverse."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qerl_pl.rewards.equivalence import judge
+from qerl_pl.rewards.numbers import decimal_places, is_decimal_of, parse_number
+
+FRACTIONS = st.fractions(min_value=-1000, max_value=1000, max_denominator=60)
+FORMS = [
+    lambda x: f"{x.numerator}/{x.denominator}",
+    lambda x: f"\\frac{{{x.numerator}}}{{{x.denominator}}}",
+    lambda x: f"\\dfrac{{{3 * x.numerator}}}{{{3 * x.denominator}}}",
+    lambda x: f"x = {x}",
+    lambda x: f"$\\boxed{{{x}}}$",
+    lambda x: f"\\left({x}\\right)",
+    lambda x: f"{x} \\text{{ apples}}",
+    lambda x: f"{x + 1} - 1",
+    lambda x: f"\\frac{{{2 * x.numerator}\\pi}}{{{2 * x.denominator}\\pi}}",
+]
+form = st.sampled_from(FORMS)
+NOTHING = ["1=1", "1=0", "x=x", "0=0", "y=y", "2<3", "\\sin(x)=\\sin(x)", ""]
+
+
+@given(FRACTIONS, form, form)
+def test_equal_values_are_equal_in_every_notation_and_either_way_round(value, one, other):
+    assert judge(str(value), one(value)).score == judge(str(value), other(value)).score == 1.0
+    assert judge(other(value), str(value)).score == 1.0
+
+
+@given(FRACTIONS, FRACTIONS.filter(bool), form, form)
+def test_another_value_is_never_right_in_any_notation(value, error, one, other):
+    assert judge(one(value), other(value + error)).score == 0.0
+
+
+@given(
+    st.integers(-9, 9), st.integers(-9, 9).filter(bool), st.integers(1, 5), st.integers(1, 9), st.sampled_from(NOTHING)
+)
+def test_an_equation_equals_its_multiples_and_neither_others_nor_what_always_holds(a, b, factor, error, nothing):
+    gold = f"x^2+{a}y={b}".replace("+-", "-")
+    multiple = f"{factor}x^2+{factor * a}y={factor * b}".replace("+-", "-")
+    assert judge(gold, multiple).score == 1.0
+    assert judge(gold, f"{b}=x^2+{a}y".replace("+-", "-")).score == 1.0
+    assert judge(gold, f"x^2+{a}y={b + error}".replace("+-", "-")).score == 0.0
+    assert judge(gold, f"x^2+{a + error}y={b}".replace("+-", "-")).score == 0.0
+    assert judge(gold, nothing).score == 0.0
+
+
+@given(FRACTIONS, st.integers(0, 12), st.integers(-3, 3))
+def test_a_decimal_is_right_if_it_is_exact_or_rounded_or_cut_off_at_six_digits_or_more(value, places, last):
+    exact = abs(value) * 10**places
+    digits = int(exact) + last
+    written = f"{'-' if value < 0 else ''}{digits // 10**places}.{digits % 10**places:0{places}d}" if places else None
+    if written is None or digits < 0:
+        return
+    decimal = Fraction(written)
+    expected = decimal == value or is_decimal_of(decimal, value)
+    assert judge(str(value), written).score == float(expected)
+    assert judge(written, str(value)).score == float(expected)
+    known, given_number = parse_number(str(value)), parse_number(written)
+    assert known is not None
+    assert given_number is not None
+    assert known.equals(given_number) == given_number.equals(known) == expected
+    assert not expected or abs(decimal - value) < Fraction(1, 10 ** (decimal_places(decimal) or 0))
+
+
+@given(FRACTIONS, FRACTIONS)
+def test_a_decimal_stands_for_no_value_that_has_finite_decimals(one, other):
+    assert not (is_decimal_of(one, other) and is_decimal_of(other, one))
+    assert not is_decimal_of(one, Fraction(one.numerator, 8))
+    assert not is_decimal_of(one, one)
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 999), st.sampled_from("abckmnxy"), st.sampled_from(["hundred", "squared", "factorial", "halves"]))
+def test_a_letter_or_a_factor_behind_a_number_changes_it(number, letter, factor):
+    for written in (f"{number}{letter}", f"{number} {letter}", f"1+{number - 1}{letter}", f"{number} {factor}"):
+        assert judge(str(number), written).score == 0.0
+        assert judge(written, str(number)).score != 1.0
+
+
+@given(st.permutations(["red", "green", "blue", "yellow"]), st.permutations(["red", "green", "blue", "yellow"]))
+def test_words_are_compared_in_order(one, other):
+    assert judge(" before ".join(one), " before ".join(other)).score == float(one == other)
