@@ -23,6 +23,7 @@ from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
 from qerl_pl.module import DTYPES
+from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.whole import write_whole
 
 GIB = 2**30
@@ -38,8 +39,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for train.py; repeatable")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the card (default: model.gpu_memory, or this card's)")
-    parser.add_argument("--json", type=Path, help="write the plan there")
-    parser.add_argument("--picture", type=Path, help="draw the plan there, as PNG")
+    parser.add_argument("--json", type=output_file, help="write the plan there")
+    parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
     options, more = parser.parse_known_args(argv)
     try:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qerl_pl.tools.event_files import Scalar, read_scalars
+from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.whole import write_whole
 
 CURVES = (
@@ -38,9 +39,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m qerl_pl report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders; each becomes a column")
     parser.add_argument(
-        "--picture", type=Path, help="write the curves there as PNG (default: RUN/curves.png for one run)"
+        "--picture",
+        type=picture_file,
+        help="draw the curves into this PNG, PDF or SVG file (default: RUN/curves.png for one run)",
     )
-    parser.add_argument("--json", type=Path, help="write the table there, one JSON line a run")
+    parser.add_argument("--json", type=output_file, help="write the table there, one JSON line a run")
     options = parser.parse_args(argv)
     try:
         curves = {run: read_curves(run) for run in options.runs}
@@ -62,19 +65,30 @@ def main(argv: list[str]) -> int:
 def read_curves(run: Path) -> dict[str, Curve]:
     """Every scalar of a run. Where a resumed run logged a step again, the later value stands.
 
+    What cannot be read of a damaged or cut off event file is left out, and said on stderr.
+
     Raises:
-        ValueError: the folder holds no event file.
+        ValueError: the folder holds no event file, or none of which anything can be read.
     """
-    if not any(run.glob("events.out.tfevents.*")):
+    files = sorted(run.glob("events.out.tfevents.*"))
+    if not files:
         raise ValueError(f"{run} holds no TensorBoard event files")
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
-    curves = {}
-    for tag in events.Tags()["scalars"]:
-        latest = {event.step: event for event in sorted(events.Scalars(tag), key=lambda event: event.wall_time)}
-        found = [latest[step] for step in sorted(latest)]
-        curves[tag] = Curve(sorted(latest), [event.value for event in found], [event.wall_time for event in found])
-    return curves
+    scalars: list[Scalar] = []
+    for path in files:
+        found, lost = read_scalars(path)
+        if lost:
+            print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
+        scalars += found
+    if not scalars:
+        raise ValueError(f"the event files of {run} hold no scalars: the run logged none, or they are damaged")
+    latest: dict[str, dict[int, Scalar]] = {}
+    for scalar in sorted(scalars, key=lambda scalar: scalar.time):
+        latest.setdefault(scalar.tag, {})[scalar.step] = scalar
+    return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def _curve(scalars: list[Scalar]) -> Curve:
+    return Curve([one.step for one in scalars], [one.value for one in scalars], [one.time for one in scalars])
 
 
 def summarize(curves: dict[str, Curve]) -> dict[str, float]:

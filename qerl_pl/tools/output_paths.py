@@ -1,0 +1,35 @@
+"""Types of command line arguments that name a file to write: what cannot be one is refused before any work is done."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def output_file(text: str) -> Path:
+    """Check that a path can be a file's.
+
+    Raises:
+        ArgumentTypeError: it is a folder, or one of its parents is a file.
+    """
+    path = Path(text)
+    if not text.strip() or path.is_dir():
+        raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
+    above = next((parent for parent in path.parents if parent.exists()), Path())
+    if not above.is_dir():
+        raise ArgumentTypeError(f"{above} is a file and not a folder, so {text!r} cannot be written")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Check that a path can be a picture's.
+
+    Raises:
+        ArgumentTypeError: as ``output_file``, or the name's end is of no picture that can be drawn.
+    """
+    path = output_file(text)
+    if path.suffix.lower() not in PICTURES:
+        raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
+    return path

@@ -1,0 +1,93 @@
+"""The report of a run whose event files are damaged, and arguments that are no files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.tools.report import read_curves
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    folder = tmp_path / "run"
+    with SummaryWriter(str(folder)) as writer:
+        for step in range(20):
+            writer.add_scalar("val/accuracy", step / 4, step)
+            writer.add_scalar("time/step_s", 1.0, step, new_style=True)
+    return folder
+
+
+def events(run: Path) -> Path:
+    [path] = run.glob("events.out.tfevents.*")
+    return path
+
+
+def test_whole_files_give_every_value_and_no_warning(run, capsys):
+    curves = read_curves(run)
+    assert curves["val/accuracy"].values == [step / 4 for step in range(20)]
+    assert curves["time/step_s"].steps == list(range(20))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.5, 0.99])
+def test_of_a_file_that_was_cut_the_rest_is_read_and_the_gap_said(run, capsys, kept):
+    data = events(run).read_bytes()
+    events(run).write_bytes(data[: int(len(data) * kept)])
+    steps = read_curves(run)["val/accuracy"].steps
+    assert steps == list(range(len(steps)))
+    assert 0 < len(steps) <= 20
+    assert "is damaged or cut off" in capsys.readouterr().err
+
+
+def test_every_flipped_byte_is_said_and_no_value_is_wrong(run, capsys):
+    data = events(run).read_bytes()
+    for place in range(400, len(data), 37):
+        changed = bytearray(data)
+        changed[place] ^= 16
+        events(run).write_bytes(changed)
+        curve = read_curves(run)["val/accuracy"]
+        assert curve.values == [step / 4 for step in curve.steps]
+        assert "is damaged or cut off" in capsys.readouterr().err, place
+
+
+def test_a_later_start_counts_where_both_logged_a_step(run):
+    with SummaryWriter(str(run), filename_suffix=".again") as writer:
+        writer.add_scalar("val/accuracy", 7.0, 19)
+    assert read_curves(run)["val/accuracy"].values[-2:] == [18 / 4, 7.0]
+
+
+@pytest.mark.parametrize("content", [b"", b"no events", bytes(100)])
+def test_files_of_which_nothing_can_be_read_are_an_error(run, capsys, content):
+    events(run).write_bytes(content)
+    assert command(["report", str(run)]) == 2
+    assert "hold no scalars" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["report", "plan"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--picture", ".", "'.' is a folder; expected a file"),
+        ("--picture", "curves.foo", "does not end in one of .png, .pdf, .svg"),
+        ("--json", ".", "'.' is a folder; expected a file"),
+        ("--json", "pyproject.toml/a", "pyproject.toml is a file and not a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_any_work(run, capsys, monkeypatch, name, option, value, message):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    arguments = ["report", str(run)] if name == "report" else ["plan", "-c", "configs/quickstart.yaml"]
+    with pytest.raises(SystemExit) as stopped:
+        command([*arguments, option, value])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_table_is_written_beside_the_picture(run, tmp_path):
+    assert command(["report", str(run), "--json", str(tmp_path / "a" / "t.jsonl")]) == 0
+    assert json.loads((tmp_path / "a" / "t.jsonl").read_text())["RL steps"] == 20
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
