@@ -14,7 +14,7 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Add, Expr, Float, I, Mul, Pow, Rational, Set, UnevaluatedExpr, factorial, nsimplify, simplify
+from sympy import Add, Expr, Float, I, Mul, Pow, Rational, Set, UnevaluatedExpr, cancel, factorial, nsimplify, simplify
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.logic.boolalg import BooleanAtom
 
@@ -96,7 +96,8 @@ def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
     first, second = ((left / right).subs(point).evalf(15) for point in points)
     if first.is_Number and second.is_Number and abs(first - second) > abs(first) * _SAME_RATIO:
         return False  # much faster than to find it out by algebra
-    ratio = simplify(left / right)
+    ratio = cancel(left / right)
+    ratio = ratio if ratio.is_number else simplify(ratio)
     return bool(ratio.is_number and ratio.is_finite and ratio != 0)
 
 
