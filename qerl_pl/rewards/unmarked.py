@@ -27,7 +27,7 @@ _REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^(
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
     # "$5 and $" is currency: as in Pandoc's Markdown, a closing $ has no blank before it and no digit after it.
-    r"|(?P<money>(?<!\\)\$(?=(?:<<[^<>]*>>)?[-.\d])(?!(?:\\.|[^$\\\n])*[^\s$\\]\$(?!\d)))"
+    r"|(?P<money>(?<=\d)\$(?=[\s,.;)])|(?<!\\)\$(?=(?:<<[^<>]*>>)?[-.\d])(?!(?:\\.|[^$\\\n])*[^\s$\\]\$(?!\d)))"
     r"|(?<!\\)\$((?:\\.|[^$\\\n])+)\$"
     r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
     re.DOTALL,

@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple, get_args
 
 Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
-"""Why a row is unscored: the known answer cannot be read; it alone took too long, ended its process twice, took too much
-memory (an answer that does so for a readable one is 0); a reward returned None and does not say."""
+"""Why a row is unscored: the known answer cannot be read; it alone took too long, ended its process twice, took too
+much memory (an answer that does so for a readable one is 0); a reward returned None and does not say."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 

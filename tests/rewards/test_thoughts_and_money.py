@@ -42,6 +42,7 @@ def test_an_answer_in_the_thoughts_counts_only_where_that_is_asked_for(text, aft
         "It was $x = 5$ at first. She pays $40.",
         "That is $12-$7=$5 a day for 3 days",
         "$1,200.50/month",
+        "at 20$, she earns 20*65 = $1300 a year",
     ],
 )
 def test_amounts_of_money_are_no_formulas(text):
