@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qerl_pl.checkpoint import SafeCheckpointIO, lora_settings
+from qerl_pl.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
+from qerl_pl.tools.model_card import model_card
 
 
 def main(argv: list[str]) -> int:
@@ -28,9 +31,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {in_words(error)}", file=sys.stderr)
+        return 1
     print(f"adapter of rank {settings.rank} written to {options.output}")
     if settings.train_norms:
         print("it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not")
@@ -38,7 +44,9 @@ def main(argv: list[str]) -> int:
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, whole or not at all.
+    """Write the adapter's settings, its weights and a model card, whole or not at all.
+
+    The base is named by its absolute path, so that the folder may be moved; a model's name on a hub stays a name.
 
     Args:
         run: folder of a run.
@@ -50,6 +58,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint is damaged, or ``output`` exists.
+        OSError: the output cannot be written; nothing is left of it.
     """
     config_file = run / "config.yaml"
     if not config_file.exists():
@@ -62,15 +71,22 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     adapter, settings = found["state_dict"], lora_settings(found["identity"])  # config.yaml may be of a later start
+    base = str(Path(model["base"]).resolve()) if Path(model["base"]).exists() else model["base"]
     temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    config = peft_config(settings, base=model["base"])
-    config.inference_mode = True
-    config.save_pretrained(str(temporary))
-    tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
-    weights = temporary / "adapter_model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors lets nobody else read it
-    os.replace(temporary, output)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        config = peft_config(settings, base=base)
+        config.inference_mode = True
+        config.save_pretrained(str(temporary))
+        weights = temporary / "adapter_model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
+        shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors lets nobody else read it
+        card = model_card(found, settings, base=base, folder=output.name, run=run.resolve().name)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        os.replace(temporary, output)
+    except SafetensorError as error:
+        raise OSError(f"could not write {output}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return settings

@@ -1,0 +1,65 @@
+"""The README.md of an exported adapter, in the form that model hubs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_pl.policy.lora import LoraSettings
+
+CARD = """\
+---
+library_name: peft
+tags: [lora, reinforcement-learning, qerl-pl]
+---
+# {run}
+
+A LoRA adapter that was trained with reinforcement learning by qerl-pl.
+
+| | |
+|---|---|
+| base | `{base}` |
+| digest of the base (config.json and weights) | `{digest}` |
+| optimizer steps | {steps} |
+| rank, alpha | {rank}, {alpha:g}{rslora} |
+| adapted linears | {targets} |
+| trained norms | {norms} |
+| seed | {seed} |
+
+It belongs to this base and to no other. `base_model_name_or_path` in adapter_config.json is where the base was when the
+adapter was exported: give another path if it has moved.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base!r})
+model = PeftModel.from_pretrained(base, {folder!r})
+```
+"""
+
+
+def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: str) -> str:
+    """Describe an exported adapter.
+
+    Args:
+        checkpoint: the one that it is from.
+        settings: the adapter's.
+        base: path or name of its base.
+        folder: name of the folder of the export.
+        run: name of the run.
+    """
+    identity = checkpoint["identity"]
+    return CARD.format(
+        run=run,
+        folder=folder,
+        base=base,
+        digest=identity["base"],
+        steps=checkpoint["global_step"],
+        rank=settings.rank,
+        alpha=settings.alpha,
+        rslora=", scaled by alpha / sqrt(rank)" if settings.rslora else "",
+        targets=", ".join(sorted(settings.targets)),
+        norms="yes (modules_to_save)" if settings.train_norms else "no",
+        seed=identity["seed"],
+    )

@@ -1,0 +1,84 @@
+"""An exported adapter says what it belongs to, and is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import torch
+import yaml
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.checkpoint import SafeCheckpointIO
+
+IDENTITY = {
+    "base": "0123456789abcdef",
+    "seed": 7,
+    "lora.rank": 4,
+    "lora.alpha": 8.0,
+    "lora.dropout": 0.0,
+    "lora.targets": ["q_proj"],
+    "lora.rslora": False,
+    "lora.train_norms": False,
+}
+
+
+def make_run(folder: Path, base: str, weight: torch.Tensor) -> Path:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base}}))
+    state = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": weight}
+    parts = {"state_dict": state, "identity": IDENTITY, "optimizer_states": [], "global_step": 12}
+    SafeCheckpointIO().save_checkpoint(parts, folder / "checkpoints" / "last.ckpt")
+    return folder
+
+
+def export(run: Path, output: Path) -> int:
+    return command(["export", "--run", str(run), "--output", str(output)])
+
+
+def test_a_card_names_the_base_and_what_the_adapter_is(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
+    assert export(run, tmp_path / "out") == 0
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base"), "a relative path is wrong from elsewhere"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
+    for said in (str(tmp_path / "base"), IDENTITY["base"], "| optimizer steps | 12 |", "| 4, 8 |", "| seed | 7 |"):
+        assert said in card
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_base_that_is_a_name_stays_a_name(tmp_path):
+    assert export(make_run(tmp_path / "run", "someone/model", torch.ones(4, 8)), tmp_path / "out") == 0
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "someone/model"
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "base", torch.tensor([[float("nan")]]))
+    assert export(run, tmp_path / "out") == 2
+    assert "state_dict holds numbers that are not finite" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "base", torch.ones(100, 1000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a write beyond it fails, as on a full disk
+    try:
+        assert export(run, tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert "could not write" in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_part_of_the_output_path_that_is_a_file_is_said(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
+    assert export(run, run / "config.yaml" / "out") == 1
+    assert "is a file and not a folder" in capsys.readouterr().err
