@@ -25,6 +25,7 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import fused_groups
+from qerl_pl.rollout.loopback import check_loopback
 
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are for servers; INFO shows, for instance, which kernels it chose
@@ -42,7 +43,9 @@ def prepare_environment() -> None:
 
     Raises:
         ValueError: the user asks for a worker process, where neither adapter nor noise can be written in place.
+        OSError: this machine has no loopback interface.
     """
+    check_loopback()
     found = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if found != "0":
         raise ValueError(

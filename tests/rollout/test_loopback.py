@@ -1,0 +1,43 @@
+"""A machine without a loopback interface is told so at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qerl_pl.rollout.loopback import WAIT, check_loopback
+
+CHECK = """
+import sys
+from qerl_pl.rollout.loopback import check_loopback
+try:
+    check_loopback()
+except OSError as error:
+    sys.exit(str(error))
+"""
+
+
+def without_network(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["unshare", "-n", *command], capture_output=True, text=True)
+
+
+def test_a_machine_with_one_passes():
+    check_loopback()
+
+
+def test_a_machine_without_one_is_told_so_at_once():
+    try:
+        possible = without_network("true").returncode == 0
+    except FileNotFoundError:
+        possible = False
+    if not possible:
+        pytest.skip("this user cannot make a network namespace")
+    start = time.perf_counter()
+    found = without_network(sys.executable, "-c", CHECK)
+    assert "cannot connect to itself at 127.0.0.1" in found.stderr
+    assert "ip link set lo up" in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert time.perf_counter() - start < WAIT + 20  # with the start of Python
