@@ -183,6 +183,18 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
     return LoraSettings(**{**found, "targets": tuple(found["targets"])})
 
 
+def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The identity that a checkpoint was written with.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = checkpoint.get("identity")
+    if not isinstance(found, Mapping) or "base" not in found:
+        raise ValueError("the checkpoint does not say of which base it is: it was not written by a run of this program")
+    return found
+
+
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to go on with a run that was started with other settings.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
-PARTS = {"state_dict": dict, "identity": dict, "optimizer_states": list, "global_step": int}
+PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
 HIGHEST_STEP = 2**53  # the largest whole number up to which a double, and so a curve's x axis, has every one
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
 from qerl_pl import ranks
-from qerl_pl.checkpoint import check_identity, run_identity
+from qerl_pl.checkpoint import check_identity, identity_of, run_identity
 from qerl_pl.correction import mismatch
 from qerl_pl.description import Indescribable, describe, digest_of
 from qerl_pl.dynamic_sampling import DynamicSampling
@@ -482,7 +482,7 @@ class QeRLModule(LightningModule):
         current = self._identity
         if self.trainer.state.fn == TrainerFn.FITTING:
             current = current | self._rollout_identity
-        check_identity(checkpoint["identity"], current)
+        check_identity(identity_of(checkpoint), current)
         if self.trainer.state.fn == TrainerFn.FITTING:
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
         self.policy.load_adapter_state(checkpoint["state_dict"])

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.checkpoint import SafeCheckpointIO, identity_of
 
 IN_BACKGROUND = {"background_bytes": 0}
-PARTS: dict[str, Any] = {"state_dict": {}, "identity": {}, "optimizer_states": [], "global_step": 3}
+PARTS: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "global_step": 3}
 
 
 def checkpoint() -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_where_both_are_damaged_both_are_named(io, tmp_path):
     [
         ({"global_step": -1}, "global_step is -1"),
         ({"global_step": 2**60}, "global_step is 1152921504606846976"),
-        ({"identity": None}, "identity is a NoneType; expected a dict"),
+        ({"state_dict": None}, "state_dict is a NoneType; expected a dict"),
         ({"state_dict": {"lora_A": torch.tensor([0.0, float("nan")])}}, "state_dict holds numbers that are not finite"),
         ({"optimizer_states": [{"state": {0: torch.tensor(float("inf"))}}]}, "optimizer_states holds numbers that are"),
     ],
@@ -112,6 +112,12 @@ def test_a_checkpoint_without_a_part_is_refused(io, tmp_path, missing):
     io.save_checkpoint({name: value for name, value in PARTS.items() if name != missing}, tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=f"{missing} is missing; expected"):
         io.load_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("found", [{}, {"identity": None}, {"identity": {"seed": 1}}])
+def test_a_checkpoint_of_another_program_is_of_no_base(found):
+    with pytest.raises(ValueError, match="was not written by a run of this program"):
+        identity_of(found)
 
 
 @pytest.mark.parametrize("value", [[1, 2], torch.ones(3), "text"])

@@ -13,7 +13,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from qerl_pl.checkpoint import SafeCheckpointIO, lora_settings
+from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.tools.model_card import model_card
@@ -70,7 +70,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         raise ValueError(f"{output} exists; give a folder that does not")
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
-    adapter, settings = found["state_dict"], lora_settings(found["identity"])  # config.yaml may be of a later start
+    adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be of a later start
     base = str(Path(model["base"]).resolve()) if Path(model["base"]).exists() else model["base"]
     temporary = output.with_name(output.name + ".tmp")
     try:

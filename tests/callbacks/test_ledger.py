@@ -115,8 +115,7 @@ def assert_balanced(curves: dict[str, Curve], *, num_steps: int) -> None:
             assert noise > 1e-4
             assert gap == pytest.approx(noise, abs=2e-5), "noise accounts for the rest"
     assert {0.0} < set(sigma)
-    assert ledger(curves, "staleness", "mean_abs")[0] == 0, "the first step of the warm-up has learning rate 0"
-    assert min(ledger(curves, "staleness", "mean_abs")[1:]) > 1e-4
+    assert min(ledger(curves, "staleness", "mean_abs")) > 1e-4, "every step moves the policy, the warm-up's first too"
 
 
 @pytest.mark.slow
