@@ -16,6 +16,7 @@ from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.sources import PromptSource
 from qerl_pl import ranks
 from qerl_pl.seeding import derive_seed
+from qerl_pl.tokenizer_check import check_chat_template
 from qerl_pl.types import Problem, Prompt
 
 
@@ -96,6 +97,7 @@ class PromptDataModule(LightningDataModule):
         if self._validation and (self._train or not reads_train):
             return
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
+        check_chat_template(tokenizer, system_prompt=self.system_prompt)
         validation = self.source.validation()
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:

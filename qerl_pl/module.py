@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
 from qerl_pl import ranks
+from qerl_pl.base_check import check_base
 from qerl_pl.checkpoint import check_identity, identity_of, run_identity
 from qerl_pl.correction import mismatch
 from qerl_pl.description import Indescribable, describe, digest_of
@@ -27,7 +28,7 @@ from qerl_pl.dynamic_sampling import DynamicSampling
 from qerl_pl.evaluation_cache import EvaluationCache
 from qerl_pl.loop import RolloutLoop
 from qerl_pl.memory.advice import plan_for
-from qerl_pl.memory.device import available_bytes
+from qerl_pl.memory.device import available_bytes, check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory, state_bytes
@@ -37,8 +38,7 @@ from qerl_pl.objective import Objective
 from qerl_pl.optimization import Schedule, check_groups, lr_scheduler, parameter_groups
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.files import Checkpoint
-from qerl_pl.quant.layouts import read_layout
+from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.checksums import checksums
@@ -120,7 +120,7 @@ class QeRLModule(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
-        read_layout(Checkpoint(base).path)  # refuses a folder that holds no model we know, before anything is built
+        base_config = check_base(base)  # before anything is built
         for name, value in (("updates_per_rollout", updates_per_rollout), ("mini_batches", mini_batches)):
             if value < 1:
                 raise ValueError(f"model.{name} is {value}; expected at least 1")
@@ -130,8 +130,7 @@ class QeRLModule(LightningModule):
             raise ValueError(f"model.warmup_steps is {warmup_steps}; expected 0 optimizer steps or more")
         if not 0 <= max_unscored_share <= 1:
             raise ValueError(f"model.max_unscored_share is {max_unscored_share}; expected 0 to 1")
-        if gpu_memory is not None and gpu_memory <= 0:
-            raise ValueError(f"model.gpu_memory is {gpu_memory}; expected more than 0 GiB, or null")
+        check_gpu_memory(gpu_memory, "model.gpu_memory")
         if sampling.temperature == 0:
             raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
         if sampling.num_completions < 2:
@@ -169,6 +168,7 @@ class QeRLModule(LightningModule):
         self.seed = seed
         self.max_prompt_tokens = max_prompt_tokens
         self.max_model_len = max_prompt_tokens + max(sampling.max_tokens, self.val_sampling.max_tokens)
+        check_window(base, base_config, longest=self.max_model_len)
         self.longest_row = max_prompt_tokens + sampling.max_tokens
         """Tokens of the longest row that may be trained on."""
         if micro_batch_tokens is not None and self.longest_row > micro_batch_tokens:

@@ -20,3 +20,10 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
+
+
+def allow_reading(path: Path) -> None:
+    """Give a file the permissions that ``open`` would: safetensors writes files that their owner alone may read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

@@ -9,6 +9,19 @@ import torch
 
 from qerl_pl.memory.parts import CONTEXT
 
+LARGEST_GPU = 4096
+"""GiB; more is a number of other units."""
+
+
+def check_gpu_memory(gib: float | None, name: str) -> None:
+    """Refuse what no card has; None is not checked.
+
+    Raises:
+        ValueError: the number is NaN, infinite, not above 0, or absurd.
+    """
+    if gib is not None and not 0 < gib <= LARGEST_GPU:
+        raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
+
 
 def used_bytes(device: torch.device) -> int:
     """Bytes taken on a GPU by all processes."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import read_layout
@@ -78,6 +79,7 @@ def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; expected a Hugging Face checkpoint folder (model.base)")
+    check_family(path)
     layout = read_layout(path)
     model = meta_model(path, dtype)
     if layout is None or not any(path.glob("*.safetensors")):

@@ -23,12 +23,12 @@ from qerl_pl.policy.lora import (
     peft_config,
 )
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
+from qerl_pl.quant.families import FAMILIES
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 
 ADAPTER = "default"
-FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 class TokenStats(NamedTuple):

@@ -35,7 +35,10 @@ class Checkpoint:
 
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
-            return sorted(set(read_json(self.path / INDEX)["weight_map"].values()))
+            weight_map = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+                raise ValueError(f"{self.path / INDEX} has no weight_map of names of tensors to names of files")
+            return sorted(set(weight_map.values()))
         names = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not names:
             raise ValueError(f"{self.path} has no .safetensors files; weights in other formats are not read")
@@ -67,11 +70,15 @@ def read_json(path: Path) -> Mapping:
     """
     try:
         value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
     return value
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name) and "/" not in name
 
 
 def _open(path: Path) -> safe_open:

@@ -130,6 +130,7 @@ def _fill(
 ) -> None:
     module = model.get_submodule(slot.module)
     meta = getattr(module, slot.leaf)
+    _check_finite(tensor, name)
     value = slot.convert(tensor, meta.shape) if slot.convert else tensor
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
     if value.shape != meta.shape or not same_kind:
@@ -139,6 +140,15 @@ def _fill(
     value = value.to(device=device, dtype=dtype if meta.is_floating_point() else meta.dtype, copy=True)
     is_parameter = isinstance(meta, nn.Parameter)
     setattr(module, slot.leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
+    """A sum is one pass without a copy; a finite tensor may overflow it, so only then is every number looked at."""
+    if not tensor.is_floating_point() or (tensor.element_size() > 1 and tensor.sum().isfinite()):
+        return
+    numbers = tensor.float()
+    if not numbers.isfinite().all():
+        raise ValueError(f"{name} holds NaN or infinity in {(~numbers.isfinite()).sum()} of {tensor.numel()} places")
 
 
 def _tie(model: PreTrainedModel, path: Path) -> None:

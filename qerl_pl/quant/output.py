@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
-from qerl_pl.whole import write_whole
+from qerl_pl.whole import allow_reading, write_whole
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")
@@ -64,9 +64,15 @@ class OutputFolder:
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error
+        allow_reading(temporary)
         os.replace(temporary, self.partial / file)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
+
+    def drop_if_empty(self) -> None:
+        """Remove the temporary folder if no file of it is finished."""
+        if not self.done:
+            shutil.rmtree(self.partial)
 
     def read(self, file: str) -> dict[str, Tensor]:
         """The tensors of a finished file."""

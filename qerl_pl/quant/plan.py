@@ -48,6 +48,11 @@ def split_linears(
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for entry in ignore:
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except re.error as error:
+                raise ValueError(f"ignore entry {entry!r} is no regular expression: {error}") from error
         if not any(is_ignored(name, [entry]) for name in linears):
             example = next(reversed(linears), None)
             raise ValueError(f"ignore entry {entry!r} matches no linear; they are named like {example!r}")

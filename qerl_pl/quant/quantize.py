@@ -9,6 +9,7 @@ With calibration data every block is measured on, and rounded for, the inputs th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
+from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
 from qerl_pl.quant.layouts import packed_weight, read_layout
 from qerl_pl.quant.loading import meta_model
@@ -30,7 +32,9 @@ from qerl_pl.quant.plan import OutputFile, fused_groups, output_files, split_lin
 from qerl_pl.quant.report import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.writers import WRITERS, Writer
+from qerl_pl.tokenizer_check import load_tokenizer
 
+LARGEST_WEIGHT = 1e6  # squares of larger ones, summed over a layer, come near to what fp32 can hold
 VERSION = 1  # of the layout and arithmetic of the output; part of its metadata
 FormatName = Literal["nvfp4", "mxfp4", "nf4"]
 Method = Literal["rtn", "mse", "awq", "gptq"]
@@ -70,6 +74,7 @@ def quantize_checkpoint(
     checkpoint = Checkpoint(model)
     if read_layout(checkpoint.path) is not None:
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
+    load_tokenizer(checkpoint.path, check_family(checkpoint.path))
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes)), output_files(checkpoint)
@@ -90,6 +95,11 @@ def quantize_checkpoint(
         for file, size in zip(files, sizes, strict=True):
             if file.name not in folder.done:
                 tensors = {name: checkpoint.read(name) for name in file.tensors}
+                try:
+                    check_weights(tensors)
+                except ValueError:
+                    folder.drop_if_empty()  # else it keeps the blocks that are done
+                    raise
                 packed = pack_file(file, tensors, file.groups(groups), writer, method, skeleton, stream, device)
                 folder.add(file.name, *packed)
             if stream is not None and file.block is not None:
@@ -159,6 +169,20 @@ def dense_tensors(
         weight = packed_weight(tensors, name, layout, shapes[name])
         dense[f"{name}.weight"] = writer.fmt.dequantize(weight, torch.float32)
     return dense
+
+
+def check_weights(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that no trained model has.
+
+    Raises:
+        ValueError: a tensor holds NaN, infinity, or a number above ``LARGEST_WEIGHT``.
+    """
+    for name, tensor in tensors.items():
+        largest = tensor.abs().amax().item() if tensor.is_floating_point() and tensor.numel() else 0.0
+        if not math.isfinite(largest):
+            raise ValueError(f"{name} holds NaN or infinity; expected finite weights")
+        if largest > LARGEST_WEIGHT:
+            raise ValueError(f"{name} holds {largest:.3g}; expected weights of at most {LARGEST_WEIGHT:g}")
 
 
 def _check_calibrated(method: Method, calibration: Calibration | None, outside: Sequence[Sequence[str]]) -> None:

@@ -296,3 +296,23 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., 
     next(iter(sharded.glob("*.safetensors"))).unlink()
     with pytest.raises(ValueError, match=r"is missing, though model\.safetensors\.index\.json names it"):
         load(sharded)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("model.norm.weight", float("nan")),
+        ("model.norm.weight", float("inf")),
+        ("model.layers.1.mlp.up_proj.weight_scale", float("nan")),
+    ],
+)
+def test_a_tensor_that_is_not_finite_is_named(make_checkpoint, tmp_path, name, number):
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    for file in (tmp_path / "packed").glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            numbers = tensors[name].float()
+            numbers.view(-1)[1] = number
+            save_file(tensors | {name: numbers.to(tensors[name].dtype)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinity in 1 of"):
+        load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")

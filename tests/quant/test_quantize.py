@@ -97,13 +97,13 @@ def test_small_files_are_copied_and_foreign_weights_are_not(
 ) -> None:
     path = make_checkpoint(shard="60KB")
     (path / "chat_template.jinja").write_text("{{ messages }}")
-    (path / "tokenizer.json").write_text("{}")
+    (path / "merges_of_mine.json").write_text("{}")
     (path / "pytorch_model.bin").write_bytes(b"weights")
     out = tmp_path / "out"
     quantize_checkpoint(path, out)
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (out / "generation_config.json").read_bytes() == (path / "generation_config.json").read_bytes()
-    assert (out / "tokenizer.json").exists()
+    assert (out / "merges_of_mine.json").exists()
     assert not (out / "pytorch_model.bin").exists()
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {file.name for file in out.glob("*.safetensors")}
@@ -219,3 +219,30 @@ def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys: pytest.Cap
             main(["--model", "m", "--output", "o", *option])
         assert exit_info.value.code == 2
         assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_that_no_model_has_are_refused_and_named(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str, number: float
+) -> None:
+    path = make_checkpoint()
+    tensors = load_file(path / "model.safetensors")
+    tensors[name][1, 2] = number
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        quantize_checkpoint(path, tmp_path / "out")
+    finished = [] if "embed" in name else ["model-00001-of-00003.safetensors"]
+    assert [file.name for file in tmp_path.glob("out*/*.safetensors")] == finished, "only finished files are left"
+    assert (tmp_path / "out.partial").exists() == bool(finished)
+
+
+def test_files_have_the_permissions_of_any_new_file(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
+    (tmp_path / "new").write_text("")
+    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+def test_a_bad_regular_expression_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["re:("])

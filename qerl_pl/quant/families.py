@@ -1,0 +1,107 @@
+"""Which models can be trained: the families, and what of their config.json is refused before any weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from qerl_pl.quant.files import CONFIG, read_json
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+POSITIVE = ("rms_norm_eps", "rope_theta")
+HIGHEST_EPS = 0.1
+"""Of rms_norm_eps: published models have 1e-6 or 1e-5."""
+
+
+def check_family(path: str | Path) -> Mapping:
+    """Read config.json of a checkpoint folder and refuse what cannot be trained.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: in one line: the family is not supported, the model is a mixture of experts, or a value of the
+            config is not one that a model can have.
+    """
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
+    config = read_json(file)
+    family = config.get("model_type")
+    if any(config.get(name) for name in EXPERTS) or "moe" in str(family):
+        raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")
+    if family not in FAMILIES:
+        raise ValueError(f"{path} is a {family!r} model; expected one of {', '.join(FAMILIES)}")
+    _check_values(file, config)
+    return config
+
+
+def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
+    """Refuse a sliding window of attention that is shorter than the longest row: the trainer attends to whole rows.
+
+    Args:
+        path: checkpoint folder, for the message.
+        config: its config.json.
+        longest: tokens of the longest prompt and completion.
+
+    Raises:
+        ValueError: rows may be longer than the window.
+    """
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", "layer_types" in config)  # Qwen's configs have a window that is off
+    layers = config.get("layer_types") or ["sliding_attention"] * (
+        config["num_hidden_layers"] - config.get("max_window_layers", 0)
+    )
+    if used and window and "sliding_attention" in layers and longest > window:
+        raise ValueError(
+            f"{path} attends within a sliding window of {window} tokens, and prompts and completions may reach "
+            f"{longest}: lower data.max_prompt_tokens or model.sampling.max_tokens, or take a base without a window"
+        )
+
+
+def _check_values(file: Path, config: Mapping) -> None:
+    for name in SIZES:
+        value = config.get(name)
+        if value is None and name in NEEDED:
+            raise ValueError(f"{file} has no {name}; take the file from the model's original folder")
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    for name in POSITIVE:
+        value = config.get(name)
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"{file}: {name} is {value!r}; expected a finite number above 0")
+    if config.get("rms_norm_eps", 0) > HIGHEST_EPS:
+        raise ValueError(f"{file}: rms_norm_eps is {config['rms_norm_eps']}; expected at most {HIGHEST_EPS}, as 1e-6")
+    heads, groups, hidden = config["num_attention_heads"], config.get("num_key_value_heads"), config["hidden_size"]
+    if groups and heads % groups:
+        raise ValueError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+    if not config.get("head_dim") and hidden % heads:
+        raise ValueError(f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    _check_ends(file, config, config["vocab_size"])
+    generation = file.with_name("generation_config.json")
+    if generation.is_file():
+        _check_ends(generation, read_json(generation), config["vocab_size"])
+
+
+def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
+    ends = config.get("eos_token_id")
+    for token in ends if isinstance(ends, list) else [ends]:
+        if token is not None and not (type(token) is int and 0 <= token < vocab_size):
+            raise ValueError(f"{file}: eos_token_id is {ends!r}; expected tokens from 0 to {vocab_size - 1}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

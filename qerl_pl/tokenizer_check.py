@@ -1,0 +1,98 @@
+"""Whether the tokenizer of a base is the one that its weights know, and its chat template says what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
+"""Text that a tokenizer has to give back: what problems and answers are written in."""
+
+
+def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint folder; transformers would make one up of what is missing.
+
+    Args:
+        path: the folder.
+        config: its config.json.
+
+    Raises:
+        ValueError: files are missing or cannot be read, or it has tokens that the model has no embeddings for.
+    """
+    folder = Path(path)
+    if not any(all((folder / name).is_file() for name in names) for names in FILES):
+        raise ValueError(
+            f"{path} has no tokenizer ({' or '.join(' with '.join(names) for names in FILES)}); copy it from the "
+            "model's original folder"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises Exception itself where a file is not what it should be
+        raise ValueError(f"{path}: the tokenizer cannot be read: {_first_line(error)}") from error
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= config["vocab_size"]:
+        raise ValueError(
+            f"{path}: the tokenizer has token {highest} and config.json says vocab_size {config['vocab_size']}; they "
+            "are not of one model"
+        )
+    return tokenizer
+
+
+def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Refuse a tokenizer that loses text: prompts would not say what the data says.
+
+    Raises:
+        ValueError: a sentence of English and arithmetic does not come back.
+    """
+    tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
+    back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    if "".join(str(back).split()) != "".join(PROBE.split()):
+        raise ValueError(
+            f"{path}: the tokenizer ({len(tokenizer)} tokens) loses text: {PROBE!r} comes back as {str(back)[:80]!r}; "
+            "copy the tokenizer's files from the model's original folder"
+        )
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None) -> None:
+    """Try the chat template on a message.
+
+    Args:
+        tokenizer: with or without a template.
+        system_prompt: text of a system turn; None: there is none.
+
+    Raises:
+        ValueError: there is no template, it fails, it leaves out the question or the system prompt, or it has no
+            generation prompt, without which the policy goes on with the user's turn.
+    """
+    name = tokenizer.name_or_path
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer {name} has no chat template; use an instruction-tuned model's")
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    messages = [*system, {"role": "user", "content": PROBE}]
+    texts = []
+    for generation_prompt in (True, False):
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False)
+        except Exception as error:  # a template is a program of its own, and any of Jinja's and Python's errors is its
+            with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
+            raise ValueError(
+                f"the chat template of {name} fails{with_system}: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        texts.append(str(text))
+    asked, told = texts
+    if PROBE not in asked:
+        raise ValueError(f"the chat template of {name} leaves out the question; it makes {asked[:80]!r} of {PROBE!r}")
+    if system_prompt is not None and system_prompt.strip() not in asked:
+        raise ValueError(f"the chat template of {name} leaves out the system turn (data.system_prompt)")
+    if asked == told:
+        raise ValueError(
+            f"the chat template of {name} has no generation prompt: add_generation_prompt changes nothing, so the "
+            "policy would go on with the user's turn"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

@@ -1,0 +1,128 @@
+"""What of a base is refused before any weight is read: families, values of config.json, tokenizers, index files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.module import DTYPES
+from qerl_pl.quant.families import check_family, check_window
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.quantize import quantize_checkpoint
+
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def folder_with(path: Path, **changes: object) -> Path:
+    """A folder of config.json alone."""
+    path.mkdir(exist_ok=True)
+    config = {name: value for name, value in {**SMALL, **changes}.items() if value != "none"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gemma3"}, "'gemma3' model; expected one of qwen2, qwen3, llama"),
+        ({"model_type": "none"}, "None model; expected one of qwen2, qwen3, llama"),
+        ({"model_type": "qwen2_moe", "num_experts": 8}, "mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": "none"}, "no num_hidden_layers"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size 64 is no multiple"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 100.0}, "rms_norm_eps is 100.0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"eos_token_id": 96}, "eos_token_id is 96; expected tokens from 0 to 95"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id is"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_alike_by_every_command(tmp_path, changes, said):
+    path = folder_with(tmp_path / "base", **changes)
+    with pytest.raises(ValueError, match=said.replace("[", ".")) as refused:
+        check_family(path)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=said.replace("[", ".")):
+        checkpoint_shape(path, DTYPES["bfloat16"])
+
+
+def test_a_config_of_each_family_is_taken(make_checkpoint: Callable[..., Path]):
+    for family in ("qwen2", "qwen3", "llama"):
+        assert check_family(make_checkpoint(family))["model_type"] == family
+
+
+def test_an_end_token_of_the_generation_config_is_checked_too(tmp_path):
+    path = folder_with(tmp_path / "base")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1000}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is 1000"):
+        check_family(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 0}, True),
+        ({"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0}, False),
+        ({"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}, False),
+        ({"use_sliding_window": False, "sliding_window": 50}, False),
+        ({"use_sliding_window": True, "sliding_window": 50, "layer_types": ["full_attention"] * 2}, False),
+        ({"sliding_window": None}, False),
+    ],
+)
+def test_a_window_shorter_than_a_row_is_refused(tmp_path, changes, refused):
+    config = {**SMALL, **changes}
+    if not refused:
+        check_window(tmp_path, config, longest=100)
+        return
+    with pytest.raises(ValueError, match="sliding window of 50 tokens"):
+        check_window(tmp_path, config, longest=100)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {}}, {"weight_map": {"a": "../b"}}])
+def test_an_index_without_a_map_is_refused(tmp_path, index):
+    path = folder_with(tmp_path / "base")
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "gemma2"}, "expected one of qwen2"), ({"num_experts": 4}, "mixture of experts")],
+)
+def test_quantize_refuses_other_families_before_any_work(make_checkpoint, tmp_path, change, said):
+    path = make_checkpoint()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=said):
+        quantize_checkpoint(path, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_quantize_refuses_a_base_without_a_tokenizer_or_with_a_larger_one(make_checkpoint, tmp_path):
+    path = make_checkpoint()
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace('"vocab_size": 96', '"vocab_size": 30').replace(": 151", ": 1"))
+    with pytest.raises(ValueError, match=r"the tokenizer has token \d+ and config\.json says vocab_size 30"):
+        quantize_checkpoint(path, tmp_path / "out")
+    (path / "config.json").write_text(config)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer \(tokenizer\.json or"):
+        quantize_checkpoint(path, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
