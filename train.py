@@ -28,6 +28,7 @@ from qerl_pl.objective_words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
 from qerl_pl.published import DERIVED
 from qerl_pl.run_folder import run_folder
+from qerl_pl.trainer_settings import check_trainer
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -81,6 +82,7 @@ class QeRLCLI(LightningCLI):
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and folders of a run are its logger's: leave that on")
+        check_trainer(config.trainer, command=command)
         if command == "fit":
             last = Path(config.run_dir, "checkpoints", LAST)
             if config.ckpt_path is None and last.exists():

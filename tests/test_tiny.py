@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import time
 from itertools import product
 from typing import Any
 
@@ -209,6 +210,19 @@ def test_a_second_run_with_the_same_settings_does_nothing(folder, tmp_path, caps
     assert {path.name: path.stat().st_mtime_ns for path in finished.iterdir()} == before
     (finished / "model.safetensors").unlink()
     assert tiny.main(["--output", str(finished), "--seed", "5"]) == 1
+
+
+def test_a_place_that_cannot_be_written_is_known_before_any_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    started = time.perf_counter()
+    with pytest.raises(OSError, match="file"):
+        tiny.make_tiny(tmp_path / "file" / "policy")
+    assert time.perf_counter() - started < 5, "the warm start takes more than a minute"
+
+
+def test_files_have_the_permissions_of_any_new_file(folder, tmp_path):
+    (tmp_path / "new").write_text("")
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
 def test_nothing_is_left_behind_where_the_policy_is_not_good_enough(tmp_path):

@@ -18,12 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.memory.advice import Change, advice, advice_text
+from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import cache_bytes, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
 from qerl_pl.module import DTYPES
+from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.tools.output_paths import output_file, picture_file
+from qerl_pl.trainer_settings import check_devices
 from qerl_pl.whole import write_whole
 
 GIB = 2**30
@@ -35,7 +38,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl plan",
         description=f"{__doc__} Reads the settings as train.py does, and of the base its config.json and the heads of "
-        "its weight files. Further arguments are those of `python train.py fit`, e.g. --model.lora.rank 64.",
+        "its weight files; a folder with config.json alone is enough. Further arguments are those of "
+        "`python train.py fit`, e.g. --model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for train.py; repeatable")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the card (default: model.gpu_memory, or this card's)")
@@ -95,8 +99,7 @@ def card_bytes(gib: float | None) -> int:
         ValueError: there is neither.
     """
     if gib is not None:
-        if gib <= 0:
-            raise ValueError(f"the GPU's memory is {gib} GiB; expected more than 0")
+        check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
     if not torch.cuda.is_available():
         raise ValueError("this machine has no GPU to plan for: say how many GiB one has, e.g. --gpu-memory 80")
@@ -116,6 +119,8 @@ def run_memory(config: Mapping[str, Any]) -> RunMemory:
         raise ValueError(f"model.engine is {kind}, whose memory is not known; VLLMEngine and TransformersEngine are")
     vllm = {field.name: engine[field.name] for field in fields(EngineMemory) if field.name in engine}
     optimizer = model["optimizer"]  # a path alone where it is a function, as the default is
+    check_counts(config)
+    check_devices(config["trainer"])
     num_devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
     return RunMemory(
         rows=-(-data["batch_size"] // (num_devices * trainer["num_nodes"])) * model["sampling"]["num_completions"],
@@ -133,6 +138,36 @@ def run_memory(config: Mapping[str, Any]) -> RunMemory:
         engine=EngineMemory(**vllm) if kind == "VLLMEngine" else None,
         batch_tokens=engine.get("batch_tokens", 0),
     )
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse numbers that no run has: classes that check their own settings are not built here.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    sampling, evaluation = model["sampling"], model["val_sampling"] or model["sampling"]
+    counts = {
+        "data.batch_size": data["batch_size"],
+        "data.max_prompt_tokens": data["max_prompt_tokens"],
+        "trainer.num_nodes": trainer["num_nodes"],
+        "model.sampling.num_completions": sampling["num_completions"],
+        "model.sampling.max_tokens": sampling["max_tokens"],
+        "model.val_sampling.max_tokens": evaluation["max_tokens"],
+        "model.lora.rank": model["lora"]["rank"],
+        "model.micro_batch_tokens": model["micro_batch_tokens"],
+    }
+    engine = model["engine"].get("init_args") or {}
+    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "block_size", "batch_tokens"):
+        counts[f"model.engine.init_args.{name}"] = engine.get(name)
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+    if unknown := sorted(set(model["lora"]["targets"]) - set(PROJECTIONS)):
+        raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(PROJECTIONS)}")
+    if not model["lora"]["targets"]:
+        raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
 
 def print_plan(found: Plan, gpu_bytes: int) -> None:

@@ -30,6 +30,7 @@ from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCaus
 
 from qerl_pl.seeding import derive_seed
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
+from qerl_pl.whole import allow_reading
 
 SFT_STEPS = 900  # at 450 the habit is there and the skill is not firm: RL stops at 0.77 on one seed in three
 BATCH_SIZE = 64
@@ -94,6 +95,9 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
+    partial = _partial(output)  # made and removed: a place that cannot be written is known before the training
+    partial.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial)
     tokenizer = make_tokenizer()
     model = random_model(tokenizer, seed=seed)
     fine_tune(model, tokenizer, seed=seed, steps=sft_steps)
@@ -255,12 +259,18 @@ def _settings(seed: int, sft_steps: int) -> dict[str, float]:
     }
 
 
+def _partial(output: Path) -> Path:
+    return output.with_name(f".{output.name}.partial")
+
+
 def _write(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, record: dict[str, object]) -> None:
     """Write beside the target, then rename: the folder appears finished or not at all."""
-    partial = output.with_name(f".{output.name}.partial")
+    partial = _partial(output)
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    for path in partial.iterdir():
+        allow_reading(path)
     (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     partial.replace(output)

@@ -115,3 +115,37 @@ def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, c
         status = stop.code
     assert status == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--gpu-memory", "nan"), "nan; expected GiB"),
+        (("--gpu-memory", "inf"), "inf; expected GiB"),
+        (("--gpu-memory", "0"), "expected GiB"),
+        (("--gpu-memory", "8", "--data.batch_size", "0"), "data.batch_size is 0"),
+        (("--gpu-memory", "8", "--model.lora.rank", "-1"), "rank"),
+        (("--gpu-memory", "8", "--model.lora.targets", "[query]"), "model.lora.targets has ['query']"),
+        (("--gpu-memory", "8", "--trainer.devices", "0"), "trainer.devices is 0"),
+        (("--gpu-memory", "8", "--trainer.num_nodes", "0"), "trainer.num_nodes is 0"),
+        (("--gpu-memory", "8", "--model.sampling.max_tokens", "-3"), "max_tokens"),
+        (("--gpu-memory", "8", "--model.micro_batch_tokens", "0"), "model.micro_batch_tokens is 0"),
+    ],
+    ids=lambda value: "=".join(value[-2:]).removeprefix("--") if isinstance(value, tuple) else "",
+)
+def test_numbers_that_no_run_has_never_fit(bases, capsys, wrong, said):
+    assert command(["plan", "-c", TOY, *wrong, "--model.base", str(bases["dense"]), *VLLM]) == 2
+    output = capsys.readouterr()
+    assert said in output.err
+    assert output.err.count("\n") == 1
+    assert "fits" not in output.out
+
+
+def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(bases, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text((bases["dense"] / "config.json").read_text())
+    assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 0
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "gemma3"}))
+    capsys.readouterr()
+    assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 2
+    assert "expected one of qwen2, qwen3, llama" in capsys.readouterr().err

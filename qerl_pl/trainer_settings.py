@@ -1,0 +1,94 @@
+"""Settings of Lightning's trainer that a run cannot have, refused by name before the trainer is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
+UNUSABLE = {
+    "accumulate_grad_batches": (1, "an optimizer step is on the whole rollout: model.micro_batch_tokens sizes passes"),
+    "gradient_clip_val": (None, "set model.max_grad_norm"),
+    "gradient_clip_algorithm": (None, "set model.max_grad_norm"),
+    "max_epochs": (-1, EPOCHS),
+    "min_epochs": (None, EPOCHS),
+    "overfit_batches": (0.0, "for a short try lower trainer.max_steps and the source's problems"),
+    "fast_dev_run": (False, "for a short try lower trainer.max_steps and model.sampling.max_tokens"),
+    "reload_dataloaders_every_n_epochs": (0, "the loader has no epochs"),
+    "barebones": (False, "a run without checkpoints and logs cannot go on"),
+}
+"""Name -> the one value that works, and what to do instead."""
+
+
+def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
+    """Refuse what Lightning would refuse by a traceback, or what would train nothing.
+
+    Args:
+        trainer: its settings.
+        command: fit, validate, test or predict.
+
+    Raises:
+        ValueError: names the setting, the value and what to use instead.
+    """
+    for name, (usable, instead) in UNUSABLE.items():
+        value = trainer.get(name, usable)
+        if value is not None and value != usable:
+            raise ValueError(f"trainer.{name} is {value}; leave it at {usable}: {instead}")
+    check_devices(trainer)
+    _check_hardware(trainer)
+    for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        limit = trainer.get(name)
+        if limit is None:
+            continue
+        if not limit >= 0 or (isinstance(limit, float) and limit > 1):
+            raise ValueError(f"trainer.{name} is {limit}; expected a number of batches, or a share up to 1.0")
+        needed = {"validate": "limit_val_batches", "fit": "limit_train_batches"}.get(
+            command, f"limit_{command}_batches"
+        )
+        if limit == 0 and name == needed:
+            raise ValueError(f"trainer.{name} is 0, with which {command} does nothing; expected more, or leave it out")
+    if command != "fit":
+        return
+    steps = trainer.get("max_steps")
+    if steps is None or steps < 1:
+        raise ValueError(f"trainer.max_steps is {steps}; expected the length of the run, at least 1 optimizer step")
+    every = trainer.get("val_check_interval")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(
+            f"trainer.val_check_interval is {every}; expected a whole number of RL iterations, at least 1 (shares of "
+            "an epoch mean nothing here: the loader has no end)"
+        )
+    log_every = trainer.get("log_every_n_steps")
+    if log_every is not None and log_every < 1:
+        raise ValueError(f"trainer.log_every_n_steps is {log_every}; expected at least 1")
+
+
+def check_devices(trainer: Mapping[str, Any]) -> None:
+    """Refuse a number of devices or nodes that is none.
+
+    Raises:
+        ValueError: names the setting and the value.
+    """
+    devices = trainer.get("devices")
+    numbers = [devices] if isinstance(devices, int) else []
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        numbers = [int(devices)]
+    if any(number < 1 and number != -1 for number in numbers) or devices in ([], ""):
+        raise ValueError(f"trainer.devices is {devices}; expected a number of devices, at least 1, or auto")
+    if (trainer.get("num_nodes") or 1) < 1 or trainer.get("num_nodes") == 0:
+        raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']}; expected at least 1")
+
+
+def _check_hardware(trainer: Mapping[str, Any]) -> None:
+    accelerator, devices = trainer.get("accelerator"), trainer.get("devices")
+    if not isinstance(accelerator, str) or accelerator in ("auto", "cpu"):
+        return
+    if accelerator not in ("gpu", "cuda"):
+        raise ValueError(f"trainer.accelerator is {accelerator!r}; expected auto, cpu or gpu (CUDA)")
+    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_found:
+        raise ValueError(f"trainer.accelerator is {accelerator!r} and this machine has no CUDA GPU; use auto or cpu")
+    if isinstance(devices, int) and devices > num_found:
+        raise ValueError(f"trainer.devices is {devices} and this machine has {num_found} GPUs")

@@ -1,0 +1,59 @@
+"""Trainer settings that a run cannot have are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qerl_pl.trainer_settings import check_trainer
+
+GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "max_steps": 8, "val_check_interval": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("max_steps", -5, "at least 1"),
+        ("max_steps", 0, "at least 1"),
+        ("max_steps", -1, "at least 1"),
+        ("val_check_interval", 0, "RL iterations"),
+        ("val_check_interval", 0.5, "RL iterations"),
+        ("val_check_interval", -2, "RL iterations"),
+        ("devices", 0, "auto"),
+        ("devices", -2, "auto"),
+        ("devices", "0", "auto"),
+        ("devices", [], "auto"),
+        ("num_nodes", 0, "at least 1"),
+        ("accumulate_grad_batches", 2, "micro_batch_tokens"),
+        ("gradient_clip_val", 1.0, "max_grad_norm"),
+        ("accelerator", "tpu", "auto, cpu or gpu"),
+        ("limit_train_batches", 0, "does nothing"),
+        ("limit_train_batches", -1, "share"),
+        ("limit_train_batches", float("nan"), "share"),
+        ("max_epochs", 3, "max_steps"),
+        ("fast_dev_run", True, "max_steps"),
+        ("overfit_batches", 2, "max_steps"),
+        ("log_every_n_steps", 0, "at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_what_to_use(name, value, instead):
+    with pytest.raises(ValueError, match=f"trainer.{name} is .*{instead}") as refused:
+        check_trainer({**GOOD, name: value}, command="fit")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"devices": "auto"}, {"devices": -1}, {"limit_val_batches": 0}])
+def test_settings_that_work_are_taken(changes):
+    check_trainer({**GOOD, **changes}, command="fit")
+
+
+def test_an_evaluation_needs_batches_of_its_own_and_no_steps():
+    check_trainer({**GOOD, "max_steps": -1, "limit_train_batches": 0}, command="test")
+    with pytest.raises(ValueError, match="limit_test_batches is 0"):
+        check_trainer({**GOOD, "limit_test_batches": 0}, command="test")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_an_accelerator_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="no CUDA GPU; use auto or cpu"):
+        check_trainer({**GOOD, "accelerator": "gpu"}, command="fit")
