@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import LAST
 from qerl_pl.cli_errors import of_the_value
 from qerl_pl.config_changes import keep_old_config
+from qerl_pl.console import quieten
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective_words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
@@ -32,12 +32,6 @@ from qerl_pl.trainer_settings import check_trainer
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-NOT_FOR_US = (
-    r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
-    r"Checkpoint directory .* exists and is not empty",  # so it should be when a run goes on
-    r"The dirpath has changed from",  # so it should be when a run is evaluated
-)
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
@@ -115,8 +109,7 @@ def main(args: list[str]) -> QeRLCLI:
     """Run one subcommand, with configs/base.yaml read before any file that the arguments name."""
     if args and args[0] in SUBCOMMANDS:
         args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
-    for message in NOT_FOR_US:
-        warnings.filterwarnings("ignore", message=message)
+    quieten()
     accept_words()
     sys.argv[1:] = args = spelt_out(args)  # LightningCLI warns when it gets both
     return QeRLCLI(

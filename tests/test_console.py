@@ -1,0 +1,49 @@
+"""What libraries say to everybody is held back, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from qerl_pl.console import MESSAGES, quieten
+
+
+@pytest.fixture(autouse=True)
+def own_filters():
+    before = {name: list(logging.getLogger(name).filters) for name in MESSAGES}
+    with warnings.catch_warnings():
+        yield
+    for name, filters in before.items():
+        logging.getLogger(name).filters = filters
+
+
+def said(tmp_path, caplog) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_model_summary=False)
+        rank_zero_info("the run's own message")
+    return caplog.text
+
+
+def test_advertisements_are_held_back_and_our_own_messages_are_not(tmp_path, caplog):
+    before = said(tmp_path, caplog)
+    assert "TPU available" in before, "Lightning no longer says it: take it out of the list"
+    quieten()
+    quieten()
+    after = said(tmp_path, caplog)
+    assert "the run's own message" in after
+    assert "TPU available" not in after
+    assert "Tip" not in after
+
+
+def test_a_first_start_that_would_go_on_is_no_warning():
+    quieten()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn('.fit(ckpt_path="last") is set, but there is no last checkpoint available. HINT', stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+    assert [str(one.message) for one in caught] == ["another one"]
