@@ -12,20 +12,24 @@ import yaml
 from qerl_pl.whole import write_whole
 
 NO_SETTING = ("ckpt_path", "config")  # they say where to go on, not how
+WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
+OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ, as ``key: before -> now`` with dots in the key.
 
     Objects of a list go by their class, ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``;
-    any other list is one value.
+    any other list is one value. Those that change what is optimised come first and say so.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
+    keys = {key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent)}
+    ordered = sorted(keys - set(NO_SETTING), key=lambda key: (not key.startswith(WHAT_IS_LEARNED), key))
     return [
-        f"{key}: {_short(old.get(key, absent))} -> {_short(new.get(key, absent))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, absent) != new.get(key, absent) and key not in NO_SETTING
+        f"{OTHER_GOAL if key.startswith(WHAT_IS_LEARNED) else ''}{key}: "
+        f"{_short(old.get(key, absent))} -> {_short(new.get(key, absent))}"
+        for key in ordered
     ]
 
 

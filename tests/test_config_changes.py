@@ -46,3 +46,12 @@ def test_no_old_config_is_ever_overwritten(tmp_path):
     assert "cannot be read" in changes[0]
     assert kept is not None
     assert kept.read_text() == "a: ["
+
+
+def test_what_changes_the_goal_comes_first_and_says_so():
+    before = {"a": 1, "model": {"sampling": {"temperature": 1.0, "num_completions": 8}, "objective": {"preset": None}}}
+    now = {"a": 2, "model": {"sampling": {"temperature": 0.9, "num_completions": 4}, "objective": {"preset": "dapo"}}}
+    found = changed_settings(before, now)
+    marked = [change.startswith("ATTENTION, what is optimised changes: model.") for change in found]
+    assert marked == [True] * 3 + [False]
+    assert found[-1] == "a: 1 -> 2"
