@@ -29,6 +29,7 @@ from qerl_pl.os_errors import in_words
 from qerl_pl.published import DERIVED
 from qerl_pl.run_folder import run_folder
 from qerl_pl.trainer_settings import check_trainer
+from qerl_pl.yaml_files import check_yaml_files
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -107,6 +108,7 @@ class QeRLCLI(LightningCLI):
 
 def main(args: list[str]) -> QeRLCLI:
     """Run one subcommand, with configs/base.yaml read before any file that the arguments name."""
+    check_yaml_files(args)
     if args and args[0] in SUBCOMMANDS:
         args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
     quieten()

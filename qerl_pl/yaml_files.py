@@ -1,0 +1,87 @@
+"""What YAML itself lets pass in a file of settings, and means nothing that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+KEYS = (
+    "run_dir",
+    "model",
+    "data",
+    "trainer",
+    "seed_everything",
+    "ckpt_path",
+    "weights_only",
+    "verbose",
+    "return_predictions",
+)
+MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
+
+
+def check_yaml_files(arguments: Sequence[str]) -> None:
+    """Check each file that a command line names by ``-c`` or ``--config``; one that is not there is the parser's.
+
+    Raises:
+        ValueError: see ``check_yaml``.
+    """
+    for index, argument in enumerate(arguments):
+        name, equals, path = argument.partition("=")
+        if argument in ("-c", "--config") and index + 1 < len(arguments):
+            path = arguments[index + 1]
+        elif not (equals and name in ("-c", "--config")):
+            continue
+        if Path(path).is_file():
+            check_yaml(Path(path))
+
+
+def check_yaml(path: Path) -> None:
+    """Refuse a key given twice (the last would win), one that is unknown, a section without a value, and a loop.
+
+    Raises:
+        ValueError: with the file and the line.
+    """
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}, line {line}: this is not YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: this is not a text in YAML: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deep to be settings") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path}: expected settings as `key: value`, at the top {', '.join(KEYS)}")
+    _check_node(path, root, ())
+    for key, value in root.value:
+        if key.value.removesuffix("+") not in KEYS:
+            raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; expected one of {', '.join(KEYS)}")
+        if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:
+            raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
+
+
+def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...]) -> None:
+    if id(node) in above:
+        raise ValueError(f"{_place(path, node)}: an alias (*) stands for something that it is itself in")
+    above = (*above, id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _check_node(path, entry, above)
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ValueError(f"{_place(path, key)}: a key is a list or a mapping; expected a word")
+            if key.value in lines and key.value != "<<":
+                first = lines[key.value]
+                raise ValueError(f"{_place(path, key)}: {key.value!r} is given a second time (first in line {first})")
+            lines[key.value] = key.start_mark.line + 1
+            _check_node(path, value, above)
+
+
+def _place(path: Path, node: yaml.Node) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"

@@ -1,0 +1,54 @@
+"""What YAML lets pass is refused with the file and the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.yaml_files import check_yaml, check_yaml_files
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {}\ntrainer: {}\nmodel: {}\n", "line 3: 'model' is given a second time .first in line 1."),
+        ("model:\n  lora:\n    rank: 3\n    rank: 4\n", "line 4: 'rank' is given a second time .first in line 3."),
+        ("modell: {}\n", "line 1: 'modell' is no setting; expected one of run_dir, model"),
+        ("model:\n", "line 1: model has no value"),
+        ("data: {}\nrun_dir: null\n", "line 2: run_dir has no value"),
+        ("model: &a\n  lora: *a\n", "line 1: an alias"),
+        ("model: &a [1, *a]\n", "line 1: an alias"),
+        ("model: {\n", "line 2: this is not YAML"),
+        ("model: [1\ndata: 3\n", "this is not YAML"),
+        ("\tmodel: 3\n", "this is not YAML"),
+        ("- model\n", "expected settings as"),
+        ("model\n", "expected settings as"),
+        ("? [model]\n: 3\n", "a key is a list"),
+        ("model: {a: \x00}\n", "not a text in YAML"),
+        ("model: " + "[" * 3000, "nested too deep|not YAML"),
+    ],
+)
+def test_it_is_refused_with_file_and_line(tmp_path, text, said):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    for arguments in (["-c", str(path)], [f"--config={path}"], ["--trainer.max_steps", "3", "--config", str(path)]):
+        with pytest.raises(ValueError, match=said) as refused:
+            check_yaml_files(arguments)
+        assert str(refused.value).startswith(str(path))
+        assert "\n" not in str(refused.value)
+
+
+def test_files_of_this_repository_are_taken():
+    paths = [path for path in ROOT.glob("configs/**/*.yaml") if path.parent.name != "shared"]  # those are parts
+    assert len(paths) > 50
+    for path in paths:
+        check_yaml(path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "model: &a {lora: {rank: 3}}\nckpt_path: null\n"])
+def test_what_is_in_order_is_taken(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    check_yaml(tmp_path / "run.yaml")
