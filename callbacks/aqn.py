@@ -55,8 +55,8 @@ class AdaptiveQuantizationNoise(Callback):
         self.noise_precision: Literal["float32", "compute"] = noise_precision
         self._warned = False
 
-    def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        if pl_module.num_rollouts < self.num_stages:
+    def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        if stage == "fit" and pl_module.num_rollouts < self.num_stages:
             raise ValueError(
                 f"the run has {pl_module.num_rollouts} rollouts for {self.num_stages} noise stages; lower num_stages "
                 "or raise trainer.max_steps"

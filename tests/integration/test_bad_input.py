@@ -8,7 +8,8 @@ import resource
 import shutil
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from qerl_pl.tools.export import export_adapter
 from tests.integration.conftest import IN_BACKGROUND, launch, load_last
@@ -23,8 +24,8 @@ from tests.integration.conftest import IN_BACKGROUND, launch, load_last
         (("--model.max_grad_norm", "-1"), "max_grad_norm is -1"),
         (("--model.warmup_steps", "-5"), "warmup_steps is -5"),
         (("--model.max_unscored_share", "5"), "max_unscored_share is 5"),
-        (("--model.updates_per_rollout", "3"), "max_steps.*8.*updates_per_rollout.*3"),
-        (("--model.mini_batches", "3", "--trainer.max_steps", "9"), "batch_size.*4 prompts.*mini_batches.*3"),
+        (("--model.updates_per_rollout", "3", "--trainer.max_steps", "13"), "max_steps.*13.*updates_per_rollout.*3"),
+        (("--model.mini_batches", "3", "--trainer.max_steps", "12"), "batch_size.*4 prompts.*mini_batches.*3"),
         (("--model.mini_batches", "0"), "mini_batches is 0; expected at least 1"),
         (("--model.micro_batch_tokens", "50"), "micro_batch_tokens"),
         (("--model.sampling.num_completions", "1"), "at least 2"),
@@ -42,6 +43,17 @@ def test_settings_that_do_not_fit_are_refused(run, tmp_path, wrong, said):
     with pytest.raises(ValueError, match=said):
         run("fit", tmp_path, *wrong)
     assert not (tmp_path / "completions").exists(), "a rollout was sampled all the same"
+
+
+def test_a_run_too_short_for_its_noise_is_refused_before_the_base_is_read(run, bases, tmp_path):
+    base = shutil.copytree(bases["nvfp4"], tmp_path / "base")
+    for file in base.glob("*.safetensors"):
+        if "model.norm.weight" in (tensors := load_file(file)):
+            save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * torch.nan}, file)
+    with pytest.raises(ValueError, match="3 rollouts for 4 noise stages"):
+        run("fit", tmp_path / "run", "--model.base", str(base), "--trainer.max_steps", "3")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN"):
+        run("fit", tmp_path / "run", "--model.base", str(base))
 
 
 @pytest.mark.parametrize(
