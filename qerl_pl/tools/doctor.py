@@ -25,6 +25,14 @@ PACKAGES = (
     "safetensors",
 )
 
+TESTED = {
+    "torch": ("2.11", "2.13"),
+    "triton": ("3.6", "3.9"),
+    "transformers": ("5.17", "5.19"),
+    "vllm": ("0.32",),
+}
+"""Versions, by their first two numbers, that this release's tests and measurements ran with."""
+
 
 def main(argv: list[str]) -> int:
     """Print one line a check; returns 0 if the quickstart can run, else 1."""
@@ -61,7 +69,15 @@ def _python() -> str:
 
 def _package(name: str) -> str:
     importlib.import_module({"compressed-tensors": "compressed_tensors", "math-verify": "math_verify"}.get(name, name))
-    return importlib.metadata.version(name)
+    return with_advice(name, importlib.metadata.version(name))
+
+
+def with_advice(name: str, version: str) -> str:
+    """Say beside a version that it was never tested with this release, and which were; of other packages nothing."""
+    tested = TESTED.get(name)
+    if tested is None or ".".join(version.split(".")[:2]) in tested:
+        return version
+    return f"{version}, never tested with this release (tested: {', '.join(f'{each}.x' for each in tested)})"
 
 
 def _gpu() -> str:
@@ -81,7 +97,7 @@ def _vllm() -> str:
         raise RuntimeError("vLLM is not installed: `make venv` installs the build for this machine")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     importlib.import_module("vllm")
-    return f"{names[0]} {importlib.metadata.version(names[0])}"
+    return f"{names[0]} {with_advice('vllm', importlib.metadata.version(names[0]))}"
 
 
 def _nvfp4() -> str:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from qerl_pl.__main__ import main as command
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
+from qerl_pl.tools.doctor import with_advice
 from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last
 
@@ -238,6 +239,19 @@ for lora in (None, LoRARequest("adapter", 1, {str(exported)!r})):
 def test_export_says_what_is_missing(tmp_path, capsys):
     assert command(["export", "--run", str(tmp_path), "--output", str(tmp_path / "a")]) == 2
     assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("torch", "2.13.0+cpu", "2.13.0+cpu"),
+        ("torch", "2.12.1", "2.12.1, never tested with this release (tested: 2.11.x, 2.13.x)"),
+        ("vllm", "0.33.0", "0.33.0, never tested with this release (tested: 0.32.x)"),
+        ("safetensors", "9.9", "9.9"),
+    ],
+)
+def test_the_doctor_says_which_versions_were_never_tested(name, version, said):
+    assert with_advice(name, version) == said
 
 
 def test_the_doctor_names_every_check_and_the_commands_are_listed(capsys):
