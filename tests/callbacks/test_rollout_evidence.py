@@ -19,7 +19,7 @@ AT = 1
     [
         ("2 % of the tokens altered", "differ from the trainer's"),
         ("log-probabilities shifted by one", "differ from the trainer's"),
-        ("log-probabilities NaN", "differ from the trainer's by nan"),
+        ("log-probabilities NaN", "log-probability that is nan"),
         ("one completion copied over its group", "repeat others of the same prompt"),
         ("a constant seed", "repeat others of the same prompt"),
         ("old adapter for later completions", "does not compute with the current policy"),

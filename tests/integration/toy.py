@@ -25,7 +25,7 @@ def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> l
 class CtrlC(Callback):
     """Presses Ctrl-C, or sends another signal, when a rollout begins."""
 
-    def __init__(self, at: int, times: int = 1, number: int = signal.SIGINT) -> None:
+    def __init__(self, at: int, times: int = 1, number: int = int(signal.SIGINT)) -> None:
         self.at = at
         self.times = times
         self.number = number
