@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def exit_status(args: list[str]) -> int | str:
         cli = main(args)
     except SIGTERMException:
         return 128 + signal.SIGTERM
-    except ValueError as error:
+    except (ValueError, ArgumentTypeError) as error:
         return f"error: {of_the_value(str(error))}"
     except OSError as error:
         return f"error: {in_words(error)}"

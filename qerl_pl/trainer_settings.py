@@ -75,7 +75,12 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     numbers = [devices] if isinstance(devices, int) else []
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         numbers = [int(devices)]
-    if any(number < 1 and number != -1 for number in numbers) or devices in ([], ""):
+    words = (
+        isinstance(devices, str)
+        and devices != "auto"
+        and not all(part.strip().lstrip("-").isdigit() for part in devices.split(","))
+    )
+    if any(number < 1 and number != -1 for number in numbers) or devices in ([], "") or words:
         raise ValueError(f"trainer.devices is {devices}; expected a number of devices, at least 1, or auto")
     if (trainer.get("num_nodes") or 1) < 1 or trainer.get("num_nodes") == 0:
         raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']}; expected at least 1")

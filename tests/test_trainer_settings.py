@@ -22,6 +22,7 @@ GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "
         ("devices", 0, "auto"),
         ("devices", -2, "auto"),
         ("devices", "0", "auto"),
+        ("devices", "nan", "auto"),
         ("devices", [], "auto"),
         ("num_nodes", 0, "at least 1"),
         ("accumulate_grad_batches", 2, "micro_batch_tokens"),
