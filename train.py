@@ -44,9 +44,10 @@ class SaveAcceptedConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and trainer.log_dir is not None:
+        folder = trainer.log_dir  # asked for by all ranks: the first one tells the others
+        if trainer.is_global_zero and folder is not None:
             text = self.parser.dump(self.config, skip_none=False)
-            changes, kept = keep_old_config(Path(trainer.log_dir, self.config_filename), text)
+            changes, kept = keep_old_config(Path(folder, self.config_filename), text)
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
