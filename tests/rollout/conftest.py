@@ -63,7 +63,8 @@ def save_dense(path: Path, **sizes: Any) -> None:
         eos_token_id=[5, 6], do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.7
     )
     model.save_pretrained(path)
-    words = {f"w{token}": token for token in range(VOCAB_SIZE)}
+    words = {f"w{token}": token for token in range(VOCAB_SIZE - 1)}
+    words["<|endoftext|>"] = VOCAB_SIZE - 1  # transformers adds it to every tokenizer of a Qwen2
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w7"
     ).save_pretrained(path)
