@@ -86,3 +86,10 @@ def test_a_letter_or_a_factor_behind_a_number_changes_it(number, letter, factor)
 @given(st.permutations(["red", "green", "blue", "yellow"]), st.permutations(["red", "green", "blue", "yellow"]))
 def test_words_are_compared_in_order(one, other):
     assert judge(" before ".join(one), " before ".join(other)).score == float(one == other)
+
+
+def test_equations_whose_sides_vanish_where_they_are_tried_are_compared_all_the_same():
+    for root in ("8/11", "10/11", "1", "15/11", "17/11"):
+        assert judge(f"x={root}+y", f"2x-2y=2*{root}").score == 1.0
+        assert judge(f"x^2=({root})^2", f"3x^2-3*({root})^2=0").score == 1.0
+        assert judge(f"x^2=({root})^2", f"3x^2-2*({root})^2=0").score == 0.0
