@@ -15,8 +15,12 @@ from torch import multiprocessing
 
 
 def on_two_ranks(function: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What the function returns on each of two ranks: tensors and builtins."""
-    multiprocessing.spawn(_enter, (str(folder), function), nprocs=2)
+    """What the function returns on each of two ranks: tensors and builtins.
+
+    The ranks are forks of one server process that has imported what they need, once for all tests of this process.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["qerl_pl.module"])
+    multiprocessing.start_processes(_enter, (str(folder), function), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
