@@ -41,7 +41,8 @@ class GracefulStop(Callback):
     ) -> None:
         if trainer.strategy.reduce_boolean_decision(bool(self._asked), all=False):
             trainer.should_stop = True  # LastCheckpoint sees it and saves
-            due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
+            every = trainer.val_check_batch or float("inf")
+            due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
             if not due:  # Lightning validates whenever a run is stopped, which the run that goes on would not have done
                 trainer.limit_val_batches = 0
             rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last")
