@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
+from qerl_pl.rollout.token_file import RowTokens, write_tokens
+from qerl_pl.update import UpdateReport
 from qerl_pl.whole import write_whole
 
 
@@ -23,18 +26,24 @@ class CompletionLogger(Callback):
     completions of all ranks, in the order that one rank would have written them.
 
     Args:
-        every: rollouts between two that are written; validation and prediction are always written.
+        every: rollouts from one that is written to the next; validation and prediction are always written.
         num_text: completions shown in TensorBoard each time.
+        tokens_every: written rollouts from one whose tokens are written too to the next, for the page of
+            ``python -m qerl_pl report --html``: log-probability, entropy and gap of each, ten bytes a token, beside the
+            completions (``train-000010.safetensors``). 0 writes none.
 
     Raises:
-        ValueError: ``every`` is less than 1.
+        ValueError: ``every`` is less than 1, or ``tokens_every`` less than 0.
     """
 
-    def __init__(self, every: int = 1, num_text: int = 4) -> None:
+    def __init__(self, every: int = 1, num_text: int = 4, tokens_every: int = 10) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected at least 1 (leave the callback out to write nothing)")
+        if tokens_every < 0:
+            raise ValueError(f"tokens_every is {tokens_every}; expected 0 (none are written) or more")
         self.every = every
         self.num_text = num_text
+        self.tokens_every = tokens_every
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
@@ -42,6 +51,8 @@ class CompletionLogger(Callback):
         index = outputs["rollout_index"]
         if index % self.every == 0:
             rows = ranks.gather_groups(outputs["rollout"].evaluation.rows(), pl_module.sampling.num_completions)
+            if self.tokens_every and index // self.every % self.tokens_every == 0:
+                self._write_tokens(trainer, pl_module, f"train-{index:06d}", outputs["update"])
             self._write(trainer, f"train-{index:06d}", rows)
             self._show(trainer, "completions/train", rows, index)
 
@@ -68,6 +79,16 @@ class CompletionLogger(Callback):
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return path
 
+    def _write_tokens(self, trainer: Trainer, pl_module: QeRLModule, name: str, update: UpdateReport) -> None:
+        tokens = ranks.gather_groups(rows_of(update), pl_module.sampling.num_completions)
+        if not trainer.is_global_zero:
+            return
+        path = Path(trainer.default_root_dir) / "completions" / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        occurring = torch.cat([row.ids for row in tokens]).unique().tolist()
+        texts = pl_module.loop.tokenizer.batch_decode([[token] for token in occurring])
+        write_tokens(path, tokens, dict(zip(occurring, texts, strict=True)))
+
     def _show(self, trainer: Trainer, tag: str, rows: list[dict[str, Any]], step: int) -> None:
         if not trainer.is_global_zero or not rows:
             return
@@ -83,3 +104,20 @@ def _as_text(row: dict[str, Any]) -> str:
     head = f"reward {row['reward']}, answer {row['answer']}, {row['num_tokens']} tokens"
     body = "\n".join("    " + line for line in (row["prompt"] + row["completion"]).splitlines())
     return f"{head}\n\n{body}"
+
+
+def rows_of(update: UpdateReport) -> list[RowTokens]:
+    """The sampled tokens of each row, on the CPU."""
+    batch = update.experience.to(torch.device("cpu"))
+    logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
+    gap = logprobs - batch.sampler_logprobs
+    return [
+        RowTokens(
+            ids=batch.tokens[row, sampled],
+            logprobs=logprobs[row, sampled],
+            gap=gap[row, sampled],
+            entropy=entropy[row, sampled],
+            advantage=batch.advantages[row].item(),
+        )
+        for row, sampled in enumerate(batch.sampled)
+    ]

@@ -12,7 +12,8 @@ from typing import TextIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-LOCK = ".lock"
+from qerl_pl.run_folder import LOCK
+
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

@@ -353,6 +353,7 @@ class QeRLModule(LightningModule):
         return {
             "rollout": rollout,
             "rollout_index": index,
+            "update": report,
             "entropy": ranks.gather(report.entropy[sampled]),
             "seconds": dict(watch.seconds),
         }

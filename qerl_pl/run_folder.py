@@ -1,9 +1,14 @@
-"""A run's folder, the same however it is written."""
+"""A run's folder: its path, the same however it is written, and whether a process trains in it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from argparse import ArgumentTypeError
+from pathlib import Path
+
+LOCK = ".lock"
+"""File in a run's folder that the process which trains there holds locked."""
 
 
 def run_folder(text: str) -> str:
@@ -18,3 +23,15 @@ def run_folder(text: str) -> str:
     if "$" in path or path.startswith("~"):
         raise ArgumentTypeError(f"run_dir is {text!r}, in which a variable or a user is not known: write it out")
     return os.path.normpath(path)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process trains in the folder: it holds a lock for as long as it lives."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.curves import read_curves
 
 
 @pytest.fixture

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.tools.event_files import Scalar, read_scalars
+from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.output_paths import output_file, picture_file
+from qerl_pl.tools.page.collect import collect
+from qerl_pl.tools.page.follow import make_server
+from qerl_pl.tools.page.render import render
 from qerl_pl.whole import write_whole
 
 CURVES = (
@@ -25,15 +28,6 @@ CURVES = (
 )
 
 
-class Curve(NamedTuple):
-    """One scalar over the rollouts of a run."""
-
-    steps: list[int]
-    values: list[float]
-    times: list[float]
-    """When each was logged, in seconds since the epoch."""
-
-
 def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m qerl_pl report", description=__doc__)
@@ -44,7 +38,15 @@ def main(argv: list[str]) -> int:
         help="draw the curves into this PNG, PDF or SVG file (default: RUN/curves.png for one run)",
     )
     parser.add_argument("--json", type=output_file, help="write the table there, one JSON line a run")
+    parser.add_argument("--html", type=output_file, help="write a page with curves, checks, settings and completions")
+    parser.add_argument("--follow", action="store_true", help="serve that page to this machine while the run goes on")
+    parser.add_argument("--port", type=int, default=8008, help="where --follow serves it (default: 8008)")
+    parser.add_argument(
+        "--completions", type=int, default=10_000, help="most completions on a page (default: 10000, spread evenly)"
+    )
     options = parser.parse_args(argv)
+    if options.completions < 0:
+        parser.error(f"--completions is {options.completions}; expected 0 or more")
     try:
         curves = {run: read_curves(run) for run in options.runs}
         summaries = {run: summarize(found) for run, found in curves.items()}
@@ -59,65 +61,23 @@ def main(argv: list[str]) -> int:
     if options.json:
         lines = [json.dumps({"run": run.name, **summary}) for run, summary in summaries.items()]
         write_whole(options.json, "\n".join(lines) + "\n")
+    if options.html:
+        summary, blocks = collect(options.runs, limit=options.completions)
+        write_whole(options.html, render(summary, blocks))
+        print(f"page: {options.html}")
+    if options.follow:
+        serve(options.runs, port=options.port, limit=options.completions)
     return 0
 
 
-def read_curves(run: Path) -> dict[str, Curve]:
-    """Every scalar of a run. Where a resumed run logged a step again, the later value stands.
-
-    What cannot be read of a damaged or cut off event file is left out, and said on stderr.
-
-    Raises:
-        ValueError: the folder holds no event file, or none of which anything can be read.
-    """
-    files = sorted(run.glob("events.out.tfevents.*"))
-    if not files:
-        raise ValueError(f"{run} holds no TensorBoard event files")
-    scalars: list[Scalar] = []
-    for path in files:
-        found, lost = read_scalars(path)
-        if lost:
-            print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
-        scalars += found
-    if not scalars:
-        raise ValueError(f"the event files of {run} hold no scalars: the run logged none, or they are damaged")
-    latest: dict[str, dict[int, Scalar]] = {}
-    for scalar in sorted(scalars, key=lambda scalar: scalar.time):
-        latest.setdefault(scalar.tag, {})[scalar.step] = scalar
-    return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
-
-
-def _curve(scalars: list[Scalar]) -> Curve:
-    return Curve([one.step for one in scalars], [one.value for one in scalars], [one.time for one in scalars])
-
-
-def summarize(curves: dict[str, Curve]) -> dict[str, float]:
-    """The numbers that tell whether a run learned, and whether it can be trusted; absent where nothing was logged."""
-    found: dict[str, float] = {}
-
-    def ends(name: str, tag: str, window: int = 1) -> None:
-        if tag in curves:
-            values = curves[tag].values
-            found[f"{name}, first"] = sum(values[:window]) / len(values[:window])
-            found[f"{name}, last"] = sum(values[-window:]) / len(values[-window:])
-
-    ends("accuracy (held out, greedy)", "val/accuracy")
-    ends("reward (held out)", "val/reward")
-    ends("reward (rollouts, mean of 5)", "train/reward", window=5)
-    ends("entropy (nats a token, mean of 5)", "policy/entropy", window=5)
-    if "throughput/rollout_tokens_per_s" in curves:
-        values = sorted(curves["throughput/rollout_tokens_per_s"].values)
-        found["rollout tokens/s (median)"] = values[len(values) // 2]
-    if "time/step_s" in curves:
-        found["seconds in RL steps"] = sum(curves["time/step_s"].values)
-        found["RL steps"] = float(len(curves["time/step_s"].values))
-    for statistic in ("mean_abs", "max"):
-        if f"gap/{statistic}" in curves:
-            gap = curves[f"gap/{statistic}"]
-            quiet = [v for s, v in zip(gap.steps, gap.values, strict=True) if _at(curves.get("aqn/sigma"), s) == 0]
-            found[f"logprob gap {statistic}, without noise (nats)"] = max(quiet, default=float("nan"))
-            found[f"logprob gap {statistic}, whole run (nats)"] = max(gap.values)
-    return found
+def serve(runs: Sequence[Path], *, port: int, limit: int) -> None:
+    """Serve the page of some runs until Ctrl-C."""
+    server = make_server(runs, port=port, limit=limit)
+    print(f"following at http://{server.server_address[0]}:{server.server_address[1]} (Ctrl-C ends it)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
 
 
 def print_table(summaries: dict[Path, dict[str, float]]) -> None:
@@ -151,8 +111,3 @@ def draw(curves: dict[Path, dict[str, Curve]], picture: Path) -> None:
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
     plt.close(figure)
-
-
-def _at(curve: Curve | None, step: int) -> float:
-    """The value at a step; 0 where nothing is logged."""
-    return dict(zip(curve.steps, curve.values, strict=True)).get(step, 0.0) if curve else 0.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qerl_pl.tools.report import Curve, read_curves
+from qerl_pl.tools.curves import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import DTYPE, model_settings
 from tests.bench.checkpoints import written_apart

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from qerl_pl.tools.report import Curve, read_curves
+from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import check, emit
 from tests.bench.report_rollouts import table
 

@@ -17,7 +17,7 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import without_callback
 from tests.callbacks.faults import FAULTS
 from tests.integration.conftest import VLLM, differences, load_last

@@ -12,7 +12,7 @@ from callbacks.ledger import MismatchLedger, engine_logprobs, few_rows, spread, 
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.tools.report import Curve, read_curves
+from qerl_pl.tools.curves import Curve, read_curves
 from tests.callbacks.conftest import with_arguments, without_callback
 from tests.integration.conftest import VLLM, differences, load_last
 

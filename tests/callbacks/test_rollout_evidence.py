@@ -7,7 +7,7 @@ import math
 import pytest
 
 from callbacks.rollout_evidence import RolloutEvidence
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.curves import read_curves
 from tests.integration.conftest import load_last
 
 AT = 1

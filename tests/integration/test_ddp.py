@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.curves import read_curves
 from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
 from tests.two_ranks import free_port
 

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback
 
 from qerl_pl.rollout import vllm_memory
+from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.plan import read_settings, run_memory
-from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import VLLM, arguments, load_last
 from tests.rollout.leaks import held_in_vllms_pool
 

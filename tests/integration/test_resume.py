@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.tools.report import read_curves
+from qerl_pl.tools.curves import read_curves
 from tests.integration.conftest import IN_BACKGROUND, VLLM, differences, launch, load_last
 
 NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
@@ -30,7 +30,7 @@ def assert_same_run(straight: Path, resumed: Path) -> None:
     assert differences(one["lr_schedulers"], other["lr_schedulers"]) == []
     assert differences(scalars(straight), scalars(resumed)) == []
     for path in sorted((straight / "completions").iterdir()):
-        assert path.read_text() == (resumed / "completions" / path.name).read_text(), path.name
+        assert path.read_bytes() == (resumed / "completions" / path.name).read_bytes(), path.name
 
 
 def rollouts_seen(run_dir: Path) -> int:

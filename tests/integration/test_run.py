@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from qerl_pl.__main__ import main as command
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
+from qerl_pl.rollout.token_file import read_tokens
+from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.doctor import with_advice
-from qerl_pl.tools.report import read_curves
 from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last
 
 DATA = Path(os.environ.get("QERL_DATA", ROOT.parent / "shared" / "data"))
@@ -56,6 +57,12 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
     assert all(whole > part + rest for whole, part, rest in zip(step, rollout, between, strict=True))
     assert [row["reward"] for row in records(finished / "completions" / "train-000000.jsonl")]
     assert len(list((finished / "completions").glob("train-*.jsonl"))) == 8
+    tokens = read_tokens(finished / "completions" / "train-000000.safetensors")
+    rows = records(finished / "completions" / "train-000000.jsonl")
+    assert tokens.offsets.diff().tolist() == [row["num_tokens"] for row in rows]
+    assert tokens.gap.abs().mean().item() == pytest.approx(curves["gap/mean_abs"].values[0], abs=1e-4)
+    assert tokens.entropy.float().mean().item() == pytest.approx(curves["policy/entropy"].values[0], rel=1e-3)
+    assert set(tokens.pieces) == set(tokens.ids.tolist())
     assert (finished / "config.yaml").exists()
     saved = sorted(path.name for path in (finished / "checkpoints").iterdir())
     assert saved == ["best.ckpt", "last.ckpt", "previous.ckpt"]

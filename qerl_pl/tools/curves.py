@@ -1,0 +1,81 @@
+"""Scalars of a run over its rollouts, and the numbers that sum it up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from qerl_pl.tools.event_files import Scalar, read_scalars
+
+
+class Curve(NamedTuple):
+    """One scalar over the rollouts of a run."""
+
+    steps: list[int]
+    values: list[float]
+    times: list[float]
+    """When each was logged, in seconds since the epoch."""
+
+
+def read_curves(run: Path) -> dict[str, Curve]:
+    """Every scalar of a run. Where a resumed run logged a step again, the later value stands.
+
+    What cannot be read of a damaged or cut off event file is left out, and said on stderr.
+
+    Raises:
+        ValueError: the folder holds no event file, or none of which anything can be read.
+    """
+    files = sorted(run.glob("events.out.tfevents.*"))
+    if not files:
+        raise ValueError(f"{run} holds no TensorBoard event files")
+    scalars: list[Scalar] = []
+    for path in files:
+        found, lost = read_scalars(path)
+        if lost:
+            print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
+        scalars += found
+    if not scalars:
+        raise ValueError(f"the event files of {run} hold no scalars: the run logged none, or they are damaged")
+    latest: dict[str, dict[int, Scalar]] = {}
+    for scalar in sorted(scalars, key=lambda scalar: scalar.time):
+        latest.setdefault(scalar.tag, {})[scalar.step] = scalar
+    return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def _curve(scalars: list[Scalar]) -> Curve:
+    return Curve([one.step for one in scalars], [one.value for one in scalars], [one.time for one in scalars])
+
+
+def summarize(curves: dict[str, Curve]) -> dict[str, float]:
+    """The numbers that tell whether a run learned, and whether it can be trusted; absent where nothing was logged."""
+    found: dict[str, float] = {}
+
+    def ends(name: str, tag: str, window: int = 1) -> None:
+        if tag in curves:
+            values = curves[tag].values
+            found[f"{name}, first"] = sum(values[:window]) / len(values[:window])
+            found[f"{name}, last"] = sum(values[-window:]) / len(values[-window:])
+
+    ends("accuracy (held out, greedy)", "val/accuracy")
+    ends("reward (held out)", "val/reward")
+    ends("reward (rollouts, mean of 5)", "train/reward", window=5)
+    ends("entropy (nats a token, mean of 5)", "policy/entropy", window=5)
+    if "throughput/rollout_tokens_per_s" in curves:
+        values = sorted(curves["throughput/rollout_tokens_per_s"].values)
+        found["rollout tokens/s (median)"] = values[len(values) // 2]
+    if "time/step_s" in curves:
+        found["seconds in RL steps"] = sum(curves["time/step_s"].values)
+        found["RL steps"] = float(len(curves["time/step_s"].values))
+    for statistic in ("mean_abs", "max"):
+        if f"gap/{statistic}" in curves:
+            gap = curves[f"gap/{statistic}"]
+            quiet = [v for s, v in zip(gap.steps, gap.values, strict=True) if _at(curves.get("aqn/sigma"), s) == 0]
+            found[f"logprob gap {statistic}, without noise (nats)"] = max(quiet, default=float("nan"))
+            found[f"logprob gap {statistic}, whole run (nats)"] = max(gap.values)
+    return found
+
+
+def _at(curve: Curve | None, step: int) -> float:
+    """The value at a step; 0 where nothing is logged."""
+    return dict(zip(curve.steps, curve.values, strict=True)).get(step, 0.0) if curve else 0.0

@@ -1,0 +1,53 @@
+"""Everything that a page of several runs shows, at once or as news."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.tools.page.completions import block, choose_files, completion_files
+from qerl_pl.tools.page.content import run_content
+
+
+def collect(folders: Sequence[Path], *, limit: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read the runs.
+
+    Args:
+        folders: of the runs.
+        limit: completions that the page may hold; of more, whole files are left out evenly, and the page says so.
+
+    Returns:
+        The summary and the completions, a block a file, both JSON-ready.
+
+    Raises:
+        ValueError: a folder is of no run.
+    """
+    files, note = choose_files(folders, limit)
+    return _summary(folders, note, newest=_newest(folders)), [block(path, run) for run, path in files]
+
+
+def news(folders: Sequence[Path], *, after: int) -> dict[str, Any]:
+    """Read the summary anew, and the completions of files that were written later than ``after``.
+
+    Args:
+        folders: of the runs.
+        after: nanoseconds since the epoch, ``newest`` of the summary before.
+    """
+    newest = _newest(folders)
+    blocks = [
+        block(path, run)
+        for run, folder in enumerate(folders)
+        for path in completion_files(folder)
+        if after < path.stat().st_mtime_ns <= newest
+    ]
+    return {"summary": _summary(folders, "", newest=newest), "blocks": blocks}
+
+
+def _summary(folders: Sequence[Path], note: str, *, newest: int) -> dict[str, Any]:
+    # A string: JavaScript's numbers have too few digits.
+    return {"runs": [run_content(folder) for folder in folders], "note": note, "newest": str(newest)}
+
+
+def _newest(folders: Sequence[Path]) -> int:
+    return max((path.stat().st_mtime_ns for folder in folders for path in completion_files(folder)), default=0)

@@ -1,0 +1,50 @@
+"""Put a run's content into one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+
+def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow: bool = False) -> str:
+    """Write the page as text.
+
+    What a model wrote is data: it stands in JSON, in which ``<`` is escaped, and the page shows it as text only. The
+    page's own policy forbids every request, and every script but its own.
+
+    Args:
+        summary: runs and notes, see ``collect``.
+        blocks: completions, a block a file, see ``completions.block``.
+        follow: the page asks its server for news.
+    """
+    parts = {
+        name: files("qerl_pl.tools.page").joinpath(f"page.{name}").read_text(encoding="utf-8")
+        for name in ("html", "css", "js")
+    }
+    digest = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
+    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
+    if follow:
+        policy += "; connect-src 'self'"
+    title = ", ".join(run["name"] for run in summary["runs"])
+    values = {
+        "TITLE": html.escape(title),
+        "POLICY": html.escape(policy),
+        "CSS": parts["css"],
+        "SUMMARY": as_json({**summary, "follow": follow}),
+        "JS": parts["js"],
+        "COMPLETIONS": "\n".join(
+            f'<script type="application/json" class="completions">{as_json(block)}</script>' for block in blocks
+        ),
+    }
+    head, *rest = parts["html"].split("{{")
+    return head + "".join(values[name] + text for name, text in (part.split("}}", 1) for part in rest))
+
+
+def as_json(value: object) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

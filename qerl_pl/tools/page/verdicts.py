@@ -1,0 +1,96 @@
+"""What the checks of a run found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_pl.tools.curves import Curve
+
+OUTSIDE = 0.05  # share of tokens with a ratio outside [0.9, 1.1] above which the gap deserves attention
+
+
+def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Say for each check what it found.
+
+    Returns:
+        One record a check: ``check``, ``good`` (True, False, or None where it did not run) and ``text``.
+    """
+    return [_canary(curves), _gap(curves), _ledger(curves), _noise(curves), _memory(curves)]
+
+
+def _verdict(check: str, good: bool | None, text: str) -> dict[str, Any]:
+    return {"check": check, "good": good, "text": text}
+
+
+def _canary(curves: Mapping[str, Curve]) -> dict[str, Any]:
+    if "canary/tensors_checked" not in curves:
+        return _verdict("Canary", None, "It did not run: nothing proves which policy the completions came from.")
+    checked = curves["canary/tensors_checked"].values
+    gaps = curves.get("canary/score_gap")
+    scores = f" Scores of fixed tokens differed by at most {max(gaps.values):.2g} nats." if gaps else ""
+    return _verdict(
+        "Canary",
+        True,
+        f"After each of {len(checked)} rollouts {max(checked):.0f} tensors were read back from the engine and were the "
+        f"trainer's.{scores}",
+    )
+
+
+def _gap(curves: Mapping[str, Curve]) -> dict[str, Any]:
+    if "gap/mean_abs" not in curves:
+        return _verdict("Sampler and trainer", None, "No gap between sampler and trainer was logged.")
+    mean, outside = curves["gap/mean_abs"].values, curves.get("gap/outside_share")
+    share = max(outside.values) if outside else 0.0
+    return _verdict(
+        "Sampler and trainer",
+        share <= OUTSIDE,
+        f"Log-probabilities of the sampled tokens differ by {sum(mean) / len(mean):.2g} nats on average over the run, "
+        f"{max(mean):.2g} in the worst rollout; at most {share:.1%} of a rollout's tokens have a probability ratio "
+        "outside 0.9 to 1.1.",
+    )
+
+
+def _ledger(curves: Mapping[str, Curve]) -> dict[str, Any]:
+    causes = {
+        cause: curves[f"ledger/{cause}/mean_abs"].values
+        for cause in ("kernel", "noise", "decode", "staleness")
+        if f"ledger/{cause}/mean_abs" in curves
+    }
+    if not causes:
+        return _verdict("Ledger", None, "It did not run: the gap is not split into its causes.")
+    means = ", ".join(f"{cause} {sum(values) / len(values):.2g}" for cause, values in causes.items())
+    return _verdict("Ledger", True, f"Mean difference by cause, in nats: {means}.")
+
+
+def _noise(curves: Mapping[str, Curve]) -> dict[str, Any]:
+    if "aqn/sigma" not in curves:
+        return _verdict("Noise (AQN)", None, "Rollouts were sampled without added noise.")
+    asked, real = curves["aqn/sigma"], curves.get("aqn/sigma_realized")
+    if real is None or not any(asked.values):
+        return _verdict("Noise (AQN)", None, f"Scheduled; at most {max(asked.values):.2g} so far.")
+    at = dict(zip(asked.steps, asked.values, strict=True))
+    ratios = [value / at[step] for step, value in zip(real.steps, real.values, strict=True) if at.get(step)]
+    off = abs(sum(ratios) / len(ratios) - 1)
+    return _verdict(
+        "Noise (AQN)",
+        off <= 0.05,
+        f"Sigma went from {max(asked.values):.2g} to {asked.values[-1]:.2g}; the noise that acted differs from that by "
+        f"{off:.1%} on average over the run.",
+    )
+
+
+def _memory(curves: Mapping[str, Curve]) -> dict[str, Any]:
+    pairs = {
+        tag.removeprefix("memory/predicted_"): (max(curve.values), max(curves[measured].values))
+        for tag, curve in curves.items()
+        if tag.startswith("memory/predicted_") and (measured := tag.replace("predicted_", "")) in curves
+    }
+    if not pairs:
+        return _verdict("Memory plan", None, "There is none without a GPU.")
+    words = "; ".join(
+        f"{name.removesuffix('_gib')}: {planned:.1f} GiB planned, {real:.1f} GiB measured"
+        for name, (planned, real) in pairs.items()
+    )
+    worst = max(real / planned - 1 for planned, real in pairs.values())
+    return _verdict("Memory plan", worst <= 0.05, words + ".")
