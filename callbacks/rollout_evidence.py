@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.evidence import Surprise, copy_evidence, copy_log_p, jump, surprise
+from qerl_pl.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
 from qerl_pl.loop import Rollout
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
-from qerl_pl.policy.policy import TokenMoments
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.seeding import derive_seed
@@ -32,32 +31,32 @@ SURE_SIGMAS = 6.0
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    Looks at every training rollout before anything is learned from it. Some rows, chosen by the seed, go through the
-    trainer's model once, with the noise of the rollout, which gives log-probability, entropy and varentropy of each
-    token. Then:
+    It looks at every training rollout before anything is learned from it. Some rows, chosen by the seed, go through the
+    trainer's model once, with the noise of the rollout, which gives the log-probability of each token under the
+    policy and under the same logits sampled in other ways. Then:
 
     - ``evidence/gap``: mean |trainer - sampler| in nats at the sampling temperature, noise on both sides. The run stops
       above ``max_gap`` or above ``max_jump`` times the usual, and warns from ``warn_jump`` times on: tokens or
       log-probabilities were altered, or belong to another policy.
-    - ``evidence/surprise_sigmas``: how far the sampled tokens are from what the distribution expects of them
-      (``qerl_pl.evidence.surprise``). The run stops if draws are as far with a probability below ``false_alarm``: they
-      were drawn at another temperature, or greedily, and scored afterwards.
-    - ``evidence/copies``: natural logarithm of the evidence that completions of one prompt, those of earlier rollouts
-      included, are copies. Of all rows, without a pass. The run stops if draws have as much with a probability below
-      ``false_alarm``: completions are copied, or the seed does not change.
+    - ``evidence/other_sampling``: evidence in nats that the tokens were drawn at another temperature or from a nucleus
+      and scored afterwards. It is a sum of likelihood ratios that goes on from rollout to rollout
+      (``qerl_pl.evidence.accumulated``), so a small change shows after some of them. A policy that is nearly certain of
+      every token samples nearly the same at any temperature, and nothing shows.
+    - ``evidence/copies``: evidence in nats that completions of one prompt, those of earlier rollouts included, are
+      copies: the engine copies completions, or its seed does not change. All rows count; it needs no pass.
 
     Where no group had a signal for some rollouts a warning says what to do.
 
     Args:
-        max_tokens: of the rows that go through the model, prompts included: a forward pass of so many and at most one
-            row more. Ranks share them.
-        false_alarm: probability that one healthy rollout stops the run, for each of the two tests. Both are bounds: the
-            real one is smaller.
+        max_tokens: tokens of the rows that go through the model, prompts included and shared by all ranks; at most one
+            row more per rank.
+        false_alarm: bound on the probability that one healthy rollout stops the run, for each of the two tests of
+            evidence. It holds for any model and any numerical difference between trainer and engine.
         max_gap: nats, above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: times the median of the last rollouts, above which the run stops; null: it only warns.
         warn_jump: times that median, above which it warns.
         window: rollouts of that median.
-        silent_rollouts: rollouts without a signal in a row that are warned of, and each so many again.
+        silent_rollouts: warn after so many rollouts in a row without a signal, and again after each so many.
         remembered: completions of earlier rollouts that new ones of the same prompt are compared with.
 
     Raises:
@@ -94,16 +93,19 @@ class RolloutEvidence(Callback):
         self.window = window
         self.silent_rollouts = silent_rollouts
         self.remembered = remembered
+        self._sampling = torch.full((len(ALTERNATIVES),), -math.inf, dtype=torch.float64)
         self._gaps: list[float] = []
         self._silent = 0
         self._seen: list[tuple[int, int]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """What later rollouts are compared with, the same on every rank."""
-        return {"gaps": self._gaps, "silent": self._silent, "seen": [list(pair) for pair in self._seen]}
+        seen = [list(pair) for pair in self._seen]
+        return {"sampling": self._sampling.tolist(), "gaps": self._gaps, "silent": self._silent, "seen": seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with it."""
+        """Continue from it."""
+        self._sampling = torch.tensor(state_dict["sampling"], dtype=torch.float64)
         self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
@@ -113,22 +115,14 @@ class RolloutEvidence(Callback):
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         """Raises RuntimeError where the rollout must not be learned from."""
         self._check_copies(pl_module, rollout)
-        gap, excess = self._measure(pl_module, rollout)
+        gap, evidence = self._measure(pl_module, rollout)
         pl_module.log("evidence/gap", gap)
-        pl_module.log("evidence/surprise_sigmas", excess.sigmas)
         self._check_gap(gap, pl_module)
-        if excess.log_p < math.log(self.false_alarm):
-            how = "more" if excess.excess > 0 else "less"
-            raise RuntimeError(
-                f"the sampled tokens of rollout {pl_module.rollout_index} are no draws from the distribution whose "
-                f"log-probabilities the engine reports: {excess.num_tokens} tokens are {abs(excess.sigmas):.1f} "
-                f"standard deviations {how} surprising than it says (chance: below {math.exp(excess.log_p):.1g}). "
-                "Look for another temperature, greedy decoding, top_p or top_k in the engine, or altered tokens"
-            )
+        self._check_sampling(evidence, pl_module)
         self._count_silence(rollout)
 
-    def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Surprise]:
-        """Mean |trainer - sampler| in nats over the chosen rows of all ranks, and their sums."""
+    def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Tensor]:
+        """Mean |trainer - sampler| in nats over the chosen rows of all ranks, and their evidence, [K] nats."""
         prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
         rank = pl_module.global_rank
         generator = torch.Generator().manual_seed(
@@ -143,12 +137,24 @@ class RolloutEvidence(Callback):
             if total >= limit:
                 break
         reported = torch.tensor([value for row in rows for value in completions[row].logprobs], dtype=torch.float64)
-        moments = _moments(pl_module, [prompts[row] for row in rows], [completions[row] for row in rows])
-        own = surprise(*moments, reported)
-        distance = (moments.logprobs.double() - reported).abs().sum().item()
-        sums = ranks.gather_values((own, distance))
-        joined = reduce(Surprise.joined, (part for part, _ in sums))
-        return sum(part for _, part in sums) / max(joined.num_tokens, 1), joined
+        own = _alternative_logprobs(pl_module, [prompts[row] for row in rows], [completions[row] for row in rows])
+        ratios = own - reported.unsqueeze(1)  # [N, 1 + K]
+        sums = torch.cat([ratios[:, :1].abs().sum(dim=0), ratios[:, 1:].sum(dim=0), torch.tensor([float(len(own))])])
+        total = torch.tensor(ranks.gather_values(sums.tolist()), dtype=torch.float64).sum(dim=0)
+        return (total[0] / total[-1].clamp(min=1)).item(), total[1:-1]
+
+    def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:
+        self._sampling = accumulated(self._sampling, evidence)
+        log_p = log_false_alarm(self._sampling)
+        pl_module.log("evidence/other_sampling", -log_p)
+        if log_p < math.log(self.false_alarm):
+            best = int(self._sampling.argmax())
+            raise RuntimeError(
+                f"the sampled tokens up to rollout {pl_module.rollout_index} are no draws from the distribution whose "
+                f"log-probabilities the engine reports (chance: below {math.exp(log_p):.1g} per rollout); "
+                f"{ALTERNATIVES[best]} explains them best. Look for another temperature, greedy decoding, top_p or "
+                "top_k in the engine, or altered tokens"
+            )
 
     def _check_gap(self, gap: float, pl_module: QeRLModule) -> None:
         dtype, index = pl_module.policy.dtype, pl_module.rollout_index
@@ -171,7 +177,7 @@ class RolloutEvidence(Callback):
         pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
         rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
         rows = [row for part in ranks.gather_values(rows) for row in part]  # all ranks see, and remember, the same
-        log_p = copy_log_p(copy_evidence(repeats(self._seen, rows)))
+        log_p = log_false_alarm(copy_evidence(repeats(self._seen, rows)))
         pl_module.log("evidence/copies", -log_p)
         if log_p < math.log(self.false_alarm):
             raise RuntimeError(
@@ -196,8 +202,8 @@ class RolloutEvidence(Callback):
 
 def repeats(
     seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
-) -> Iterator[tuple[int, int, float]]:
-    """What ``copy_evidence`` takes, of rows (digest of the prompt, digest of the completion, log-probability).
+) -> Iterator[tuple[int, int, int, float]]:
+    """What ``copy_evidence`` takes, from rows (digest of the prompt, digest of the completion, log-probability).
 
     Args:
         seen: digests of earlier rollouts.
@@ -205,13 +211,15 @@ def repeats(
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     for prompt, completion, logprob in rows:
-        yield prompts[prompt], both[prompt, completion], logprob
+        yield prompt, prompts[prompt], both[prompt, completion], logprob
         prompts[prompt] += 1
         both[prompt, completion] += 1
 
 
-def _moments(pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> TokenMoments:
-    """[N] on the CPU, of the completions' tokens one row after the other, under the policy with the rollout's noise."""
+def _alternative_logprobs(
+    pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> Tensor:
+    """[N, 1 + K] fp64 on the CPU: the completions' tokens row by row, under the policy with the rollout's noise."""
     starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
     lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
     tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
@@ -219,7 +227,7 @@ def _moments(pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequ
         tokens[row, : lengths[row]] = torch.tensor(prompt.tokens + completion.tokens)
     column = torch.arange(tokens.shape[1])
     sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
-    found = [torch.zeros(tokens.shape) for _ in TokenMoments._fields]
+    found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     oracle, noise = TransformersEngine(), pl_module.norm_noise
     oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len, seed=0)
     try:
@@ -227,13 +235,11 @@ def _moments(pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequ
         for rows in micro_batches(lengths, check_limit(pl_module.longest_row)):
             width, device = int(lengths[rows].max()), pl_module.device
             mask = sampled[rows, :width]
-            values: Sequence[Tensor] = oracle.moments(
+            values = oracle.alternative_logprobs(
                 tokens[rows, :width].to(device), mask.to(device), temperature=pl_module.sampling.temperature
             )
-            for whole, part in zip(found, values, strict=True):
-                some = torch.zeros(mask.shape)
-                some[mask] = part.cpu()
-                whole[rows, :width] = some
+            row, column = mask.nonzero(as_tuple=True)
+            found[rows[row], column] = values.double().cpu()
     finally:
         oracle.close()
-    return TokenMoments(*(whole[sampled] for whole in found))
+    return found[sampled]

@@ -1,7 +1,10 @@
-"""Evidence that completions are what their reported log-probabilities say: independent draws from those distributions.
+"""Tests of whether completions are independent draws from the distribution whose log-probabilities the engine reports.
 
-Notation: p the distribution that an engine reports to have sampled from, q the trainer's for the same policy, s(x) =
--log q(x), H its mean under q (the entropy), V its variance under q (the varentropy), w = q / p.
+Both tests are likelihood ratios. Whatever the engine's distribution p is, a ratio A(x) / p(x) of another distribution A
+to it has mean 1 under draws x from p, so the product over tokens is a non-negative martingale of mean 1, and so is a
+mixture of such products. By Ville's inequality it ever exceeds 1 / a with probability a at most: no assumption about
+p, about the length of completions, or about how far the trainer's distribution q is from p. The logarithms of such
+ratios are called evidence here, in nats.
 """
 
 from __future__ import annotations
@@ -13,111 +16,84 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_WEIGHT = 20.0  # of w; beyond it the gap between trainer and sampler is the finding
-COPY_RATES = (0.5, 0.1, 0.01, 1e-3)
+POWERS = (0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
+NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
+ALTERNATIVES = (*(f"temperature x {1 / power:.2g}" for power in POWERS), *(f"top_p {mass:g}" for mass in NUCLEI))
+OUTSIDE = 0.05  # weight of q itself in a nucleus alternative, so that one token outside of the nucleus does not end it
+COPY_RATES = (0.9, 0.5, 0.1, 0.01, 1e-3)
+COPY_SHARES = (1.0, 1 / 16)
 
 
-class Surprise(NamedTuple):
-    """Sums over sampled tokens that say whether these are draws; ``+`` joins those of several ranks."""
+def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of tokens under q = softmax(logits) and under K other ways of sampling from the same logits.
 
-    excess: float
-    """Sum of w (s - H), nats; 0 in the mean for draws from p."""
-    expected_square: float
-    """Sum of w V, nats squared."""
-    square: float
-    """Sum of w^2 (s - H)^2, nats squared."""
-    highest: float
-    """The largest w (s - H), nats."""
-    lowest: float
-    """The largest -w (s - H), nats; no more than w H."""
-    num_tokens: int
-
-    def joined(self, other: Surprise) -> Surprise:
-        """Both together."""
-        return Surprise(
-            self.excess + other.excess,
-            self.expected_square + other.expected_square,
-            self.square + other.square,
-            max(self.highest, other.highest),
-            max(self.lowest, other.lowest),
-            self.num_tokens + other.num_tokens,
-        )
-
-    @property
-    def sigmas(self) -> float:
-        """The excess over its standard deviation: above 0 too surprising (hotter), below 0 too likely (colder)."""
-        return self.excess / math.sqrt(max(self.expected_square, self.square, 1e-12))
-
-    @property
-    def log_p(self) -> float:
-        """Log of a bound on the probability that draws from p have an excess of this size, either sign.
-
-        Freedman's inequality for martingales (Ann. Probab. 3, 1975, theorem 1.6), P(S >= x) <= exp(-x^2 / (2 (V + b x /
-        3))), with the larger of expected and observed variance for V, and for its bound b the largest step seen in
-        that direction.
-        """
-        size = abs(self.excess)
-        bound = self.highest if self.excess > 0 else self.lowest
-        variance = max(self.expected_square, self.square) + bound * size / 3
-        return min(0.0, math.log(2) - size**2 / (2 * max(variance, 1e-12)))
-
-
-def surprise(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, sampler_logprobs: Tensor) -> Surprise:
-    """Whether tokens are draws from what the sampler reports, with the trainer's distribution as the measure.
-
-    Under draws from p the sum of w (s - H) is a martingale, because E_p[w (s - H)] = E_q[s - H] = 0, however p and q
-    differ: by other kernels, by rounding. Ends of completions are stopping times, which change nothing. What does not
-    follow from p does: tokens drawn at another temperature, greedily, from a nucleus, and scored afterwards.
-
-    Rows have to be chosen without a look at what was sampled in them. To go on with them, in an order of chance, until
-    so many tokens are there is allowed: that is a stopping time too.
+    These are ``ALTERNATIVES``: q^b / Z for each b of ``POWERS``, which is another temperature, and for each m of
+    ``NUCLEI`` mostly the smallest set of likely tokens that holds the mass m (top_p).
 
     Args:
-        logprobs: [N] nats, log q of the sampled tokens.
-        entropy: [N] nats, of q.
-        varentropy: [N] nats squared, of q.
-        sampler_logprobs: [N] nats, log p of the sampled tokens as reported.
-    """
-    if not logprobs.shape == entropy.shape == varentropy.shape == sampler_logprobs.shape:
-        raise ValueError("log-probabilities, entropies and varentropies differ in shape; expected [N] for each")
-    if logprobs.numel() == 0:
-        return Surprise(0.0, 0.0, 0.0, 0.0, 0.0, 0)
-    log_q, entropy, varentropy, log_p = (x.double() for x in (logprobs, entropy, varentropy, sampler_logprobs))
-    weight = (log_q - log_p).clamp(max=math.log(MAX_WEIGHT)).exp()
-    steps = weight * (-log_q - entropy)
-    sums = torch.stack([steps.sum(), (weight * varentropy).sum(), steps.square().sum()])
-    highest, lowest = steps.max().clamp(min=0), (weight * entropy).max()
-    excess, expected_square, square = sums.tolist()
-    return Surprise(excess, expected_square, square, highest.item(), lowest.item(), logprobs.numel())
-
-
-def copy_evidence(draws: Iterable[tuple[int, int, float]]) -> Tensor:
-    """How much better copies explain completions than independent draws do.
-
-    For each rate r of ``COPY_RATES`` the likelihood ratio of "with probability r a completion repeats one of those
-    before it, else it is a draw" to "all are draws". A completion has E_p[1{it equals an earlier one} / p(it)] = 1, so
-    each is a martingale of mean 1 under draws. By Ville's inequality their mean exceeds 1 / a with probability a at the
-    most, for any number of completions and any distributions. Completions that repeat because they are nearly certain
-    are no evidence.
-
-    Args:
-        draws: (earlier completions of the same prompt, how many of those are equal to this, its log-probability in
-            nats) of each completion.
+        logits: [R, V] fp32 or fp64, already divided by the sampling temperature.
+        targets: [R] int64 in [0, V).
 
     Returns:
-        [len(COPY_RATES)] fp64, log likelihood ratios.
+        [R, 1 + K] nats, of the logits' dtype; column 0 is log q.
     """
-    seen = [draw for draw in draws if draw[0]]
+    log_q, targets = logits.log_softmax(dim=1), targets.unsqueeze(1)
+    q, own = log_q.exp(), log_q.gather(1, targets)  # [R, V], [R, 1]
+    tempered = [power * own - q.pow(power).sum(dim=1, keepdim=True).log() for power in POWERS]
+    index = torch.arange(logits.shape[1], device=logits.device)
+    is_likelier = (log_q > own) | ((log_q == own) & (index < targets))
+    mass_before = (q * is_likelier).sum(dim=1, keepdim=True)  # tokens in descending order share [0, 1] out
+    inside = [((mass - mass_before) / own.exp()).clamp(0, 1) / mass for mass in NUCLEI]
+    nuclei = [own + (OUTSIDE + (1 - OUTSIDE) * share).log() for share in inside]
+    return torch.cat([own, *tempered, *nuclei], dim=1)
+
+
+def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
+    """Evidence that draws turned into those of an alternative at some rollout up to this one.
+
+    The Shiryaev-Roberts sum over the rollouts at which this may have begun, M_n = (1 + M_{n-1}) exp(evidence_n) (an
+    e-detector, arXiv 2203.03532). M_n - n is a martingale under draws, so M exceeds c within the first n
+    rollouts with probability n / c at most.
+
+    Args:
+        before: [K] log M_{n-1}; -inf before the first rollout.
+        evidence: [K] sums of log A - log p over the tokens of this rollout, nats.
+    """
+    return torch.logaddexp(torch.zeros_like(before), before) + evidence
+
+
+def copy_evidence(draws: Iterable[tuple[int, int, int, float]]) -> Tensor:
+    """How much better copies explain completions than independent draws do.
+
+    The alternatives: in a share s of the prompts (``COPY_SHARES``) a completion repeats one of those before it with
+    probability r (``COPY_RATES``) and is a draw otherwise. A completion has E_p[1{it equals an earlier one} / p(it)] =
+    1, so these are martingales too. Completions that repeat because they are nearly certain are no evidence.
+
+    Args:
+        draws: one tuple for each completion: an int that stands for its prompt, earlier completions of that prompt, how
+            many of those are equal to this one, its log-probability in nats.
+
+    Returns:
+        [len(COPY_SHARES) * len(COPY_RATES)] fp64 nats.
+    """
+    seen = [draw for draw in draws if draw[1]]
     if not seen:
-        return torch.zeros(len(COPY_RATES), dtype=torch.float64)
-    earlier, equal, logprob = torch.tensor(seen, dtype=torch.float64).unbind(dim=1)
+        return torch.zeros(len(COPY_SHARES) * len(COPY_RATES), dtype=torch.float64)
+    _, group = torch.tensor([draw[0] for draw in seen]).unique(return_inverse=True)
+    earlier, equal, logprob = torch.tensor([draw[1:] for draw in seen], dtype=torch.float64).unbind(dim=1)
     rates = torch.tensor(COPY_RATES, dtype=torch.float64).unsqueeze(1)
     repeats = rates.log() + (equal / earlier).log() - logprob  # -inf where none is equal
-    return torch.logaddexp((1 - rates).log(), repeats).sum(dim=1)
+    rows = torch.logaddexp((1 - rates).log(), repeats)
+    groups = rows.new_zeros(len(rates), int(group.max()) + 1).index_add(1, group, rows)
+    shares = torch.tensor(COPY_SHARES, dtype=torch.float64).reshape(-1, 1, 1)
+    return torch.logaddexp((1 - shares).log(), shares.log() + groups).sum(dim=2).flatten()
 
 
-def copy_log_p(evidence: Tensor) -> float:
-    """Log of a bound on the probability that draws give that much ``copy_evidence``."""
+def log_false_alarm(evidence: Tensor) -> float:
+    """Log of a bound on the probability of so much evidence under draws, the alternatives being weighted alike.
+
+    For ``accumulated`` evidence: of the probability for each rollout of the run.
+    """
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())
 
 

@@ -72,34 +72,6 @@ def token_logprobs(
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
-@torch.no_grad()
-def token_moments(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``token_logprobs`` gives, and the variance of -log p under p (the varentropy); carries no gradient.
-
-    Arguments and errors are those of ``token_logprobs``.
-
-    Returns:
-        Log-probabilities (nats), entropies (nats) and varentropies (nats squared), [T] fp32 (fp64 for fp64 inputs).
-    """
-    _check(hidden, weight, targets, None, temperature)
-    rows = max(1, chunk_bytes // (4 * _accumulator(hidden).itemsize * len(weight)))  # logits, log p, p and a product
-    logprobs, entropy, varentropy = (_per_token(hidden) for _ in range(3))
-    for part in _chunks(hidden, rows):
-        log_p = (fp32_logits(hidden[part], weight) / temperature).log_softmax(dim=1)  # [R, V]
-        p = log_p.exp()
-        logprobs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-        entropy[part] = -(p * log_p).sum(dim=1)
-        varentropy[part] = (p * (log_p + entropy[part].unsqueeze(1)).square()).sum(dim=1)
-    return logprobs, entropy, varentropy
-
-
 class _Recomputed(torch.autograd.Function):
     """Keeps the inputs and [T]; backward goes through the chunks again."""
 

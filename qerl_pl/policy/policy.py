@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qerl_pl.logprobs import token_logprobs, token_moments
+from qerl_pl.evidence import alternative_logprobs
+from qerl_pl.logprobs import CHUNK_BYTES, fp32_logits, token_logprobs
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.lora import (
     BLOCK_NORM_MODULES,
@@ -38,17 +39,6 @@ class TokenStats(NamedTuple):
     """[B, S] fp32 nats, of each token given those before it."""
     entropy: Tensor
     """[B, S] fp32 nats, of the distribution that the token was drawn from."""
-
-
-class TokenMoments(NamedTuple):
-    """As ``TokenStats``, one number a token that is asked for, N of them, row by row; without a gradient."""
-
-    logprobs: Tensor
-    """[N] fp32 nats."""
-    entropy: Tensor
-    """[N] fp32 nats."""
-    varentropy: Tensor
-    """[N] fp32 nats squared, the variance of -log p under p."""
 
 
 class Policy(nn.Module):
@@ -164,10 +154,16 @@ class Policy(nn.Module):
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
     @torch.no_grad()
-    def token_moments(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenMoments:
-        """What the policy expects of the masked tokens, and what they are; arguments as in ``token_stats``."""
+    def alternative_logprobs(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+        """[N, 1 + K] nats of the N masked tokens, row by row: ``evidence.alternative_logprobs``.
+
+        Arguments as in ``token_stats``.
+        """
         wanted, hidden = self._predicting(tokens, mask)
-        return TokenMoments(*token_moments(hidden, self._head, tokens[wanted], temperature=temperature))
+        rows = max(1, CHUNK_BYTES // (4 * 4 * len(self._head)))  # about four fp32 tensors of [rows, V] at a time
+        parts = zip(hidden.split(rows), tokens[wanted].split(rows), strict=True)
+        found = [alternative_logprobs(fp32_logits(part, self._head) / temperature, targets) for part, targets in parts]
+        return torch.cat(found)
 
     @property
     def _head(self) -> Tensor:

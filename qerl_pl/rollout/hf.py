@@ -19,7 +19,7 @@ from transformers import (
 from qerl_pl.logprobs import fp32_logits
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
-from qerl_pl.policy.policy import Policy, TokenMoments, check_same_tensors
+from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
@@ -94,17 +94,11 @@ class TransformersEngine:
                     scores[row] = values[mask].tolist()
         return scores
 
-    def moments(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> TokenMoments:
-        """What the policy that this engine holds, noise included, expects of given tokens.
-
-        Args:
-            tokens: [B, S] int64, right-padded.
-            sampled: [B, S] bool, True where the token is wanted; never in column 0.
-            temperature: as in sampling.
-        """
+    def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
+        """``Policy.alternative_logprobs`` of the policy that this engine holds, noise included."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
-            return policy.token_moments(tokens, sampled, temperature=temperature)
+            return policy.alternative_logprobs(tokens, sampled, temperature=temperature)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """See ``RolloutEngine``. The engine keeps a copy: what the trainer does next is not sampled from."""
