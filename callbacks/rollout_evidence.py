@@ -39,11 +39,14 @@ class RolloutEvidence(Callback):
       above ``max_gap`` or above ``max_jump`` times the usual, and warns from ``warn_jump`` times on: tokens or
       log-probabilities were altered, or belong to another policy.
     - ``evidence/other_sampling``: evidence in nats that the tokens were drawn at another temperature or from a nucleus
-      and scored afterwards. It is a sum of likelihood ratios that goes on from rollout to rollout
-      (``qerl_pl.evidence.accumulated``), so a small change shows after some of them. A policy that is nearly certain of
-      every token samples nearly the same at any temperature, and nothing shows.
+      and scored afterwards.
     - ``evidence/copies``: evidence in nats that completions of one prompt, those of earlier rollouts included, are
-      copies: the engine copies completions, or its seed does not change. All rows count; it needs no pass.
+      copies: the engine copies completions, or its seed does not change. All rows count.
+
+    Evidence is a likelihood ratio that goes on from rollout to rollout (``qerl_pl.evidence.accumulated``), so what does
+    not show in one rollout shows after some. A policy that is nearly certain of every token samples nearly the same at
+    any temperature, and nearly all of its completions are equal: little shows there.
+
 
     Where no group had a signal for some rollouts a warning says what to do.
 
@@ -93,19 +96,20 @@ class RolloutEvidence(Callback):
         self.window = window
         self.silent_rollouts = silent_rollouts
         self.remembered = remembered
-        self._sampling = torch.full((len(ALTERNATIVES),), -math.inf, dtype=torch.float64)
+        self._evidence: dict[str, Tensor] = {}
         self._gaps: list[float] = []
         self._silent = 0
         self._seen: list[tuple[int, int]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """What later rollouts are compared with, the same on every rank."""
-        seen = [list(pair) for pair in self._seen]
-        return {"sampling": self._sampling.tolist(), "gaps": self._gaps, "silent": self._silent, "seen": seen}
+        evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
+        return {"evidence": evidence, "gaps": self._gaps, "silent": self._silent, "seen": seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from it."""
-        self._sampling = torch.tensor(state_dict["sampling"], dtype=torch.float64)
+        evidence = state_dict["evidence"].items()
+        self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
@@ -144,17 +148,21 @@ class RolloutEvidence(Callback):
         return (total[0] / total[-1].clamp(min=1)).item(), total[1:-1]
 
     def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:
-        self._sampling = accumulated(self._sampling, evidence)
-        log_p = log_false_alarm(self._sampling)
-        pl_module.log("evidence/other_sampling", -log_p)
-        if log_p < math.log(self.false_alarm):
-            best = int(self._sampling.argmax())
+        chance = self._chance("other_sampling", evidence, pl_module)
+        if chance < self.false_alarm:
+            best = ALTERNATIVES[int(self._evidence["other_sampling"].argmax())]
             raise RuntimeError(
                 f"the sampled tokens up to rollout {pl_module.rollout_index} are no draws from the distribution whose "
-                f"log-probabilities the engine reports (chance: below {math.exp(log_p):.1g} per rollout); "
-                f"{ALTERNATIVES[best]} explains them best. Look for another temperature, greedy decoding, top_p or "
-                "top_k in the engine, or altered tokens"
+                f"log-probabilities the engine reports (chance: below {chance:.1g} per rollout); {best} explains them "
+                "best. Look for another temperature, greedy decoding, top_p or top_k in the engine, or altered tokens"
             )
+
+    def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
+        """Bound on the probability, for each rollout of a healthy run, that there is as much evidence as now."""
+        self._evidence[name] = accumulated(self._evidence.get(name, torch.full_like(evidence, -math.inf)), evidence)
+        log_p = log_false_alarm(self._evidence[name])
+        pl_module.log(f"evidence/{name}", -log_p)
+        return math.exp(log_p)
 
     def _check_gap(self, gap: float, pl_module: QeRLModule) -> None:
         dtype, index = pl_module.policy.dtype, pl_module.rollout_index
@@ -177,13 +185,12 @@ class RolloutEvidence(Callback):
         pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
         rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
         rows = [row for part in ranks.gather_values(rows) for row in part]  # all ranks see, and remember, the same
-        log_p = log_false_alarm(copy_evidence(repeats(self._seen, rows)))
-        pl_module.log("evidence/copies", -log_p)
-        if log_p < math.log(self.false_alarm):
+        chance = self._chance("copies", copy_evidence(repeats(self._seen, rows)), pl_module)
+        if chance < self.false_alarm:
             raise RuntimeError(
-                f"completions of rollout {pl_module.rollout_index} repeat others of the same prompt more often than "
-                f"independent draws would (chance: below {math.exp(log_p):.1g}): the engine copies completions, or its "
-                "seed does not change from one to the next"
+                f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt more often than "
+                f"independent draws would (chance: below {chance:.1g} per rollout): the engine copies completions, or "
+                "its seed does not change from one to the next"
             )
         kept = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
         self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept

@@ -45,6 +45,21 @@ def altered(completion: Completion, share: float = 0.02) -> Completion:
     return replace(completion, tokens=tokens)
 
 
+def growing_gap(engine: Any, policy: Policy) -> Any:
+    """Log-probabilities are off by 4e-5 nats, up and down in turns, and by 4 times as much in each further rollout."""
+    sizes = [4e-5 * 4**rollout for rollout in range(10)]
+
+    def change(groups: Groups, engine: Any, prompts: Sequence[Sequence[int]]) -> Groups:
+        size = sizes.pop(0) if len(groups[0]) > 1 else 0.0  # validation has one completion per prompt
+
+        def off(row: Completion) -> Completion:
+            return replace(row, logprobs=tuple(x + size * (-1) ** place for place, x in enumerate(row.logprobs)))
+
+        return [[off(row) for row in group] for group in groups]
+
+    return changed_output(change)(engine, policy)
+
+
 def other_sampling(**settings: Any) -> Callable[..., Any]:
     """Tokens by other settings, scored at temperature 1 afterwards."""
 
@@ -219,6 +234,7 @@ OF_ANY_ENGINE: dict[str, Callable[..., Any]] = {
     "log-probabilities rounded to 0.1": each(
         lambda row: replace(row, logprobs=tuple(round(x, 1) for x in row.logprobs))
     ),
+    "log-probabilities that are off by 4 times as much in each rollout": growing_gap,
     "log-probabilities NaN": each(lambda row: replace(row, logprobs=tuple(float("nan") for _ in row.logprobs))),
     "completions of a group exchanged, not their log-probabilities": changed_output(
         lambda groups, engine, prompts: [

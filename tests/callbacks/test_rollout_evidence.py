@@ -7,7 +7,9 @@ import math
 import pytest
 
 from callbacks.rollout_evidence import RolloutEvidence
+from qerl_pl.evidence import ALTERNATIVES
 from qerl_pl.tools.curves import read_curves
+from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import load_last
 
 AT = 1
@@ -18,10 +20,9 @@ AT = 1
     ("fault", "said"),
     [
         ("2 % of the tokens altered", "differ from the trainer's"),
-        ("log-probabilities shifted by one", "differ from the trainer's"),
         ("log-probabilities NaN", "log-probability that is nan"),
         ("one completion copied over its group", "repeat others of the same prompt"),
-        ("a constant seed", "repeat others of the same prompt"),
+        ("top_p 0.8, scored over all", "top_p 0.8 explains them best"),
         ("old adapter for later completions", "does not compute with the current policy"),
     ],
 )
@@ -33,11 +34,25 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
 
 
 @pytest.mark.slow
+def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_path):
+    fault = "--trainer.callbacks.fault=log-probabilities that are off by 4 times as much in each rollout"
+    sabotage = ("--trainer.callbacks+=tests.bench.bench_faults.RolloutFault", fault, "--trainer.callbacks.at=2")
+    bound = with_arguments("callbacks.rollout_evidence.RolloutEvidence", {"max_jump": 12.0}, tmp_path)
+    with (
+        pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats a token, 4\.0 times the usual"),
+        pytest.raises(RuntimeError, match=r"of rollout 3 differ .* 16\.0 times the usual"),
+    ):
+        run("fit", tmp_path / "run", "-c", bound, *sabotage)
+    assert load_last(tmp_path / "run")["global_step"] == 3
+
+
+@pytest.mark.slow
 def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     run("fit", tmp_path, "--trainer.max_steps", "4")
     state = load_last(tmp_path)["callbacks"]["RolloutEvidence"]
     assert len(state["gaps"]) == 4
     assert len(state["seen"]) == 4 * 16
+    assert len(state["evidence"]["other_sampling"]) == len(ALTERNATIVES)
     curves = read_curves(tmp_path)
     assert max(curves["evidence/gap"].values) < 1e-5, "with noise on both sides"
     other = RolloutEvidence()
