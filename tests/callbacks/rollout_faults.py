@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -112,8 +112,14 @@ def other_prompts(change: Callable[[Sequence[int]], Sequence[int]]) -> Callable[
     return fault
 
 
-def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]]) -> Callable[..., Any]:
-    """The engine computes with other weights than those that it holds: name -> (the live tensor, what it is then)."""
+def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *, late: bool) -> Callable[..., Any]:
+    """The engine computes with other weights than those that it holds.
+
+    Args:
+        change: name -> (the live tensor, its value in the engine).
+        late: change the tensors before each forward pass, for those that the engine itself writes at the beginning of a
+            call (adapter, norms of the blocks); else for the whole call, for those that are also used outside (head).
+    """
 
     def fault(engine: Any, policy: Policy) -> Any:
         @contextmanager
@@ -129,10 +135,20 @@ def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]]) ->
 
         def during(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **more: Any) -> Any:
-                with wrong():
+                with late_changes() if late else wrong():
                     return method(*args, **more)
 
             return call
+
+        @contextmanager
+        def late_changes() -> Iterator[None]:
+            entered = ExitStack()
+            model = policy.causal_lm.model
+            before = model.register_forward_pre_hook(lambda *_: entered.enter_context(wrong()))
+            after = model.register_forward_hook(lambda *_: entered.close(), always_call=True)
+            yield
+            before.remove()
+            after.remove()
 
         return Instead(engine, generate=during(engine.generate), score=during(engine.score))
 
@@ -147,8 +163,8 @@ def weights(policy: Policy, part: str) -> dict[str, Tensor]:
     return found
 
 
-def scaled(part: str, factor: float) -> Callable[..., Any]:
-    return other_model(lambda policy: {name: (t, t * factor) for name, t in weights(policy, part).items()})
+def scaled(part: str, factor: float, *, late: bool = False) -> Callable[..., Any]:
+    return other_model(lambda policy: {name: (t, t * factor) for name, t in weights(policy, part).items()}, late=late)
 
 
 def swapped(one: str, other: str) -> Callable[..., Any]:
@@ -159,7 +175,7 @@ def swapped(one: str, other: str) -> Callable[..., Any]:
         back = {twin: (live[twin], tensor.detach().clone()) for tensor, twin in pairs.values()}
         return there | back
 
-    return other_model(change)
+    return other_model(change, late=True)
 
 
 def old_where_several(engine: Any, policy: Policy) -> Any:
@@ -265,16 +281,16 @@ OF_ANY_ENGINE: dict[str, Callable[..., Any]] = {
 }
 
 OF_THE_MODEL: dict[str, Callable[..., Any]] = {
-    "every norm x 1.02": scaled("layernorm", 1.02),
+    "every norm x 1.02": scaled("layernorm", 1.02, late=True),
     "final norm x 1.1": scaled("model.norm", 1.1),
     "head x 0.9 (logits)": scaled("embed_tokens", 0.9),
     "embedding of some tokens exchanged": other_model(
-        lambda policy: {name: (t, t.roll(1, 0)) for name, t in weights(policy, "embed_tokens").items()}
+        lambda policy: {name: (t, t.roll(1, 0)) for name, t in weights(policy, "embed_tokens").items()}, late=False
     ),
     "bias x 1.5": scaled("q_proj.base_layer.bias", 1.5),
     "layers' norms swapped": swapped("layers.0.input_layernorm", "layers.1.input_layernorm"),
     "RoPE theta": scaled("inv_freq", 0.5),
-    "o_proj's adapter x 1.5": scaled("o_proj.lora_B", 1.5),
+    "o_proj's adapter x 1.5": scaled("o_proj.lora_B", 1.5, late=True),
     "gate's and up's adapters swapped": swapped("gate_proj.lora_B", "up_proj.lora_B"),
 }
 
