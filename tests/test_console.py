@@ -16,6 +16,8 @@ from qerl_pl.console import MESSAGES, quieten
 @pytest.fixture(autouse=True)
 def own_filters():
     before = {name: list(logging.getLogger(name).filters) for name in MESSAGES}
+    for name in MESSAGES:  # an earlier test of this process may have held messages back
+        logging.getLogger(name).filters = []
     with warnings.catch_warnings():
         yield
     for name, filters in before.items():

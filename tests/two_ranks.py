@@ -19,7 +19,7 @@ def on_two_ranks(function: Callable[[int], Any], folder: Path) -> list[Any]:
 
     The ranks are forks of one server process that has imported what they need, once for all tests of this process.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["qerl_pl.module"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imports"])
     multiprocessing.start_processes(_enter, (str(folder), function), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 

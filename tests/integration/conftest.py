@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import train
 from qerl_pl.__main__ import main as command
 from qerl_pl.tools.tiny import make_tiny
+from tests.program import Program
 
 ROOT = Path(__file__).parent.parent.parent
 TOY = ROOT / "tests" / "integration" / "toy.yaml"
@@ -48,16 +47,9 @@ def arguments(subcommand: str, base: Path, run_dir: Path, *more: str) -> list[st
     return [subcommand, "-c", str(TOY), "--model.base", str(base), "--run_dir", str(run_dir), *more]
 
 
-def launch(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+def launch(*args: Any, **kwargs: Any) -> Program:
     """The program in a process of its own: ``arguments`` as there."""
-    return subprocess.Popen(
-        [sys.executable, "train.py", *arguments(*args)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **kwargs,
-    )
+    return Program(arguments(*args), **kwargs)
 
 
 def load_last(run_dir: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -148,11 +149,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(finished, bases, tmp_p
     before = load_last(run_dir)["global_step"]
     size = (run_dir / "checkpoints" / "last.ckpt").stat().st_size
 
-    def no_room() -> None:  # a file may not grow beyond half a checkpoint: the write fails as it does on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-
+    # A file may not grow beyond half a checkpoint: the write fails as it does on a full disk.
+    no_room = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size // 2, size // 2))
     more = ("--ckpt_path", "last", "--trainer.max_steps", "12", *how)
-    process = launch("fit", bases["nvfp4"], run_dir, *more, preexec_fn=no_room)
+    process = launch("fit", bases["nvfp4"], run_dir, *more, before=no_room)
     output, _ = process.communicate()
     assert process.returncode != 0
     assert "could not write the checkpoint" in output, output

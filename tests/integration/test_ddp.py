@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -13,36 +14,36 @@ import torch
 
 from qerl_pl.tools.curves import read_curves
 from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
+from tests.program import Program
 from tests.two_ranks import free_port
 
 TWO_RANKS = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp")
 NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledger looks at some rows of each rank
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """What the process printed; it must end well."""
+def finish(process: subprocess.Popen[str] | Program, *, status: int = 0) -> str:
+    """What the process printed; it must end with this status."""
     output, _ = process.communicate()
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
-def start_node(launcher: str, node: int, port: int, args: list[str]) -> subprocess.Popen[str]:
+def start_node(launcher: str, node: int, port: int, args: list[str]) -> subprocess.Popen[str] | Program:
     """One process on one of two nodes, both of which are this machine, as torchrun or SLURM starts it."""
-    command, variables = [sys.executable], {}
     if launcher == "torchrun":
         nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
-        command += ["-m", "torch.distributed.run", *nodes, "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    else:
-        job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": 2, "NTASKS": 2}
-        task = {"NTASKS_PER_NODE": 1, "PROCID": node, "NODEID": node, "LOCALID": 0}
-        variables = {f"SLURM_{name}": str(value) for name, value in (job | task).items()} | {"MASTER_PORT": str(port)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*command, "train.py", *args], cwd=ROOT, env=os.environ | variables, **pipes)
+        torchrun = ("-m", "torch.distributed.run", *nodes, "--master-addr", "127.0.0.1", "--master-port", str(port))
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([sys.executable, *torchrun, "train.py", *args], cwd=ROOT, **pipes)
+    job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": 2, "NTASKS": 2}
+    task = {"NTASKS_PER_NODE": 1, "PROCID": node, "NODEID": node, "LOCALID": 0}
+    variables = {f"SLURM_{name}": str(value) for name, value in (job | task).items()} | {"MASTER_PORT": str(port)}
+    return Program(args, environment=os.environ | variables)
 
 
-def launch_two(*args: Any) -> subprocess.Popen[str]:
+def launch_two(*args: Any) -> Program:
     """Two ranks of the program on a CPU."""
-    return launch(*args, *TWO_RANKS, env=os.environ | {"MASTER_PORT": str(free_port())})
+    return launch(*args, *TWO_RANKS, environment=os.environ | {"MASTER_PORT": str(free_port())})
 
 
 @pytest.mark.slow
@@ -54,11 +55,11 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
     steps = ("--trainer.max_steps", "5", *VLLM, *short, *refills, "--model.dynamic_sampling.metric", "low_tokens")
     begun = launch_two("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c)
     run("fit", tmp_path / "one", *steps)
-    assert "go on with --ckpt_path last" in finish(begun)
+    assert "go on with --ckpt_path last" in finish(begun, status=128 + signal.SIGINT)
     assert load_last(tmp_path / "two")["global_step"] == 3
     run("fit", tmp_path / "two", *steps, "--ckpt_path", "last")
 
-    for path in sorted((tmp_path / "one" / "completions").iterdir()):
+    for path in sorted((tmp_path / "one" / "completions").glob("*.jsonl")):
         assert path.read_text() == (tmp_path / "two" / "completions" / path.name).read_text(), path.name
     one, two = load_last(tmp_path / "one"), load_last(tmp_path / "two")
     assert one["global_step"] == two["global_step"] == 5

@@ -1,0 +1,75 @@
+"""The program in processes of their own, forked from one that has imported it: each would import for ten seconds."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+ROOT = Path(__file__).parent.parent
+
+
+class Program:
+    """``python train.py ARGUMENTS``, started at once. The methods are those of ``subprocess.Popen``.
+
+    Args:
+        arguments: of the command line.
+        environment: all variables of the process; None: those of this one.
+        before: called in the process first.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.imports"])
+        with NamedTemporaryFile(prefix="program-", suffix=".log", delete=False) as output:
+            self._output = Path(output.name)
+        variables = dict(os.environ if environment is None else environment)
+        self._process = context.Process(target=_run, args=(arguments, variables, before, str(self._output)))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, minus the number of the signal that killed it, or None while it runs."""
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def wait(self) -> int:
+        """Wait until it has ended; returns the exit status."""
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def communicate(self) -> tuple[str, None]:
+        """Wait until it has ended; returns what it and its children wrote to both of its streams."""
+        self.wait()
+        text = self._output.read_text(errors="replace")
+        self._output.unlink()
+        return text, None
+
+
+def _run(arguments: list[str], variables: dict[str, str], before: Callable[[], None] | None, output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *arguments]
+    if before is not None:
+        before()
+    runpy.run_path("train.py", run_name="__main__")
