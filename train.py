@@ -20,6 +20,7 @@ from callbacks.rng_state import RNGState
 from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
+from qerl_pl.base_check import base_folder
 from qerl_pl.checkpoint import LAST
 from qerl_pl.cli_errors import of_the_value
 from qerl_pl.config_changes import keep_old_config
@@ -28,9 +29,9 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.objective_words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
 from qerl_pl.published import DERIVED
-from qerl_pl.run_folder import run_folder
+from qerl_pl.run_folder import run_folder, run_named_after
 from qerl_pl.trainer_settings import check_trainer
-from qerl_pl.yaml_files import check_yaml_files
+from qerl_pl.yaml_files import check_yaml_files, config_files
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -58,13 +59,13 @@ class QeRLCLI(LightningCLI):
     """LightningCLI with one folder a run and each value given once."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        text = "folder of the run; evaluations and predictions go to a folder of their own in it"
+        text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"
         parser.add_argument("--run_dir", type=run_folder, default="runs/default", help=text)
         parser.link_arguments("run_dir", "trainer.default_root_dir")
         parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
-        parser.link_arguments("model.base", "data.tokenizer")
+        parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
         # What is not given follows from what is: the values that it had without anything given must not count as given.
         parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
@@ -109,13 +110,11 @@ class QeRLCLI(LightningCLI):
 
 
 def main(args: list[str]) -> QeRLCLI:
-    """Run one subcommand, with configs/base.yaml read before any file that the arguments name."""
+    """Run one subcommand."""
     check_yaml_files(args)
-    if args and args[0] in SUBCOMMANDS:
-        args = [args[0], "--config", str(BASE_CONFIG), *args[1:]]
     quieten()
     accept_words()
-    sys.argv[1:] = args = spelt_out(args)  # LightningCLI warns when it gets both
+    sys.argv[1:] = args = command_line(args)  # LightningCLI warns when it gets both
     return QeRLCLI(
         QeRLModule,
         PromptDataModule,
@@ -126,6 +125,13 @@ def main(args: list[str]) -> QeRLCLI:
         save_config_kwargs={"overwrite": True},
         trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), CloseEngine()]},
     )
+
+
+def command_line(args: list[str]) -> list[str]:
+    """Put configs/base.yaml, and a run_dir for settings that name none, before what was typed."""
+    if args and args[0] in SUBCOMMANDS:
+        args = [args[0], "--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args)), *args[1:]]
+    return spelt_out(args)
 
 
 def exit_status(args: list[str]) -> int | str:

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.tokenizer_check import check_text_survives, load_tokenizer
+
+BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
+
+
+def base_folder(base: str, base_format: BaseFormat | None) -> str:
+    """Name the folder that a run is based on: the base itself, or its copy in a 4-bit format beside it.
+
+    Args:
+        base: folder of a checkpoint.
+        base_format: None takes the base as it is.
+
+    Raises:
+        ValueError: there is no such copy; says how to make it.
+    """
+    if base_format is None:
+        return base
+    folder = f"{base.rstrip('/')}-{base_format}"
+    if Path(base).is_dir() and not Path(folder).is_dir():
+        raise ValueError(
+            f"model.base_format is {base_format!r} and there is no folder {folder}; make it by: python -m qerl_pl "
+            f"quantize --model {base} --output {folder} --format {base_format}"
+        )
+    return folder
 
 
 def check_base(path: str | Path) -> Mapping:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
 from qerl_pl import ranks
-from qerl_pl.base_check import check_base
+from qerl_pl.base_check import BaseFormat, base_folder, check_base
 from qerl_pl.checkpoint import check_identity, identity_of, run_identity
 from qerl_pl.correction import mismatch
 from qerl_pl.description import Indescribable, describe, digest_of
@@ -63,7 +63,9 @@ class QeRLModule(LightningModule):
     """A LoRA policy on a frozen base, trained on rollouts of its own (GRPO and its relatives).
 
     Args:
-        base: checkpoint folder of the base, NVFP4 or dense.
+        base: checkpoint folder of the base, dense or quantised.
+        base_format: take the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
+            BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: the base as it is.
         engine: what samples, e.g. qerl_pl.rollout.vllm.VLLMEngine.
         rewards: what completions are worth, each with a name and a weight.
         sampling: of training rollouts.
@@ -116,10 +118,12 @@ class QeRLModule(LightningModule):
         max_unscored_share: float = 0.05,
         max_prompt_tokens: int = 256,
         seed: int = 0,
+        base_format: BaseFormat | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
+        base = base_folder(base, base_format)
         base_config = check_base(base)  # before anything is built
         for name, value in (("updates_per_rollout", updates_per_rollout), ("mini_batches", mini_batches)):
             if value < 1:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 from argparse import ArgumentTypeError
+from collections.abc import Sequence
 from pathlib import Path
 
 LOCK = ".lock"
 """File in a run's folder that the process which trains there holds locked."""
+
+
+def run_named_after(files: Sequence[Path]) -> str:
+    """Name the folder of a run whose settings name none: after its files, but not those of an evaluation.
+
+    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` give runs/gsm8k_bf16; no file gives runs/default.
+    """
+    names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
+    return f"runs/{'_'.join(names) or 'default'}"
 
 
 def run_folder(text: str) -> str:

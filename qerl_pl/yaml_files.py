@@ -21,20 +21,27 @@ KEYS = (
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 
 
+def config_files(arguments: Sequence[str]) -> list[Path]:
+    """List the files that a command line names by ``-c`` or ``--config``."""
+    found = []
+    for index, argument in enumerate(arguments):
+        name, equals, path = argument.partition("=")
+        if argument in ("-c", "--config") and index + 1 < len(arguments):
+            found.append(Path(arguments[index + 1]))
+        elif equals and name in ("-c", "--config"):
+            found.append(Path(path))
+    return found
+
+
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each file that a command line names by ``-c`` or ``--config``; one that is not there is the parser's.
+    """Check each file that a command line names; one that is not there is the parser's.
 
     Raises:
         ValueError: see ``check_yaml``.
     """
-    for index, argument in enumerate(arguments):
-        name, equals, path = argument.partition("=")
-        if argument in ("-c", "--config") and index + 1 < len(arguments):
-            path = arguments[index + 1]
-        elif not (equals and name in ("-c", "--config")):
-            continue
-        if Path(path).is_file():
-            check_yaml(Path(path))
+    for path in config_files(arguments):
+        if path.is_file():
+            check_yaml(path)
 
 
 def check_yaml(path: Path) -> None:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 
 import train
-from configs.make_recipes import ARMS, MODELS, TASKS, path_of, recipes
+from qerl_pl.base_check import base_folder
 from qerl_pl.objective import Objective
+from qerl_pl.objective_words import accept_words
+from qerl_pl.run_folder import run_named_after
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
-BENCHMARKS = sorted((CONFIGS / "eval").glob("*.yaml"))
-GRID = sorted(path for task in TASKS for path in (CONFIGS / task.name).glob("*.yaml"))
+TASKS, MODELS, ARMS, BENCHMARKS = (
+    sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("tasks", "models", "arms", "eval")
+)
+LEVELS = CONFIGS / "tasks" / "levels_4-5.yaml"
+TASKS.remove(LEVELS)
+MODEL = CONFIGS / "models" / "qwen2.5-7b.yaml"
+ARM = CONFIGS / "arms" / "nvfp4.yaml"
+CHANGED_BY_AN_ARM = {"model.optimizer.class_path", "model.optimizer.init_args.lr"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +35,52 @@ def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
-def resolved(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    """The whole configuration of `train.py fit`, parsed and not built."""
-    with pytest.raises(SystemExit) as stop:
-        train.main(["fit", *arguments, "--print_config"])
-    captured = capsys.readouterr()
-    if stop.value.code:
-        raise ValueError(captured.err)
-    return yaml.safe_load(captured.out)
+class Built(Exception):
+    """The parser of ``train.py`` is there."""
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    """The parser of ``train.py``, built once."""
+    with pytest.MonkeyPatch.context() as patch:
+        accept_words()
+        patch.setattr("sys.argv", ["train.py"])
+
+        def stop(cli: train.QeRLCLI, parser: ArgumentParser, args: object) -> None:
+            raise Built(parser)
+
+        patch.setattr(train.QeRLCLI, "parse_arguments", stop)
+        with pytest.raises(Built) as built:
+            train.main(["fit"])
+    return built.value.args[0]
+
+
+@pytest.fixture
+def resolved(parser: ArgumentParser, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
+    """``resolved(*arguments)``: the whole configuration of `train.py fit`, parsed and not built."""
+
+    def resolve(*arguments: str | Path) -> dict:
+        try:
+            found = parser.parse_args(train.command_line(["fit", *map(str, arguments)]))
+        except SystemExit:
+            raise ValueError(capsys.readouterr().err) from None
+        return yaml.safe_load(parser.dump(found, skip_none=False))["fit"]
+
+    return resolve
+
+
+def files(*paths: Path) -> list[str]:
+    """Command line arguments that name them."""
+    return [argument for path in paths for argument in ("-c", str(path))]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_recipe_parses_and_keeps_the_callbacks_of_base_yaml(recipe, capsys):
-    config = resolved(capsys, "-c", str(recipe))
+def test_recipe_parses_and_keeps_the_callbacks_of_base_yaml(recipe, resolved):
+    config = resolved("-c", recipe)
     names = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
     assert "callbacks.statistics.RolloutStatistics" in names
     assert len(names) == len(set(names))
     assert config["trainer"]["max_steps"] > 0
-
-
-def test_the_recipes_are_what_their_script_writes():
-    assert {path.relative_to(CONFIGS): path.read_text() for path in GRID} == recipes()
 
 
 def difference(left: dict, right: dict, path: str = "") -> set[str]:
@@ -61,32 +97,63 @@ def difference(left: dict, right: dict, path: str = "") -> set[str]:
     }
 
 
+def keys(path: Path) -> set[str]:
+    """The dotted keys that a file sets."""
+    return flat(yaml.safe_load(path.read_text()))
+
+
+def flat(settings: dict, prefix: str = "") -> set[str]:
+    return {
+        found
+        for key, value in settings.items()
+        for found in (flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key})
+    }
+
+
+def test_a_task_a_model_and_an_arm_set_different_things_so_that_every_combination_is_the_sum_of_its_files():
+    for task, model, arm in itertools.product(TASKS, MODELS, ARMS):
+        assert not keys(task) & keys(model)
+        assert not keys(model) & keys(arm)
+        assert keys(task) & keys(arm) <= CHANGED_BY_AN_ARM
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_arms_differ_in_what_they_compare_alone(task, model, capsys):
-    arms = {arm.name: resolved(capsys, "-c", str(CONFIGS / path_of(task, model, arm))) for arm in ARMS}
-    steps = arms["nvfp4"]["trainer"]["max_steps"]
-    assert steps // arms["nvfp4"]["model"]["updates_per_rollout"] == task.num_rollouts
-    rows = arms["nvfp4"]["data"]["batch_size"] * arms["nvfp4"]["model"]["sampling"]["num_completions"]
-    assert rows == 128, "the paper's batch"
+@pytest.mark.parametrize("task", TASKS, ids=lambda path: path.stem)
+def test_arms_differ_in_what_they_compare_alone(task, resolved):
+    arms = {path.stem: resolved(*files(task, MODEL, path)) for path in ARMS}
+    model, data = arms["nvfp4"]["model"], arms["nvfp4"]["data"]
+    rollouts = arms["nvfp4"]["trainer"]["max_steps"] // model["updates_per_rollout"]
+    assert rollouts == {"gsm8k": 600, "big_math": 1000}[task.stem]
+    assert data["batch_size"] * model["sampling"]["num_completions"] == 128, "the paper's batch"
     assert difference(arms["nvfp4"], arms["nvfp4_aqn"]) == {"run_dir", "trainer.callbacks"}
     assert difference(arms["bf16"], arms["bf16_aqn"]) == {"run_dir", "trainer.callbacks"}
-    assert difference(arms["nvfp4"], arms["mxfp4"]) == {"run_dir", "model.base"}
-    assert difference(arms["nvfp4"], arms["nf4"]) == {"run_dir", "model.base"}
-    assert difference(arms["nvfp4"], arms["bf16"]) == {"run_dir", "model.base", "model.optimizer.init_args.lr"}
+    assert difference(arms["nvfp4"], arms["mxfp4"]) == {"run_dir", "model.base_format"}
+    assert difference(arms["nvfp4"], arms["nf4"]) == {"run_dir", "model.base_format"}
+    assert difference(arms["nvfp4"], arms["bf16"]) == {"run_dir", "model.base_format", "model.optimizer.init_args.lr"}
     added = arms["nvfp4_aqn"]["trainer"]["callbacks"][len(arms["nvfp4"]["trainer"]["callbacks"]) :]
     assert [callback["class_path"] for callback in added] == ["callbacks.aqn.AdaptiveQuantizationNoise"]
-    assert {arm["run_dir"] for arm in arms.values()} == {
-        f"runs/{path_of(task, model, arm).with_suffix('')}" for arm in ARMS
+    assert {name: arm["run_dir"] for name, arm in arms.items()} == {
+        path.stem: f"runs/{task.stem}_{MODEL.stem}_{path.stem}" for path in ARMS
     }
 
 
 @pytest.mark.slow
+def test_models_differ_in_their_base_and_levels_in_their_level_alone(resolved):
+    usual = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", MODEL, ARM))
+    for model in MODELS:
+        other = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", model, ARM))
+        assert difference(usual, other) == (set() if model == MODEL else {"run_dir", "model.base"})
+        assert other["model"]["base"] == f"models/{model.stem}"
+    harder = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", LEVELS, MODEL, ARM))
+    level = "data.source.init_args.training.init_args.source.init_args.levels"
+    assert difference(usual, harder) == {"run_dir", level}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda path: path.stem)
-def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, capsys):
-    recipe = str(CONFIGS / path_of(TASKS[-1], MODELS[0], ARMS[0]))
-    changed = difference(resolved(capsys, "-c", recipe), resolved(capsys, "-c", recipe, "-c", str(benchmark)))
+def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, resolved):
+    recipe = (CONFIGS / "tasks" / "gsm8k.yaml", MODEL, ARM)
+    changed = difference(resolved(*files(*recipe)), resolved(*files(*recipe, benchmark)))
     assert "model.val_sampling" in changed
     assert all(
         key.startswith(("data.source", "data.val_batch_size", "data.held_out", "model.val_sampling")) for key in changed
@@ -94,11 +161,7 @@ def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, capsys):
 
 
 def test_all_training_data_have_one_prompt():
-    prompts = {
-        yaml.safe_load(path.read_text())["system_prompt"] for path in (CONFIGS / "shared").glob("*math_*-*.yaml")
-    }
-    prompts.add(yaml.safe_load((CONFIGS / "shared" / "gsm8k.yaml").read_text())["system_prompt"])
-    assert len(prompts) == 1
+    assert len({yaml.safe_load(path.read_text())["data"]["system_prompt"] for path in TASKS}) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,13 +175,13 @@ def test_all_training_data_have_one_prompt():
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_unknown_keys_and_values_are_refused_by_name(wrong, capsys):
+def test_unknown_keys_and_values_are_refused_by_name(wrong, resolved):
     with pytest.raises(ValueError, match=wrong[0].rsplit(".", 1)[-1]):
-        resolved(capsys, "-c", "configs/quickstart.yaml", *wrong)
+        resolved("-c", "configs/quickstart.yaml", *wrong)
 
 
-def objective_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    return resolved(capsys, "-c", "configs/quickstart.yaml", *arguments)["model"]["objective"]
+def objective_of(resolved: Callable[..., dict], *arguments: str) -> dict:
+    return resolved("-c", "configs/quickstart.yaml", *arguments)["model"]["objective"]
 
 
 @pytest.mark.parametrize(
@@ -131,27 +194,29 @@ def objective_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
         ("cispo", ("cispo", "token", "normalized", math.inf, 4.0)),
     ],
 )
-def test_a_published_objective_is_one_word(name, expected, capsys, tmp_path):
-    file = tmp_path / "word.yaml"
-    file.write_text(f"model:\n  objective: {name}\n")
-    (tmp_path / "mapping.yaml").write_text(f"model:\n  objective: {{preset: {name}, clip_high: 0.7}}\n")
-    found = objective_of(capsys, "--model.objective", name)
+def test_a_published_objective_is_one_word(name, expected, resolved):
+    found = objective_of(resolved, "--model.objective", name)
     parts = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high")
     assert tuple(found[part] for part in parts) == expected
     assert found == asdict(Objective(preset=name)), "what is printed is what is in force"
-    assert objective_of(capsys, "-c", str(file)) == found
-    on_top = objective_of(capsys, "-c", str(file), "--model.objective.clip_high", "0.7")
-    assert on_top == found | {"clip_high": 0.7}
-    assert objective_of(capsys, "-c", str(tmp_path / "mapping.yaml")) == on_top
-    assert objective_of(capsys, f"--model.objective={name}", "--model.objective.clip_high=0.7") == on_top
 
 
-def test_what_is_not_given_follows_from_what_is(capsys):
+def test_single_settings_stand_on_top_of_the_word_wherever_either_is_given(resolved, tmp_path):
+    (tmp_path / "word.yaml").write_text("model:\n  objective: gspo\n")
+    (tmp_path / "mapping.yaml").write_text("model:\n  objective: {preset: gspo, clip_high: 0.7}\n")
+    expected = asdict(Objective(preset="gspo")) | {"clip_high": 0.7}
+    one = "--model.objective.clip_high"
+    assert objective_of(resolved, "-c", str(tmp_path / "word.yaml"), one, "0.7") == expected
+    assert objective_of(resolved, "-c", str(tmp_path / "mapping.yaml")) == expected
+    assert objective_of(resolved, "--model.objective=gspo", f"{one}=0.7") == expected
+
+
+def test_what_is_not_given_follows_from_what_is(resolved):
     given = "--model.objective."
-    assert objective_of(capsys, given + "surrogate", "sequence")["aggregation"] == "sequence"
-    assert objective_of(capsys, given + "aggregation", "constant")["baseline"] == "centered"
-    assert objective_of(capsys, given + "kl_in", "reward")["kl"] == "k1"
-    both = objective_of(capsys, given + "surrogate", "sequence", given + "aggregation", "token")
+    assert objective_of(resolved, given + "surrogate", "sequence")["aggregation"] == "sequence"
+    assert objective_of(resolved, given + "aggregation", "constant")["baseline"] == "centered"
+    assert objective_of(resolved, given + "kl_in", "reward")["kl"] == "k1"
+    both = objective_of(resolved, given + "surrogate", "sequence", given + "aggregation", "token")
     assert both["aggregation"] == "token", "said, so meant"
 
 
@@ -165,21 +230,38 @@ def test_what_is_not_given_follows_from_what_is(capsys):
     ],
     ids=["word", "aggregation", "surrogate", "baseline"],
 )
-def test_a_setting_that_contradicts_the_objectives_name_is_refused(arguments, said, capsys):
+def test_a_setting_that_contradicts_the_objectives_name_is_refused(arguments, said, resolved):
     with pytest.raises(ValueError, match=said):
-        objective_of(capsys, *arguments)
+        objective_of(resolved, *arguments)
 
 
-def test_the_base_file_may_be_named_again(capsys):
-    once = resolved(capsys, "-c", "configs/quickstart.yaml")
-    twice = resolved(capsys, "-c", "configs/base.yaml", "-c", "configs/quickstart.yaml")
+def test_the_base_file_may_be_named_again(resolved):
+    once = resolved("-c", "configs/quickstart.yaml")
+    twice = resolved("-c", "configs/base.yaml", "-c", "configs/quickstart.yaml")
     assert once == twice
 
 
-def test_dapo_accepts_by_the_right_answer_and_punishes_length_up_to_the_sampling_limit(capsys):
-    model = resolved(capsys, "-c", str(CONFIGS / path_of(TASKS[-1], MODELS[0], ARMS[0])))["model"]
+def test_dapo_accepts_by_the_right_answer_and_punishes_length_up_to_the_sampling_limit(resolved):
+    model = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", MODEL, ARM))["model"]
     names = [reward["name"] for reward in model["rewards"]]
     assert model["dynamic_sampling"]["metric"] == "accuracy" == names[0]
     [overlong] = [reward["reward"] for reward in model["rewards"] if "SoftOverlong" in str(reward["reward"])]
     assert overlong["init_args"]["max_tokens"] is None, "linked"
     assert overlong["init_args"]["buffer"] == round(model["sampling"]["max_tokens"] / 5)
+
+
+def test_a_base_format_names_the_copy_beside_the_base_and_says_how_to_make_it(tmp_path):
+    base = tmp_path / "qwen"
+    base.mkdir()
+    assert base_folder(str(base), None) == str(base)
+    assert base_folder("not/downloaded", "nvfp4") == "not/downloaded-nvfp4"
+    with pytest.raises(ValueError, match=rf"quantize --model {base} --output {base}-nvfp4 --format nvfp4"):
+        base_folder(str(base), "nvfp4")
+    (tmp_path / "qwen-nvfp4").mkdir()
+    assert base_folder(f"{base}/", "nvfp4") == f"{base}-nvfp4"
+
+
+def test_a_run_is_named_after_its_files_and_not_after_those_of_an_evaluation():
+    names = [MODEL, ARM, BENCHMARKS[0], CONFIGS / "base.yaml"]
+    assert run_named_after(names) == "runs/qwen2.5-7b_nvfp4"
+    assert run_named_after([]) == "runs/default"

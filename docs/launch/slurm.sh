@@ -1,6 +1,6 @@
 #!/bin/bash
 # Data-parallel training on several nodes, one process a GPU. From the repository, on a file system that all nodes share:
-#   sbatch --nodes 2 docs/launch/slurm.sh -c configs/gsm8k/qwen2.5-7b_nvfp4_aqn.yaml --run_dir runs/two-nodes
+#   sbatch --nodes 2 docs/launch/slurm.sh RECIPE --run_dir runs/two-nodes
 #SBATCH --job-name=qerl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.base_check import base_folder
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import cache_bytes, fitted, smallest_gpu, usable
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
         run = run_memory(config)
-        shape = checkpoint_shape(config["model"]["base"], DTYPES[config["model"]["dtype"]])
+        base = base_folder(config["model"]["base"], config["model"]["base_format"])
+        shape = checkpoint_shape(base, DTYPES[config["model"]["dtype"]])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
