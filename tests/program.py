@@ -42,7 +42,9 @@ class Program:
         """Exit status, minus the number of the signal that killed it, or None while it runs."""
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        """See ``returncode``."""
+        return self.returncode
 
     def kill(self) -> None:
         """Send SIGKILL."""

@@ -18,7 +18,7 @@ from qerl_pl.__main__ import main as command
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for folder in (ROOT, ROOT / "configs", ROOT / "docs") for path in folder.glob("*.md"))
 EXAMPLE = "-c configs/tasks/gsm8k.yaml -c configs/models/qwen2.5-7b.yaml -c configs/arms/nvfp4_aqn.yaml"
-PLACEHOLDERS = {"RECIPE": EXAMPLE, "RUN...": "RUN", "FILE": "last.ckpt"}
+PLACEHOLDERS: dict[str, str] = {"RECIPE": EXAMPLE, "RUN...": "RUN", "FILE": "last.ckpt"}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def training_commands() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", training_commands())
 def test_every_training_command_parses(line, capsys):
-    words = shlex.split(" ".join(PLACEHOLDERS.get(word, word) for word in line.split()))[2:]
+    words = shlex.split(" ".join(PLACEHOLDERS.get(word, word) for word in str(line).split()))[2:]
     with pytest.raises(SystemExit) as stop:
         train.main([*words, "--print_config"])
     assert not stop.value.code, capsys.readouterr().err
