@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import train  # noqa: F401
-from qerl_pl.rollout.vllm_setup import prepare_environment
+from qerl_pl.rollout.vllm.setup import prepare_environment
 
 prepare_environment()
 with warnings.catch_warnings(action="ignore"):

@@ -50,8 +50,16 @@ def test_schedules_seeds_and_tasks_need_no_package(name):
 
 def test_only_the_rollout_engine_imports_vllm():
     users = [path.relative_to(ROOT / "qerl_pl") for path in LIBRARY if "vllm" in packages_of(path)]
-    assert all(path.parent.name == "rollout" and path.name.startswith("vllm") for path in users), users
+    assert all(path.parent == Path("rollout", "vllm") for path in users), users
     assert users
+
+
+def test_nothing_but_the_tools_looks_inside_the_vllm_engine():
+    inside = "qerl_pl.rollout.vllm."
+    for path in LIBRARY:
+        if path.parent.name not in ("vllm", "tools"):
+            looked_at = {name for name in imports_of(path) if name.startswith(inside)} - {inside + "VLLMEngine"}
+            assert not looked_at, path
 
 
 def test_triton_stays_in_the_kernels():

@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from qerl_pl.rollout.vllm_worker import live_norms
+from qerl_pl.rollout.vllm.worker import live_norms
 from tests.bench.exact_engines import decoding, run_variants, started
 from tests.bench.harness import emit
 

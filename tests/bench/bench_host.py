@@ -27,7 +27,7 @@ from tests.bench.harness import RANK, child_environment, emit
 
 SCHEDULERS = {
     "vllm": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
-    "ours": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
+    "ours": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
 }
 PROMPT_TOKENS, NEW_TOKENS = 16, 64
 

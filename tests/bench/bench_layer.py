@@ -45,15 +45,15 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
         config, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
-        import_module("qerl_pl.rollout.vllm_nvfp4").prepare(sum(widths), inputs, locks.device)
+        import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, locks.device)
         layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE), a, b)
     return layer
 
 
 def variants() -> dict[str, Add]:
     """Who multiplies by base and adapter: of a linear, its input and an index for each token."""
-    ours: Any = import_module("qerl_pl.rollout.vllm_nvfp4")
-    hummings: Any = import_module("qerl_pl.rollout.vllm_humming")
+    ours: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
+    hummings: Any = import_module("qerl_pl.rollout.vllm.humming")
     hummings.install()
     hummings.load_operators()
     no_lora = torch.tensor([False])

@@ -35,10 +35,10 @@ from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_plugin
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.rollout.vllm_worker import linear_kernels
+from qerl_pl.rollout.vllm import plugin as vllm_plugin
+from qerl_pl.rollout.vllm.worker import linear_kernels
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import DECODING_KERNELS, check, decoding_kernel, emit, model_config, pack_linears, timed
 from tests.bench.together import is_together, turn

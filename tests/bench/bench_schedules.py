@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
-from qerl_pl.rollout.vllm_humming import decoding_schedule
+from qerl_pl.rollout.vllm.humming import decoding_schedule
 from tests.bench.harness import FUSED, SIZES, captured, check, emit, linear_shapes, relative_error, timed
 
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})

@@ -20,7 +20,7 @@ from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import fill_computed_buffers
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_setup
+from qerl_pl.rollout.vllm import setup as vllm_setup
 
 
 class Size(NamedTuple):

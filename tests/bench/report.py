@@ -152,7 +152,7 @@ are those of vLLM's modules, `vLLM` those of its own start, and `adapter` those 
 $starts
 
 What vLLM's scheduler and its output processor take of a step, and what they take with
-`qerl_pl/rollout/vllm_scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
+`qerl_pl/rollout/vllm/scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
 model takes the host about as long as the GPU, so a faster base gains little there.
 
 $host
@@ -172,7 +172,7 @@ The same with the blocks of 64 tokens that `expand` had before, and with those o
 $blocks
 
 Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
-with the blocks of `qerl_pl/rollout/vllm_humming.py` where these differ, `nvfp4_decode` for few tokens and `nvfp4_batch`
+with the blocks of `qerl_pl/rollout/vllm/humming.py` where these differ, `nvfp4_decode` for few tokens and `nvfp4_batch`
 for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to Humming. Gate and up
 of 14B were measured before they went to `nvfp4_decode` with 64 tokens, and before `nvfp4_batch` had blocks of unequal
 width (08e3224), which leave less of the GPU idle for gate and up of 14B with more than 128 tokens and of 32B with more

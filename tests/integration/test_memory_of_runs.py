@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from qerl_pl.rollout import vllm_memory
+from qerl_pl.rollout.vllm import memory as vllm_memory
 from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.plan import read_settings, run_memory
 from tests.integration.conftest import VLLM, arguments, load_last

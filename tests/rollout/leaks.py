@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor
 
-from qerl_pl.rollout import vllm_memory
+from qerl_pl.rollout.vllm import memory as vllm_memory
 
 
 def held_in_vllms_pool() -> list[str]:

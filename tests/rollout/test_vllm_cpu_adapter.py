@@ -11,7 +11,7 @@ pytestmark = pytest.mark.vllm
 def make_kernels(indices: list[int], max_loras: int = 1):
     from vllm.config.lora import LoRAConfig
 
-    from qerl_pl.rollout.vllm_cpu import adapter_kernels
+    from qerl_pl.rollout.vllm.cpu import adapter_kernels
 
     kernels = adapter_kernels(
         64, max_batches=8, device=torch.device("cpu"), lora_config=LoRAConfig(max_loras=max_loras)
@@ -56,8 +56,8 @@ def test_registering_twice_is_registering_once():
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.platforms import current_platform
 
-    from qerl_pl.rollout import vllm_plugin
-    from qerl_pl.rollout.vllm_cpu import NVFP4Config
+    from qerl_pl.rollout.vllm import plugin as vllm_plugin
+    from qerl_pl.rollout.vllm.cpu import NVFP4Config
 
     vllm_plugin.register()
     before = current_platform.get_punica_wrapper

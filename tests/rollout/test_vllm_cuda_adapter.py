@@ -24,7 +24,7 @@ def cuda() -> Iterator[object]:
         from vllm.lora.punica_wrapper import punica_gpu
 
         patch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
-        from qerl_pl.rollout import vllm_cuda
+        from qerl_pl.rollout.vllm import cuda as vllm_cuda
 
         yield vllm_cuda
 

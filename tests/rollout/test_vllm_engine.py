@@ -12,9 +12,11 @@ import torch.distributed as dist
 from qerl_pl.noise.norm_noise import noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.rollout import vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import plugin as vllm_plugin
+from qerl_pl.rollout.vllm import setup as vllm_setup
+from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,

@@ -13,10 +13,11 @@ import torch
 
 from qerl_pl.kernels import hopper
 from qerl_pl.quant.quantize import quantize_checkpoint
-from qerl_pl.rollout import vllm_memory, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import memory as vllm_memory
+from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     assert_sampled_by_its_policy,

@@ -23,8 +23,9 @@ from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_setup, vllm_worker
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import setup as vllm_setup
+from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.kernels.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
 
@@ -92,7 +93,7 @@ def capable(monkeypatch) -> None:
 def calls(monkeypatch) -> list[tuple[str, int]]:
     """Which kernel served how many tokens; all multiply by the dense weight here."""
     from qerl_pl.kernels import lora
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     found: list[tuple[str, int]] = []
 
@@ -163,7 +164,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, with_bias):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     bias = torch.randn(N).bfloat16() if with_bias else None
     kernel, layer = Kernel(Config()), Linear(bias)
@@ -190,7 +191,7 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
 
 def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128)) -> Any:
     """As vLLM wraps a linear; of four tokens the second and the third are without the adapter."""
-    from qerl_pl.rollout.vllm_cuda import OneAdapterKernels
+    from qerl_pl.rollout.vllm.cuda import OneAdapterKernels
 
     wrapper: Any = object.__new__(OneAdapterKernels)
     wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0]).repeat(100)
@@ -202,7 +203,7 @@ def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128))
 
 def prepared(bias: Tensor | None = None) -> Linear:
     """A linear that has our kernels."""
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     layer = Linear(bias)
     vllm_nvfp4.process_weights_after_loading(Kernel(Config()), layer)
@@ -220,7 +221,7 @@ def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, with_bias):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     bias = torch.randn(N).bfloat16() if with_bias else None
     wrapped = with_adapter(prepared(bias), rank=16)
@@ -246,7 +247,7 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
 
 @pytest.mark.parametrize(("rank", "slices"), [(72, (384, 128)), (4, (N,)), (16, (480, 32))])
 def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     wrapped, x = with_adapter(prepared(), rank, slices), torch.randn(2, 3, K).bfloat16()
     calls.clear()
@@ -263,7 +264,7 @@ def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices
 def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
     calls, monkeypatch, rank, slices, late, fewest
 ):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     monkeypatch.setattr(lora_hopper, "LATE", late)
     wrapped = with_adapter(prepared(), rank, slices)
@@ -275,7 +276,7 @@ def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
 
 
 def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeypatch):
-    from qerl_pl.rollout import vllm_cuda
+    from qerl_pl.rollout.vllm import cuda as vllm_cuda
 
     ours, another, dense = (with_adapter(linear, rank=16) for linear in (prepared(), prepared(), Linear()))
     large, stock = with_adapter(prepared(), rank=72), with_adapter(Linear(), rank=16)
@@ -290,7 +291,7 @@ def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeyp
 
 
 def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     wrapped = with_adapter(prepared(), rank=16)
     calls.clear()
@@ -314,7 +315,7 @@ def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
     ],
 )
 def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     linear, kernel = Linear(**layer), Kernel(config, invariant)
     vllm_nvfp4.process_weights_after_loading(kernel, linear)
@@ -324,7 +325,7 @@ def test_linears_of_another_kind_stay_vllms(calls, config, layer, invariant):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_linears_that_are_loaded_later_get_hummings(monkeypatch, calls, capable, checkpoints, fails):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     vllms: Any = import_module("vllm.model_executor.kernels.linear.nvfp4.humming").HummingNvFp4LinearKernel
     before = vllms.process_weights_after_loading
@@ -362,7 +363,7 @@ MISSING = {"humming": "humming-kernels", "vllm": "a vLLM that has Humming's", "c
 
 @pytest.mark.parametrize("package", MISSING)
 def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkpoints, package):
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     found = vllm_setup.find_spec
     for module in (vllm_setup, hopper):
@@ -381,7 +382,9 @@ def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkp
 @pytest.mark.slow
 def test_to_choose_a_kernel_imports_nothing_of_vllm():
     choice = "vllm_setup.decoding_kernel('auto', NVFP4, torch.bfloat16)"
-    imports = "import sys, torch; from qerl_pl.quant.nvfp4 import NVFP4; from qerl_pl.rollout import vllm_setup"
+    imports = (
+        "import sys, torch; from qerl_pl.quant.nvfp4 import NVFP4; from qerl_pl.rollout.vllm import setup as vllm_setup"
+    )
     subprocess.run([sys.executable, "-c", f"{imports}; {choice}; assert 'vllm' not in sys.modules"], check=True)
 
 

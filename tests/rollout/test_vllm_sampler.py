@@ -27,7 +27,7 @@ def sampler(monkeypatch) -> ModuleType:
     """The module; without a GPU its kernels are interpreted."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return import_module("qerl_pl.rollout.vllm_sampler")
+    return import_module("qerl_pl.rollout.vllm.sampler")
 
 
 def test_a_sampled_token_has_its_log_probability(sampler):

@@ -21,7 +21,7 @@ def make_manager(num_blocks: int, *, caching: bool, spared: bool) -> Any:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from qerl_pl.rollout.vllm_scheduler import skip_unchanged
+    from qerl_pl.rollout.vllm.scheduler import skip_unchanged
 
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -100,7 +100,7 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
 
 def test_most_calls_of_a_request_that_runs_are_spared():
     manager = make_manager(24, caching=True, spared=False)
-    from qerl_pl.rollout.vllm_scheduler import skip_unchanged
+    from qerl_pl.rollout.vllm.scheduler import skip_unchanged
 
     calls = []
     allocate = manager.allocate_slots
@@ -118,7 +118,7 @@ def test_layers_with_a_window_are_left_to_vllm():
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-    from qerl_pl.rollout.vllm_scheduler import skip_unchanged
+    from qerl_pl.rollout.vllm.scheduler import skip_unchanged
 
     spec = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=8)
     config = KVCacheConfig(24, [], [KVCacheGroupSpec(["layer"], spec)])

@@ -23,9 +23,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, slots
-from qerl_pl.rollout.vllm_humming import without_served
-from qerl_pl.rollout.vllm_setup import decoding_lacks
+from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
+from qerl_pl.rollout.vllm.humming import without_served
+from qerl_pl.rollout.vllm.setup import decoding_lacks
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights

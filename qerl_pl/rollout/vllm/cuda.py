@@ -1,6 +1,6 @@
 """What vLLM's CUDA platform lacks: adapters at a small price, where there is one adapter and not many.
 
-Only vLLM and ``vllm_plugin`` import this module.
+Only vLLM and ``plugin`` import this module.
 """
 
 from __future__ import annotations

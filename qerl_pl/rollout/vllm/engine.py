@@ -16,12 +16,12 @@ from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout import vllm_humming, vllm_memory, vllm_norms, vllm_plugin, vllm_setup, vllm_worker
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_process_group, preserved_rng, preserved_torch_settings
+from qerl_pl.rollout.vllm import humming, memory, norms, plugin, setup, worker
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Completion
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.v1.engine.core_client import InprocClient
 
-    from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
+    from qerl_pl.rollout.vllm.scheduler import RolloutScheduler
 
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
 SCORED_TOKENS_PER_CALL = 65536
@@ -120,8 +120,8 @@ class VLLMEngine:
         """
         if self._llm is not None:
             return
-        vllm_setup.prepare_environment()
-        vllm_setup.log_starting()
+        setup.prepare_environment()
+        setup.log_starting()
         watch = Stopwatch()
         self._policy, self._max_model_len = policy, max_model_len
         self._base_norms = self._clean_norms = {}
@@ -134,16 +134,14 @@ class VLLMEngine:
                 from vllm.lora.request import LoRARequest
                 from vllm.platforms import current_platform
 
-                from qerl_pl.rollout.vllm_loader import register_loader
+                from qerl_pl.rollout.vllm.loader import register_loader
 
-            vllm_plugin.register()
+            plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
             fmt = policy.packed_format
-            kernel = vllm_setup.decoding_kernel(self.decoding_kernel, fmt, dtype)
-            arguments = vllm_setup.policy_arguments(
-                policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel
-            )
-            unpacked = policy.packed_linears() if vllm_setup.lacks(fmt) else {}
+            kernel = setup.decoding_kernel(self.decoding_kernel, fmt, dtype)
+            arguments = setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
+            unpacked = policy.packed_linears() if setup.lacks(fmt) else {}
             shared, fp32_norms = policy.embedding_weights(), self._fp32_norms
             arguments["load_format"] = register_loader(shared, unpacked, fp32_norms=fp32_norms)
             fp32_head = self._fp32_head and dtype != torch.float32
@@ -151,48 +149,48 @@ class VLLMEngine:
             arguments["hf_overrides"] = overrides = {"head_dtype": "float32"} if fp32_head else {}
             if unpacked:
                 overrides |= {"quantization_config": None}
-                vllm_setup.log_unpacked(unpacked, dtype)
+                setup.log_unpacked(unpacked, dtype)
             self._on_cpu = current_platform.is_cpu()
             arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
             if fp32_norms:
-                arguments |= vllm_norms.arguments(compiled=not (self._on_cpu or self._arguments["enforce_eager"]))
-            platform_arguments = vllm_setup.cpu_arguments if self._on_cpu else vllm_setup.gpu_arguments
+                arguments |= norms.arguments(compiled=not (self._on_cpu or self._arguments["enforce_eager"]))
+            platform_arguments = setup.cpu_arguments if self._on_cpu else setup.gpu_arguments
             arguments |= platform_arguments(policy.config, self.memory, dtype=dtype, max_model_len=max_model_len)
             if self.kv_cache_bytes is not None:
                 arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
             if not self._on_cpu:
-                vllm_setup.check_fused_scales(policy.base)
+                setup.check_fused_scales(policy.base)
                 if fmt is not None and not unpacked:
-                    vllm_humming.load_operators()
+                    humming.load_operators()
                 if fmt is NVFP4 and self.decoding_kernel == "auto":
-                    vllm_setup.log_decoding_lacks(dtype)
+                    setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                beside, kernels = vllm_memory.ignoring_what_is_left(), vllm_setup.kernels(kernel, policy, dtype)
-                with beside, kernels, vllm_setup.among_ranks() as more, watch.phase("vLLM"):
+                beside, kernels = memory.ignoring_what_is_left(), setup.kernels(kernel, policy, dtype)
+                with beside, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
                 with self._trainers_group():
-                    vllm_setup.destroy_groups()
+                    setup.destroy_groups()
                 raise
-        self._lora_request = LoRARequest("policy", vllm_worker.ADAPTER_ID, "in memory")
+        self._lora_request = LoRARequest("policy", worker.ADAPTER_ID, "in memory")
         try:
             self._get_ready(watch)
         except BaseException:
             self.close()
             raise
         self.start_s = dict(watch.seconds)
-        vllm_setup.log_started(self.start_s)
+        setup.log_started(self.start_s)
 
     def _get_ready(self, watch: Stopwatch) -> None:
         """Once vLLM runs: its clean norms, and the adapter in its slots."""
-        vllm_setup.log_kernels(self._call(vllm_worker.linear_kernels))
-        self._base_norms = {name: weight.clone() for name, weight in self._call(vllm_worker.live_norms).items()}
+        setup.log_kernels(self._call(worker.linear_kernels))
+        self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         with watch.phase("adapter"):
-            self._call(vllm_worker.reserve_adapter, self._lora_request)
+            self._call(worker.reserve_adapter, self._lora_request)
             if not self._on_cpu:
-                self._call(vllm_worker.compile_adapter_kernels)
+                self._call(worker.compile_adapter_kernels)
             self.load_adapter(self._policy.adapter_state())
 
     def generate(
@@ -258,7 +256,7 @@ class VLLMEngine:
         """See ``RolloutEngine``. Names and shapes are checked first: vLLM takes wrong ones without a word."""
         self._running()
         check_same_tensors(adapter, self._policy.adapter_state())
-        self._call(vllm_worker.write_adapter, adapter, self._policy.lora_scaling)
+        self._call(worker.write_adapter, adapter, self._policy.lora_scaling)
         trained = {name: weight.detach().clone() for name, weight in trained_norms(adapter).items()}
         if trained:
             self._clean_norms = trained
@@ -270,7 +268,7 @@ class VLLMEngine:
         noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing before anything is changed
         self._noise = NormNoise(sigma, seed, rounded)
         noisy = self._write_norms(self._clean_norms)
-        live = self._call(vllm_worker.live_norms)
+        live = self._call(worker.live_norms)
         written = torch.stack([noisy[name].to(live[name]) for name in live])  # [2L, H]
         held = int((torch.stack(list(live.values())) == written).all(dim=1).sum())
         return held if sigma else 0
@@ -278,9 +276,9 @@ class VLLMEngine:
     def fingerprint(self) -> dict[str, int]:
         """See ``RolloutEngine``. Read from vLLM's adapter slots and from the weights of its model."""
         known = self._policy.adapter_state() if self._running() else {}
-        slots = self._call(vllm_worker.read_adapter, self._policy.peft_config.r)
+        slots = self._call(worker.read_adapter, self._policy.peft_config.r)
         held = {name: matrix for name, matrix in slots.items() if name in known or matrix.any()}
-        return checksums(held | self._call(vllm_worker.live_norms))
+        return checksums(held | self._call(worker.live_norms))
 
     def sleep(self) -> None:
         """Give back what ``sleep_level`` says. On a CPU there is nothing to give back."""
@@ -311,11 +309,11 @@ class VLLMEngine:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
         with preserved_rng(), self._trainers_group():
-            self._call(vllm_memory.free)
+            self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False
         del self._policy, self._base_norms, self._clean_norms
-        vllm_memory.collect()
+        memory.collect()
 
     @contextmanager
     def _trainers_group(self) -> Iterator[None]:
@@ -340,7 +338,7 @@ class VLLMEngine:
         return core
 
     def _scheduler(self) -> RolloutScheduler:
-        from qerl_pl.rollout.vllm_scheduler import RolloutScheduler
+        from qerl_pl.rollout.vllm.scheduler import RolloutScheduler
 
         scheduler = self._core().engine_core.scheduler
         assert isinstance(scheduler, RolloutScheduler)
@@ -387,7 +385,7 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def _write_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        live = self._call(vllm_worker.live_norms)
+        live = self._call(worker.live_norms)
         kept_in = self._noise.kept_in(self._running().model_config.dtype)
         noisy = noisy_norms(clean, self._noise.sigma, self._noise.seed, dtype=kept_in)
         for name, weight in noisy.items():

@@ -49,7 +49,7 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
     """Compile the adapter kernels of all linears, where vLLM computes them with ours on CUDA."""
-    from qerl_pl.rollout.vllm_cuda import OneAdapterKernels, compile_kernels
+    from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
     for module in _manager(worker)._adapter_manager.modules.values():
@@ -57,7 +57,7 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
             a, b = module.lora_a_stacked, module.lora_b_stacked
             fewest = 1
             if hasattr(module.base_layer, "decoding"):  # ours: these kernels add what the base's cannot
-                fewest = import_module("qerl_pl.rollout.vllm_nvfp4").fewest_apart(module)
+                fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_apart(module)
             linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one of each kind
     for a, b, fewest in linears.values():
         compile_kernels(a, b, fewest)

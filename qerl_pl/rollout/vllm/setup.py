@@ -109,7 +109,7 @@ def policy_arguments(
             "humming_schedules": "qerl_pl",
             "decoding_kernel": decoding_kernel,
         },
-        "scheduler_cls": "qerl_pl.rollout.vllm_scheduler.RolloutScheduler",
+        "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }
@@ -133,7 +133,7 @@ def lacks(fmt: Format | None) -> bool:
     """Whether vLLM 0.32 has no kernels here that leave activations in 16 bits for a format (None: dense).
 
     It has none for NF4. For MXFP4 it has them on CUDA before Blackwell, where its kernels quantise activations too. For
-    NVFP4 ``vllm_plugin`` adds those of a CPU.
+    NVFP4 ``plugin`` adds those of a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -155,9 +155,9 @@ def kernels(kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dty
     """In it vLLM loads linears with the decoding kernel that they are to have."""
     if kernel == "humming":
         return nullcontext()
-    from qerl_pl.rollout import vllm_nvfp4
+    from qerl_pl.rollout.vllm import nvfp4
 
-    return vllm_nvfp4.for_linears_of(policy, dtype)
+    return nvfp4.for_linears_of(policy, dtype)
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:

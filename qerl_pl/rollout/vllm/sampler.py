@@ -1,7 +1,7 @@
 """A sampled token's log-probability on vLLM's CUDA platform, in parallel over the vocabulary.
 
 vLLM 0.32 computes it with one program a sequence, which reads the logits block after block, three times. Only
-``vllm_plugin`` imports this module.
+``plugin`` imports this module.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.rollout import vllm_norms
+from qerl_pl.rollout.vllm import norms
 
 LOAD_FORMAT = "with_trainer"
 
@@ -51,7 +51,7 @@ def register_loader(
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
             if fp32_norms:
-                vllm_norms.widen(model)
+                norms.widen(model)
             parameters = dict(model.named_parameters())
             for name, tensor in shared.items():
                 own = parameters.get(name)  # none for a head that is tied to the embeddings

@@ -1,6 +1,6 @@
 """What vLLM's CPU platform lacks: NVFP4 weights with 16-bit activations, and adapters without a copy for every token.
 
-Only vLLM and ``vllm_plugin`` import this module, on a CPU.
+Only vLLM and ``plugin`` import this module, on a CPU.
 """
 
 from __future__ import annotations
