@@ -26,9 +26,9 @@ from qerl_pl.cli_errors import of_the_value
 from qerl_pl.config_changes import keep_old_config
 from qerl_pl.console import quieten
 from qerl_pl.module import QeRLModule
-from qerl_pl.objective_words import Parser, accept_words, spelt_out
+from qerl_pl.objective.published import DERIVED
+from qerl_pl.objective.words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
-from qerl_pl.published import DERIVED
 from qerl_pl.run_folder import run_folder, run_named_after
 from qerl_pl.trainer_settings import check_trainer
 from qerl_pl.yaml_files import check_yaml_files, config_files

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
 from qerl_pl.module import QeRLModule
-from qerl_pl.pass_at_k import bootstrap_interval, pass_at_k
 from qerl_pl.whole import write_whole
 
 

@@ -10,10 +10,10 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.correction import mismatch
 from qerl_pl.loop import Rollout
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
+from qerl_pl.objective.correction import mismatch
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.collate import micro_batches
@@ -33,7 +33,7 @@ class MismatchLedger(Callback):
     All are log-probabilities of the same tokens, in nats at temperature 1, whatever rollouts are sampled at (engines
     score at 1). What an engine reports is at the sampling temperature, so "decode" is left out where that is not 1;
     where it is, the first three add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,
-    max,outside_share}``, see ``qerl_pl.correction.Mismatch``, over the rows of all ranks.
+    max,outside_share}``, see ``qerl_pl.objective.correction.Mismatch``, over the rows of all ranks.
 
     The engine scores the rows before the update and gets its noise back.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.evaluation import Evaluation
+from qerl_pl.rollout.scored import ScoredBatch
 from qerl_pl.types import Prompt
 
 
@@ -56,9 +56,9 @@ class DynamicSampling:
         self,
         prompts: Sequence[Prompt],
         more_prompts: Iterator[Prompt],
-        sample: Callable[[Sequence[Prompt]], Evaluation],
-        count: Callable[[Evaluation], int],
-    ) -> tuple[Evaluation, int]:
+        sample: Callable[[Sequence[Prompt]], ScoredBatch],
+        count: Callable[[ScoredBatch], int],
+    ) -> tuple[ScoredBatch, int]:
         """Sample until as many groups as the batch has prompts have a signal, the cap is reached, or prompts run out.
 
         Collective: what is sampled, counted and asked for is decided over all ranks.
@@ -98,8 +98,8 @@ class DynamicSampling:
         return evaluation, self.max_refills
 
     def choose(
-        self, evaluation: Evaluation, signal: Tensor, *, batch_size: int, may_move: bool = True
-    ) -> Evaluation | None:
+        self, evaluation: ScoredBatch, signal: Tensor, *, batch_size: int, may_move: bool = True
+    ) -> ScoredBatch | None:
         """This rank's share of the first ``batch_size`` groups with a signal; None where it has none.
 
         Args:

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl import ranks
-from qerl_pl.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.dynamic_sampling import DynamicSampling
-from qerl_pl.evaluation import Evaluation
 from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
+from qerl_pl.rollout.scored import ScoredBatch
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Experience, Prompt
@@ -26,9 +26,9 @@ from qerl_pl.types import Experience, Prompt
 class Rollout:
     """Scored completions made into training data."""
 
-    evaluation: Evaluation
+    evaluation: ScoredBatch
     """Everything that was sampled."""
-    chosen: Evaluation
+    chosen: ScoredBatch
     """What this rank trains on: all of it, or the groups that dynamic sampling kept, other ranks' among them."""
     signal: Tensor
     """[P] bool, which groups of ``evaluation`` teach something."""
@@ -115,10 +115,10 @@ class RolloutLoop:
 
         own_seed = derive_seed(seed, "refill")  # one for all: prompts and their copies tell completions apart
 
-        def sample(some: Sequence[Prompt]) -> Evaluation:
+        def sample(some: Sequence[Prompt]) -> ScoredBatch:
             return self.evaluate(some, sampling=sampling, seed=own_seed, watch=watch)
 
-        def count(evaluation: Evaluation) -> int:
+        def count(evaluation: ScoredBatch) -> int:
             with watch.phase("wait"):
                 return sum(ranks.gather_values(int(self.signal(evaluation).sum())))
 
@@ -153,12 +153,12 @@ class RolloutLoop:
                 "answers of these prompts, or raise the limit"
             )
 
-    def signal(self, evaluation: Evaluation) -> Tensor:
+    def signal(self, evaluation: ScoredBatch) -> Tensor:
         """[P] bool, groups that teach something by the rules of this run."""
         metric = None if self.dynamic_sampling is None else self.dynamic_sampling.metric
         return evaluation.signal(filter_truncated=self.filter_truncated, metric=metric)
 
-    def _experience(self, chosen: Evaluation, *, in_loss: bool) -> Experience:
+    def _experience(self, chosen: ScoredBatch, *, in_loss: bool) -> Experience:
         table, std_of_batch = chosen.table, None
         if self.baseline == "batch_normalized":
             std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored & in_loss]))
@@ -173,7 +173,7 @@ class RolloutLoop:
             in_loss=chosen.in_loss(filter_truncated=self.filter_truncated) & in_loss,
         )
 
-    def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> Evaluation:
+    def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> ScoredBatch:
         """Sample from whatever the engine holds and score it."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
@@ -189,4 +189,4 @@ class RolloutLoop:
             repeated = [prompt for prompt in prompts for _ in range(size)]
             table = score_rewards(self.rewards, repeated, completions, seed=seed)
         prompt_texts = tuple(text for text in texts for _ in range(size))
-        return Evaluation(tuple(repeated), prompt_texts, tuple(completions), table, size)
+        return ScoredBatch(tuple(repeated), prompt_texts, tuple(completions), table, size)

@@ -22,10 +22,9 @@ from transformers import AutoTokenizer
 from qerl_pl import ranks
 from qerl_pl.base_check import BaseFormat, base_folder, check_base
 from qerl_pl.checkpoint import check_identity, identity_of, run_identity
-from qerl_pl.correction import mismatch
-from qerl_pl.description import Indescribable, describe, digest_of
 from qerl_pl.dynamic_sampling import DynamicSampling
-from qerl_pl.evaluation_cache import EvaluationCache
+from qerl_pl.evaluation.cache import EvaluationCache
+from qerl_pl.evaluation.fingerprint import Indescribable, describe, digest_of
 from qerl_pl.loop import RolloutLoop
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes, check_gpu_memory
@@ -35,6 +34,7 @@ from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
+from qerl_pl.objective.correction import mismatch
 from qerl_pl.optimization import Schedule, check_groups, lr_scheduler, parameter_groups
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_pl.advantages import less_penalty
 from qerl_pl.batch_terms import BatchTerms, batch_terms
-from qerl_pl.losses import kl_estimate
 from qerl_pl.objective import Objective
+from qerl_pl.objective.advantages import less_penalty
+from qerl_pl.objective.losses import kl_estimate
 from qerl_pl.passes import Batch
 from qerl_pl.policy.policy import Policy
 from qerl_pl.stopwatch import Stopwatch

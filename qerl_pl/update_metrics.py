@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.correction import effective_share
 from qerl_pl.objective import Objective
+from qerl_pl.objective.correction import effective_share
 from qerl_pl.passes import Batch
 
 PER_TOKEN = {

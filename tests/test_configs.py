@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 import train
 from qerl_pl.base_check import base_folder
 from qerl_pl.objective import Objective
-from qerl_pl.objective_words import accept_words
+from qerl_pl.objective.words import accept_words
 from qerl_pl.run_folder import run_named_after
 
 CONFIGS = Path(__file__).parent.parent / "configs"

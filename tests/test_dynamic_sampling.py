@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_pl.advantages import group_advantages
 from qerl_pl.dynamic_sampling import DynamicSampling, balanced
-from qerl_pl.evaluation import Evaluation
+from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.rewards.base import RewardTable
+from qerl_pl.rollout.scored import ScoredBatch
 from qerl_pl.types import Completion, Prompt
 from tests.two_ranks import on_two_ranks
 
 G = 3
 
 
-def evaluation(prompts: Sequence[Prompt]) -> Evaluation:
+def evaluation(prompts: Sequence[Prompt]) -> ScoredBatch:
     """Groups of prompts that end in 1 have differing rewards."""
     return scored([[float(prompt.tokens[-1] == 1 and copy == 0) for copy in range(G)] for prompt in prompts], prompts)
 
@@ -32,7 +32,7 @@ def scored(
     prompts: Sequence[Prompt] | None = None,
     finished: Sequence[Sequence[bool]] | None = None,
     **components: Sequence[Sequence[float]],
-) -> Evaluation:
+) -> ScoredBatch:
     """Groups with these rewards, None where unscored."""
     size = len(rewards[0])
     prompts = prompts or [Prompt((index,), "") for index in range(len(rewards))]
@@ -46,10 +46,10 @@ def scored(
     )
     rows = tuple(prompt for prompt in prompts for _ in range(size))
     completions = tuple(Completion((row,), (0.0,), end, text=str(row)) for row, end in enumerate(ends))
-    return Evaluation(rows, tuple("" for _ in rows), completions, table, size)
+    return ScoredBatch(rows, tuple("" for _ in rows), completions, table, size)
 
 
-def signal(groups: Evaluation, **settings: Any) -> torch.Tensor:
+def signal(groups: ScoredBatch, **settings: Any) -> torch.Tensor:
     return groups.signal(**{"filter_truncated": False, **settings})
 
 
@@ -63,7 +63,7 @@ def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Promp
 
     calls = []
 
-    def sample(some: Sequence[Prompt]) -> Evaluation:
+    def sample(some: Sequence[Prompt]) -> ScoredBatch:
         calls.append(len(some))
         return evaluation(some)
 

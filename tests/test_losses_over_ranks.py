@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from qerl_pl.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
+from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 MAX_TOKENS = 11

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qerl_pl import ranks
-from qerl_pl.advantages import batch_std, group_advantages
-from qerl_pl.correction import Rejection
-from qerl_pl.covariance import CovarianceControl
-from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.objective import Objective
+from qerl_pl.objective.advantages import batch_std, group_advantages
+from qerl_pl.objective.correction import Rejection
+from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.stopwatch import Stopwatch

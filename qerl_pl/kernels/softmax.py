@@ -1,4 +1,4 @@
-"""Triton kernels over rows of logits; ``qerl_pl.logprobs`` holds their definitions in plain torch.
+"""Triton kernels over rows of logits; ``qerl_pl.policy.logprobs`` holds their definitions in plain torch.
 
 One pass over [R, V] each: the statistics read the logits once and write [R], the gradient reads them once and writes
 the dtype that the next matrix product takes. R rows, V vocabulary.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import ceil
 
-from qerl_pl.logprobs import CHUNK_BYTES
 from qerl_pl.memory.shape import ModelShape
+from qerl_pl.policy.logprobs import CHUNK_BYTES
 
 # Estimates, for which there is no formula. ``callbacks/memory.py`` logs what they are worth on a card.
 CONTEXT = 1 * 2**30

@@ -108,7 +108,7 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
         dtype: of the result; the products are fp32.
     """
     if codes.is_cuda:
-        from qerl_pl.quant.kernels.dequantize import dequantize_table  # Triton is there where CUDA is
+        from qerl_pl.kernels.dequantize import dequantize_table  # Triton is there where CUDA is
 
         return dequantize_table(codes, scale, _table(values, codes.device), dtype)
     out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)

@@ -80,7 +80,7 @@ def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """[N, K] in ``dtype``: ``dequantize_reference`` and one rounding, bit for bit."""
     if weight.codes.is_cuda:
-        from qerl_pl.quant.kernels.dequantize import dequantize_nvfp4  # Triton is there where CUDA is
+        from qerl_pl.kernels.dequantize import dequantize_nvfp4  # Triton is there where CUDA is
 
         return dequantize_nvfp4(weight.codes, weight.block_scale, weight.global_scale, dtype)
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)

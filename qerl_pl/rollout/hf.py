@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from qerl_pl.logprobs import fp32_logits
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
+from qerl_pl.policy.logprobs import fp32_logits
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from qerl_pl.logprobs import fp32_logits
+from qerl_pl.policy.logprobs import fp32_logits
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_pl.logprobs import CHUNK_BYTES, token_logprobs
+from qerl_pl.policy.logprobs import CHUNK_BYTES, token_logprobs
 
 Variant = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from callbacks.evaluation import summarize
-from qerl_pl.evaluation_cache import EvaluationCache
+from qerl_pl.evaluation.cache import EvaluationCache
 from qerl_pl.types import Prompt
 
 

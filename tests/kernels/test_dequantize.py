@@ -9,7 +9,7 @@ from torch import Tensor
 from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 
-KERNELS = "qerl_pl.quant.kernels.dequantize"
+KERNELS = "qerl_pl.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 16), (3, 48), (5, 1040), (2, 4096), (5, 4112)]  # less than a program, one whole one, a short last one
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

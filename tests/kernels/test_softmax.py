@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.logprobs import logit_gradient_reference, statistics_reference, token_logprobs
+from qerl_pl.policy.logprobs import logit_gradient_reference, statistics_reference, token_logprobs
 
 KERNELS = "qerl_pl.kernels.softmax"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_pl.pass_at_k import bootstrap_interval, pass_at_k
+from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
 
 
 @given(st.integers(1, 8), st.data())

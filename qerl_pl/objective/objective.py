@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qerl_pl.advantages import Baseline
-from qerl_pl.correction import Correction, Level, Mode, Rejection, importance_weights
-from qerl_pl.covariance import CovarianceControl
-from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.finite import require_finite, require_no_nan
-from qerl_pl.losses import (
+from qerl_pl.objective.advantages import Baseline
+from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
+from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.objective.entropy_control import EntropyControl
+from qerl_pl.objective.losses import (
     MAX_LOG_RATIO,
     Aggregation,
     KLKind,
@@ -26,7 +26,7 @@ from qerl_pl.losses import (
     sequence_policy_loss,
     weighted_sum,
 )
-from qerl_pl.published import Preset, completed
+from qerl_pl.objective.published import Preset, completed
 
 Surrogate = Literal["clipped", "sequence", "cispo"]
 SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, "cispo": cispo_policy_loss}
@@ -76,7 +76,8 @@ class Objective:
             KL(base || policy)) or "k2" (that of KL(policy || base)); "k1" has no gradient there in expectation. In the
             "reward" "k1" alone: there the gradient of "k2" and "k3" vanishes near the base, and holds nothing.
         kl_in: a term of the "loss", or taken off the "reward": there the KL of a completion, less its group's, comes
-            off the advantage and is not divided by the std of "normalized" (``qerl_pl.advantages.less_penalty``).
+            off the advantage and is not divided by the std of "normalized" (see
+            ``qerl_pl.objective.advantages.less_penalty``).
         entropy_coefficient: weight of an entropy bonus.
         entropy_control: a weight that follows the entropy instead; costs a forward pass before the first update. null:
             none.
@@ -285,7 +286,7 @@ class Objective:
             mask: [B, S] bool, tokens that count.
             kept: [B, S] bool, those of them that carry the policy loss (all, or the top of the entropy).
             importance: [B, S] constant weights, or None.
-            divisor: [] over the whole batch, see ``qerl_pl.losses.count_divisor``.
+            divisor: [] over the whole batch, see ``qerl_pl.objective.losses.count_divisor``.
             counted: [B, S] bool, tokens of the mask over which the policy loss alone is averaged; None: all of them.
             policy_divisor: [] their divisor; None: ``divisor``.
             entropy_coefficient: that of ``entropy_control`` on this batch; None: the fixed one.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.losses import entropy_threshold, kl_estimate, weighted_sum
+from qerl_pl.objective.losses import entropy_threshold, kl_estimate, weighted_sum
 from tests.reference import losses as reference
 
 SEEDS = st.integers(0, 2**31)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.advantages import Baseline, group_advantages, has_signal, less_penalty
+from qerl_pl.objective.advantages import Baseline, group_advantages, has_signal, less_penalty
 from tests.reference.advantages import advantages as reference
 from tests.reference.advantages import batch_std as reference_std
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.losses import (
+from qerl_pl.objective.losses import (
     Aggregation,
     PolicyLoss,
     cispo_policy_loss,

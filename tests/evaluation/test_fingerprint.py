@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.description import Indescribable, describe, digest_of
+from qerl_pl.evaluation.fingerprint import Indescribable, describe, digest_of
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.math import MathAnswer, NumericAnswer
@@ -31,7 +31,7 @@ class Flat:
         return [{value} for _ in prompts]
 """
 OURS = """
-from qerl_pl.description import describe
+from qerl_pl.evaluation.fingerprint import describe
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.math import MathAnswer
 print(describe([MathAnswer(num_workers=1), think_answer_format, {"b", "a", "c"}]))

@@ -11,7 +11,7 @@ from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 from qerl_pl.cli_errors import in_short
-from qerl_pl.published import completed
+from qerl_pl.objective.published import completed
 
 OPTION = "--model.objective"
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.advantages import group_advantages, has_signal
+from qerl_pl.objective.advantages import group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
 from qerl_pl.types import Completion, Prompt
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScoredBatch:
     """P prompts with G completions each: B = P * G rows, ordered by prompt."""
 
     prompts: tuple[Prompt, ...]
@@ -66,11 +66,11 @@ class Evaluation:
             found &= has_signal(scores, ~scores.isnan())
         return found
 
-    def select(self, groups: Tensor) -> Evaluation:
+    def select(self, groups: Tensor) -> ScoredBatch:
         """Some groups only, by their indices [N] int64."""
         rows = (groups.unsqueeze(1) * self.group_size + torch.arange(self.group_size)).flatten()
         picked = rows.tolist()
-        return Evaluation(
+        return ScoredBatch(
             tuple(self.prompts[row] for row in picked),
             tuple(self.prompt_texts[row] for row in picked),
             tuple(self.completions[row] for row in picked),
@@ -84,10 +84,10 @@ class Evaluation:
             self.group_size,
         )
 
-    def __add__(self, other: Evaluation) -> Evaluation:
+    def __add__(self, other: ScoredBatch) -> ScoredBatch:
         """Both, one after the other."""
         mine, theirs = self.table, other.table
-        return Evaluation(
+        return ScoredBatch(
             self.prompts + other.prompts,
             self.prompt_texts + other.prompt_texts,
             self.completions + other.completions,

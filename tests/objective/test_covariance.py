@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qerl_pl.batch_terms import held_back
-from qerl_pl.covariance import CovarianceControl
 from qerl_pl.objective import Objective
+from qerl_pl.objective.covariance import CovarianceControl
 from qerl_pl.passes import Batch
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy

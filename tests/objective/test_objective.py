@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.advantages import group_advantages
-from qerl_pl.correction import Rejection
-from qerl_pl.entropy_control import EntropyControl
-from qerl_pl.losses import entropy_threshold, kl_estimate
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
+from qerl_pl.objective.advantages import group_advantages
+from qerl_pl.objective.correction import Rejection
+from qerl_pl.objective.entropy_control import EntropyControl
+from qerl_pl.objective.losses import entropy_threshold, kl_estimate
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import WeightedReward

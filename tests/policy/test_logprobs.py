@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_pl.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
+from qerl_pl.policy.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float):

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from qerl_pl.entropy_control import EntropyControl
 from qerl_pl.objective import Objective
+from qerl_pl.objective.entropy_control import EntropyControl
 
 
 def test_it_acts_below_the_target_alone_and_follows_the_papers_recursion():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.correction import Level, Mode, Rejection, effective_share, importance_weights, mismatch
+from qerl_pl.objective.correction import Level, Mode, Rejection, effective_share, importance_weights, mismatch
 from tests.reference import correction as reference
 
 MODES: tuple[Mode, ...] = get_args(Mode)
