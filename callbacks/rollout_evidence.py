@@ -74,7 +74,7 @@ class RolloutEvidence(Callback):
         max_jump: float | None = 10.0,
         warn_jump: float = 3.0,
         window: int = 20,
-        silent_rollouts: int = 3,
+        silent_rollouts: int = 5,
         remembered: int = 4096,
     ) -> None:
         least = {"max_tokens": (max_tokens, 1), "window": (window, 2), "silent_rollouts": (silent_rollouts, 1)}

@@ -39,14 +39,18 @@ def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """
     log_q = logits.log_softmax(dim=1)
     q, own = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]
+
+    def total(values: Tensor) -> Tensor:
+        return values.sum(dim=1, keepdim=True)
+
     root, square = q.sqrt(), q.square()
     fourth_root = root.sqrt()  # products of roots are several times as fast as powers
-    tempered = (root, root * fourth_root, q * fourth_root, q * root, square, square.square())
-    columns = [own] + [
-        power * own - values.sum(dim=1, keepdim=True).log() for power, values in zip(POWERS, tempered, strict=True)
-    ]
+    below_one = [total(root), total(root * fourth_root)]
+    above_one = [total(q * fourth_root), total(q * root), total(square), total(square.square())]
+    masses = zip(POWERS, below_one + above_one, strict=True)
+    columns = [own, *(power * own - mass.log() for power, mass in masses)]
     # Tokens in descending order of q share the interval [0, 1] out, and equal ones evenly: [likelier, at_least].
-    likelier, at_least = (q.where(mask, 0).sum(dim=1, keepdim=True) for mask in (log_q > own, log_q >= own))
+    likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > own, log_q >= own))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
     for mass in NUCLEI:
         inside = ((mass - likelier) / width).clamp(0, 1) / mass

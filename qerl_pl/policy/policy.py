@@ -160,7 +160,7 @@ class Policy(nn.Module):
         Arguments as in ``token_stats``.
         """
         wanted, hidden = self._predicting(tokens, mask)
-        rows = max(1, CHUNK_BYTES // (4 * 4 * len(self._head)))  # about four fp32 tensors of [rows, V] at a time
+        rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
         parts = zip(hidden.split(rows), tokens[wanted].split(rows), strict=True)
         found = [alternative_logprobs(fp32_logits(part, self._head) / temperature, targets) for part, targets in parts]
         return torch.cat(found)

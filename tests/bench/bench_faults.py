@@ -80,11 +80,15 @@ class Watch(Callback):
         return timed
 
 
-def settings(base: Path, folder: Path, *, engine: str, noise: bool, seed: int, rollouts: int) -> dict[str, Any]:
+def settings(
+    base: Path, folder: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None
+) -> dict[str, Any]:
     """What differs from the quickstart."""
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     if noise:
         callbacks += yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())["trainer"]["callbacks+"]
+    # A block of vLLM's cache on a CPU holds more tokens than any sequence here, so prefixes would never be cached.
+    blocks = {"init_args": {"block_size": 32}} if (engine, fault) == ("vllm", "stale prefixes") else {}
     return {
         "run_dir": str(folder / "run"),
         "seed_everything": seed,
@@ -94,7 +98,7 @@ def settings(base: Path, folder: Path, *, engine: str, noise: bool, seed: int, r
             "val_check_interval": 1000,
             "enable_progress_bar": False,
         },
-        "model": {"base": str(base), "engine": {"class_path": ENGINES[engine]}},
+        "model": {"base": str(base), "engine": {"class_path": ENGINES[engine]} | blocks},
     }
 
 
@@ -102,7 +106,7 @@ def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, f
     """What a run says, and in which rollout."""
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         folder = Path(name)
-        changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts)
+        changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts, fault=fault)
         (folder / "changes.yaml").write_text(yaml.safe_dump(changes))
         command = ["fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(folder / "changes.yaml")]
         if fault is not None:

@@ -22,10 +22,12 @@ import yaml
 
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import check, emit
+from tests.bench.report_faults import faults_section
 from tests.bench.report_rollouts import table
 
 ROOT = Path(__file__).parent.parent.parent
 CANARY = ROOT / "docs" / "results" / "canary.jsonl"
+FAULTS = ROOT / "docs" / "results" / "faults.jsonl"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 NUM_ROLLOUTS = 20
 NUM_ROWS = 256  # all of a rollout
@@ -195,6 +197,7 @@ def document(results: Sequence[dict[str, Any]]) -> str:
         )
     )
     lines.append(canary_section([json.loads(line) for line in CANARY.read_text().splitlines()]))
+    lines.append(faults_section([json.loads(line) for line in FAULTS.read_text().splitlines()]))
     return "\n".join(lines)
 
 
