@@ -38,7 +38,8 @@ def faults_section(lines: Sequence[dict[str, Any]]) -> str:
         vllm=rollouts["vllm"],
         alarms=sum(line["outcome"] != "silent" for line in healthy) or "none",
         costs=table(["run", "step, s", "evidence", "canary"], [_cost(line) for line in healthy]),
-        **{name: faults[0][name] for name in ("device", "torch", "commit")},
+        commits=" and ".join(dict.fromkeys(line["commit"] for line in lines)),
+        **{name: faults[0][name] for name in ("device", "torch")},
     )
 
 
@@ -79,13 +80,14 @@ rollout and test, and the ratios go on from rollout to rollout.
 `tests/bench/bench_faults.py` puts each of these faults into the engine of a quickstart run of its own (256 completions
 per rollout) at the beginning of rollout 2. In the first rollout that the fault changes, before anything is learned from
 it, the run stops or warns for {counts}.
-Measured on {device} with torch {torch} at commit {commit}.
+Measured on {device} with torch {torch} at commit {commits}.
 
 {table}
 
 This policy is nearly certain of every token. At temperature 0.5, or with top_p 0.8, it samples nearly what it samples
 at 1, and a completion that is copied over its group is one that most of the group would have been anyway: one rollout
-does not hold enough evidence for any test at that bound. Where it adds up, the run stops later.
+does not hold enough evidence for any test at that bound. Where it adds up, the run stops later. Stale prefixes of vLLM
+have blocks of 32 tokens: with the CPU's default of 128 no sequence of this run fills one.
 
 Of {rollouts} rollouts without a fault, {vllm} of them with vLLM, {alarms} stopped or warned. What a step takes in these
 runs, and the shares of it that the checks take (medians). Most of the evidence's share is the forward pass of 8192
