@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import distributed as dist
 
 
 @contextmanager
@@ -36,14 +35,3 @@ def preserved_torch_settings() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
-
-
-@contextmanager
-def preserved_process_group() -> Iterator[None]:
-    """Keep torch's default process group from being destroyed; groups made out of it may be."""
-    destroy = dist.destroy_process_group
-    dist.destroy_process_group = lambda group=None: destroy(group) if group is not None else None
-    try:
-        yield
-    finally:
-        dist.destroy_process_group = destroy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import inspect
 import os
 import shutil
 import sys
@@ -27,7 +28,7 @@ PACKAGES = (
 
 TESTED = {
     "torch": ("2.11", "2.13"),
-    "triton": ("3.6", "3.9"),
+    "triton": ("3.6", "3.7", "3.9"),
     "transformers": ("5.17", "5.19"),
     "vllm": ("0.32",),
 }
@@ -57,8 +58,19 @@ def main(argv: list[str]) -> int:
             mark, said = "no", f"{type(error).__name__}: {error}".splitlines()[0]
             failed += name not in optional
         print(f"[{mark}] {name:20} {said}")
+    _print_patches()
     print("\nready: make quickstart" if not failed else f"\n{failed} of the above must be mended before training runs")
     return 1 if failed else 0
+
+
+def _print_patches() -> None:
+    try:
+        patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
+    except ImportError:
+        return  # a package is missing, which was said above
+    print("\nreplaced while a program runs, nothing on disk (qerl_pl/rollout/vllm/patches.py):")
+    for patch in patches.PATCHES:
+        print(f"  {patch.__name__:26} {(inspect.getdoc(patch) or '').splitlines()[0]}")
 
 
 def _python() -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qerl_pl.rollout.vllm import humming as vllm_humming
+from qerl_pl.rollout.vllm import patches
 from qerl_pl.rollout.vllm.humming import decoding_schedule, without_served
 
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648), (320, 128)]
@@ -90,13 +91,12 @@ def test_operators_are_loaded_where_humming_multiplies(monkeypatch, capability, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(4608, 3584), (37888, 3584), (3584, 18944)], ids=str)
 def test_the_product_is_that_of_the_rule(shape):
-    from qerl_pl.rollout.vllm import humming as vllm_humming
     from tests.bench.bench_schedules import LOCKS, multiply, random_linear
 
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
     tune: Any = import_module("humming.tune")
-    vllm_humming.install()
-    ours = tune.heuristics_map[vllm_humming.HOPPER]
+    patches.humming_schedules()
+    ours = tune.heuristics_map[patches.HOPPER]
     assert issubclass(ours, rule)
     config, tensors = random_linear(*shape)
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")

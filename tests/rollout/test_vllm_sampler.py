@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.rollout.vllm import patches
+
 pytestmark = pytest.mark.vllm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,10 +59,12 @@ def test_what_else_a_request_may_want_is_left_to_vllm(sampler, monkeypatch, more
 
 
 def test_it_is_where_vllms_sampler_looks(sampler, monkeypatch):
-    monkeypatch.setattr(sampler.sampler, "compute_topk_scores", sampler.compute_topk_scores)
-    sampler.install()
-    assert "compute_topk_scores" in sampler.sampler.Sampler.__call__.__code__.co_names
-    assert sampler.sampler.compute_topk_scores is sampler.sampled_scores
+    vllms: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
+    monkeypatch.setattr(vllms, "compute_topk_scores", sampler.compute_topk_scores)
+    patches.parallel_token_scores()
+    patches.parallel_token_scores()
+    assert "compute_topk_scores" in vllms.Sampler.__call__.__code__.co_names
+    assert vllms.compute_topk_scores is sampler.sampled_scores
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -104,7 +105,9 @@ def test_most_calls_of_a_request_that_runs_are_spared():
 
     calls = []
     allocate = manager.allocate_slots
-    manager.allocate_slots = lambda *args, **more: calls.append(args) or allocate(*args, **more)
+    manager.allocate_slots = functools.wraps(allocate)(
+        lambda *args, **more: calls.append(args) or allocate(*args, **more)
+    )
     skip_unchanged(manager, MAX_LENGTH)
     request = make_request("a", [1, 2, 3])
     assert admit(manager, request)

@@ -20,8 +20,8 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.isolation import preserved_process_group, preserved_rng, preserved_torch_settings
-from qerl_pl.rollout.vllm import humming, memory, norms, plugin, setup, worker
+from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
+from qerl_pl.rollout.vllm import humming, memory, norms, patches, plugin, setup, worker
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Completion
 
@@ -318,7 +318,7 @@ class VLLMEngine:
     @contextmanager
     def _trainers_group(self) -> Iterator[None]:
         """Keeps the process group that was there before the engine, and no other, when vLLM destroys those it knows."""
-        with nullcontext() if self._group_is_ours else preserved_process_group():
+        with nullcontext() if self._group_is_ours else patches.kept_process_group():
             yield
         if self._group_is_ours and dist.is_initialized():
             dist.destroy_process_group()

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-HOPPER = 90
+from qerl_pl.rollout.vllm.patches import HOPPER
+
 WIDE, FEW, MANY = 16384, 32, 256
 LARGEST = (128, 256, 64)  # blocks of the rule from 129 tokens on
 
@@ -56,16 +57,10 @@ def without_served(
     return left
 
 
-def install() -> None:
-    """Give Humming these schedules on Hopper; nothing where it is missing."""
-    if find_spec("humming") is None:
-        return
-    tune: Any = import_module("humming.tune")  # optional
-    rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
+def schedules_on(rule: Any) -> type:
+    """Humming's rule for the tile sizes of dense linears, with ``decoding_schedule`` on top."""
 
     class Schedules(rule):
-        """Humming's rule with ``decoding_schedule`` on top, for dense linears."""
-
         @classmethod
         def get_config(cls, layer_config: Any, shape_m: int, *args: Any, **more: Any) -> dict[str, Any]:
             config = super().get_config(layer_config, shape_m, *args, **more)
@@ -73,8 +68,7 @@ def install() -> None:
                 return config
             return decoding_schedule(config, outputs=layer_config.shape_n, inputs=layer_config.shape_k, tokens=shape_m)
 
-    if tune.heuristics_map[HOPPER] is rule:
-        tune.heuristics_map[HOPPER] = Schedules
+    return Schedules
 
 
 def load_operators() -> None:

@@ -12,11 +12,13 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from qerl_pl.rollout.vllm import patches
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -83,17 +85,15 @@ def ignoring_what_is_left() -> Iterator[None]:
     """
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
-    if pool:
-        count, pool.get_current_usage = pool.get_current_usage, lambda: count() - left()
+    count = pool.get_current_usage if pool else None
+    patch = patches.memory_of_ended_engines(pool, lambda: count() - left()) if count else nullcontext()
     try:
-        yield
+        with patch:
+            yield
     except BaseException:
         held = now.pointer_to_data if (now := allocator()) else {}
         _left.update({address: data for address, data in held.items() if before.get(address) is not data})
         raise
-    finally:
-        if pool:
-            del pool.get_current_usage  # of the object; the class has its own
 
 
 def allocator() -> Any:

@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.vllm import patches
 from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
 from qerl_pl.rollout.vllm.setup import decoding_lacks
@@ -41,13 +42,8 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'auto'")
-    HummingNvFp4LinearKernel.apply_weights = apply_weights  # asks each linear
-    BaseLinearLayerWithLoRA._apply_sync = apply_with_adapter  # likewise
-    HummingNvFp4LinearKernel.process_weights_after_loading = process_weights_after_loading
-    try:
+    with patches.native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
         yield
-    finally:
-        HummingNvFp4LinearKernel.process_weights_after_loading = _process
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:

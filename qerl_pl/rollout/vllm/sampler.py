@@ -1,7 +1,7 @@
 """A sampled token's log-probability on vLLM's CUDA platform, in parallel over the vocabulary.
 
 vLLM 0.32 computes it with one program a sequence, which reads the logits block after block, three times. Only
-``plugin`` imports this module.
+``patches`` imports this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from qerl_pl.kernels.token_scores import token_scores
@@ -42,8 +41,3 @@ def sampled_scores(
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **more)
     logprobs, ranks = token_scores(logits, sampled_token_ids)
     return LogprobsTensors(sampled_token_ids.unsqueeze(-1), logprobs.unsqueeze(-1), ranks, cu_num_logits)
-
-
-def install() -> None:
-    """Give vLLM's sampler this function; it has no other way in for one that keeps the rest of the sampler."""
-    sampler.compute_topk_scores = sampled_scores  # pyright: ignore[reportAttributeAccessIssue]

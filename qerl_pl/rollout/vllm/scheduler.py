@@ -18,6 +18,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from qerl_pl.rollout.vllm import patches
+
 
 class RolloutScheduler(AsyncScheduler):
     """Keeps the log-probabilities of sampled tokens itself, until ``take_logprobs``, and skips what changes no block.
@@ -85,5 +87,4 @@ def skip_unchanged(manager: KVCacheManager, max_model_len: int) -> None:
         if not is_cached(request, num_computed_tokens):
             cache(request, num_computed_tokens)
 
-    manager.allocate_slots = allocate_slots  # pyright: ignore[reportAttributeAccessIssue]
-    manager.cache_blocks = cache_blocks  # pyright: ignore[reportAttributeAccessIssue]
+    patches.cache_of_unchanged_blocks(manager, allocate_slots, cache_blocks)

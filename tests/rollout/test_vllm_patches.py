@@ -1,0 +1,104 @@
+"""What is replaced in vLLM is there, takes what it is expected to take, and is refused by name where it does not."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.rollout.vllm import patches
+
+PACKAGE = Path(patches.__file__).parent
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.__name__)
+def test_every_patch_says_symptom_cause_versions_and_upstream(patch):
+    text = inspect.getdoc(patch) or ""
+    for part in ("Symptom:", "Cause:", "Versions:", "Upstream:"):
+        assert part in text
+
+
+def test_the_list_is_complete():
+    tree = ast.parse(Path(patches.__file__).read_text())
+    users = {
+        function.name
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(call, ast.Call) and getattr(call.func, "id", "") == "replace" for call in ast.walk(function))
+    }
+    assert users | {"humming_schedules"} == {patch.__name__ for patch in patches.PATCHES}
+
+
+def test_no_other_file_sets_an_attribute_of_what_it_imported():
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        targets = [
+            ast.unparse(target)
+            for node in ast.walk(tree)
+            for target in (node.targets if isinstance(node, ast.Assign) else ())
+            if isinstance(target, ast.Attribute)
+        ]
+        if path.name != "patches.py":
+            assert not [target for target in targets if target.split(".")[0] in imported], path
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "takes"),
+    [
+        ("vllm.v1.worker.gpu.sample.sampler", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager", "cache_blocks", ("self", "request", "num_computed_tokens")),
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager", "allocate_slots", ("self", "request", "num_new_tokens")),
+        ("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_apply_sync", ("self", "x", "bias")),
+        (
+            "vllm.model_executor.kernels.linear.nvfp4.humming:HummingNvFp4LinearKernel",
+            "process_weights_after_loading",
+            ("self", "layer"),
+        ),
+    ],
+)
+def test_what_is_replaced_is_as_expected_in_this_vllm(owner, name, takes):
+    module, _, cls = owner.partition(":")
+    found: Any = import_module(module)
+    found = getattr(found, cls) if cls else found
+    assert list(inspect.signature(getattr(found, name)).parameters)[: len(takes)] == list(takes)
+
+
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        (SimpleNamespace(), r"step is gone from vllm.* 0\.\d+"),
+        (SimpleNamespace(step=lambda tokens: tokens), r"step takes \(tokens\) and not \(request, tokens\)"),
+        (SimpleNamespace(step=lambda request, tokens, more: tokens), r"step takes \(request, tokens, more\)"),
+    ],
+    ids=["gone", "other", "more"],
+)
+def test_a_name_that_is_gone_or_takes_something_else_is_refused_by_name(owner, said):
+    before = vars(owner).copy()
+    with pytest.raises(RuntimeError, match=said):
+        patches.replace(owner, "step", print, takes=("request", "tokens"))
+    assert vars(owner) == before
+
+
+def test_new_arguments_with_defaults_are_no_reason_to_refuse():
+    owner = SimpleNamespace(step=lambda request, tokens, more=None, *rest, flag=False, **others: tokens)
+    patches.replace(owner, "step", print, takes=("request", "tokens"))
+    assert owner.step is print
+
+
+def test_doctor_lists_them(capsys):
+    command(["doctor"])
+    printed = capsys.readouterr().out
+    for patch in patches.PATCHES:
+        assert patch.__name__ in printed
