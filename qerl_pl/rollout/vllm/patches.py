@@ -1,9 +1,10 @@
 """Every place in which this project replaces something of vLLM, Humming or torch while a program runs.
 
-Where vLLM has no setting or hook for what is needed, a name of it gets another value in this process; no file of another
-package is changed. Each function below is one patch. It says what one would see without it, why, for which versions it
-is written and where upstream discusses it, and it refuses to work on a name that is gone or takes other arguments, so
-that a new vLLM fails at its start and with the name. ``PATCHES`` lists them; ``python -m qerl_pl doctor`` prints them.
+Where vLLM has no setting or hook for what is needed, a name of it gets another value in this process; no file of
+another package is changed. Each function below is one patch. It says what one would see without it, why, for which
+versions it is written and where upstream discusses it, and it refuses to work on a name that is gone or takes other
+arguments, so that a new vLLM fails at its start and with the name. ``PATCHES`` lists them; ``python -m qerl_pl doctor``
+prints them.
 """
 
 from __future__ import annotations
