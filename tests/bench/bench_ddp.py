@@ -25,8 +25,7 @@ from qerl_pl.tools.curves import Curve, read_curves
 from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import DTYPE, model_settings
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import decoding_kernel, emit
-from tests.bench.report_rollouts import PHASES
+from tests.bench.harness import PHASES, decoding_kernel, emit
 from tests.bench.together import run_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

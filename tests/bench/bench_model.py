@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, Qwen2Config
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, make_policy
-from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK, check, densify, emit, model_config, random_model, relative_error, timed
 
@@ -114,44 +113,6 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
         yield f"{name}'s gradient against fp32", relative_error(found[1], exact[1]), 0.05
 
 
-def resident(size: str) -> dict[str, int]:
-    """Bytes of a frozen NVFP4 base as allocated, and as the formats say."""
-    clear()
-    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-    model = random_model(model_config(size), NVFP4, dtype=DTYPE, device=DEVICE)
-    linears = [module for module in model.modules() if isinstance(module, FrozenLinear)]
-    held = torch.cuda.memory_allocated() - before if DEVICE == "cuda" else 0
-    num_weights = sum(linear.in_features * linear.out_features for linear in linears)
-    return {
-        "resident_bytes": held,
-        "packed_bytes": sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in linears),
-        "num_packed_weights": num_weights,
-        "embedding_bytes": sum(p.nbytes for name, p in model.named_parameters() if "embed" in name or "head" in name),
-        "norm_and_bias_bytes": sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
-        + sum(linear.bias.nbytes for linear in linears if linear.bias is not None),
-    }
-
-
-def run_block(size: str, tokens: int, repeats: int) -> None:
-    """A model of one block from its embedded tokens on, forward and backward, no checkpointing, in turns."""
-    config = model_config(size, num_layers=1)
-    rows, mask = draw(tokens, config.vocab_size)
-    packed = pack(rows, last_columns(mask) + 1)
-    gradient = torch.randn(tokens, config.hidden_size, device=DEVICE).to(DTYPE)
-    runs = {}
-    for name in ("nvfp4", "bf16", "bf16+peft", "bf16+peft-fp32"):
-        policy = variants()[name](config)
-        policy.causal_lm.gradient_checkpointing_disable()
-        policy.causal_lm.enable_input_require_grads()
-        runs[name] = lambda policy=policy: hidden_pass(policy, packed, gradient)
-    seconds = timed(runs, repeats=repeats, inner=3)
-    middle = {name: found[len(found) // 2] for name, found in seconds.items()}
-    for name, found in seconds.items():
-        shape = {"model": size, "tokens": tokens, "rank": RANK}
-        emit(f"block/{name}", shape, "bfloat16", found, ratio=middle["bf16+peft"] / middle[name])
-    clear()
-
-
 def hidden_pass(policy: Policy, packed: Packed, gradient: Tensor) -> None:
     """Forward to the hidden states, and backward."""
     torch.autograd.backward(packed_hidden_states(policy.causal_lm.model, packed), gradient)
@@ -229,9 +190,6 @@ def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
     first = args.sizes[0]
     check(errors(first))
-    for size in args.sizes:
-        emit("resident/nvfp4", {"model": size}, "nvfp4", None, **resident(size))
-    run_block(first, args.tokens // 2, args.repeats)
     run_padding(first, args.tokens, args.repeats)
     for size in args.sizes:
         names = ["bf16+peft", "nvfp4"] if size != first else ["bf16+peft", *(n for n in variants() if n != "bf16+peft")]

@@ -22,8 +22,8 @@ import yaml
 
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import check, emit
+from tests.bench.report import table
 from tests.bench.report_faults import faults_section
-from tests.bench.report_rollouts import table
 
 ROOT = Path(__file__).parent.parent.parent
 CANARY = ROOT / "docs" / "results" / "canary.jsonl"

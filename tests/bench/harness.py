@@ -43,6 +43,7 @@ SIZES = {
     "32B": Size(5120, 27648, 64, 40, 8, 152064),
 }
 RANK = 32
+PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  # of a step, as runs log them
 DECODING_KERNELS = ("auto", "ours", "humming")
 PROJECTION_INPUTS = {  # the activation that each linear of a block reads
     "q_proj": "attention",

@@ -1,444 +1,520 @@
-"""docs/performance.md from the result lines, and the README's table of speeds: python -m tests.bench.report
+"""Write docs/performance.md and the README's table of speeds from docs/results: python -m tests.bench.report
 
-Reads docs/results/*.jsonl, as the benchmarks print them. Every number of the page comes from there.
+The page answers one question per section: which lines, which columns, and what they mean stand in ``QUESTIONS``. Every
+number comes from the JSON lines that the benchmarks print. Of several lines with one setting the last one counts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from string import Template
+from typing import Any, NamedTuple
 
-from tests.bench.report_rollouts import (
-    Line,
-    adapters_table,
-    base_of,
-    blocks_table,
-    cards_table,
-    decoding_note,
-    draw_rollouts,
-    draw_steps,
-    host_table,
-    layers_table,
-    long_run_phases_table,
-    long_runs_table,
-    methods_table,
-    of_kind,
-    profiles,
-    ranks_table,
-    rollouts_table,
-    schedules_table,
-    shown,
-    steps_table,
-    table,
-)
-from tests.bench.report_summary import adapter_table, headline_table, memory_table, speeds_table
+from tests.bench.harness import PHASES, RANK
+
+Line = dict[str, Any]
+Column = Callable[[Line], object]
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
-
-TEXT = Template("""\
+GIB = 2**30
+HEADLINE = (8, 32, 256)
+KERNEL_NAMES = {"ours": "native", "humming": "Humming"}
+KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
+LAYER_NAMES = {"none": "no adapter", "together": "fused", "apart": "separate", "matmul": "cuBLAS"}
+LEAD = """\
 # Performance
 
-Made by `python -m tests.bench.report` from the lines in `docs/results`, which `make bench` prints. No benchmark prints
-a line while its check against a reference is red. Weights and tokens are random; adapters have rank 32 on all linears.
-Measured on:
-
-$origins
-
-## In short
-
-How many times as fast a 4-bit base is as bf16 on the same code, adapters on both: rollouts by the number of sequences,
-and whole GRPO steps of 8 rows of up to 2048 tokens. What is empty has not been measured in one run. Decoding kernels
-are compared below.
-
-$speeds
-
-How much longer rollouts take with the adapter than without, on the same engine with an NVFP4 base, by the number of
-sequences:
-
-$added
-
-Memory of whole steps, which `python -m qerl_pl plan` tells beforehand. What they took is the most that another process
-saw of them, looking every 5 ms; what a run logs of itself (`memory/peak_gib`) is up to half a GiB above, as it counts
-its CUDA context as a whole GiB from the start:
-
-$memory
-
-## Dequantising
-
-The seven linears of one block of Qwen2.5-7B to bf16. Bytes are read and written, each once; GB/s are over the time of
-the kernels, and the last column compares medians, the launches included.
-
-$dequantize
-
-One weight at a time:
-
-$one
-
-`copy` reads as much as it writes and `fill` only writes. Four fifths of what a dequantiser moves is written.
-
-## Linears of one 7B block with LoRA, forward and backward
-
-`nvfp4` and `bf16` are this repository's layer; `+lora` is PEFT's formula with a bf16 adapter, around the named base.
-Where the median is far above the time of the kernels, the host's launches are the limit. In `caller`, backward runs in
-the thread that asked for it, not in one of autograd's; training does so.
-
-$linears
-
-## One block
-
-Forward and backward of one 7B block from its embedded tokens on, no checkpointing. `bf16+peft` is PEFT's layer with a
-bf16 adapter, `bf16+peft-fp32` with the fp32 adapter that PEFT makes by default; the attention is the same in all.
-
-$block
-
-## A step
-
-The policy's forward and backward over packed rows, gradient checkpointing on, log-probabilities and entropies included.
-`offload` keeps the checkpoints in host memory. Peak is on top of what is resident, base and adapter.
-
-$step
-
-## Packing
-
-The same rows packed, and padded to the longest for transformers' own attention: hidden states, forward and backward.
-
-$padding
-
-## Resident base
-
-Bits a weight of a linear, scales included; the rest is bf16 embeddings, head, norms and biases. Other is what torch's
-allocator adds when it rounds sizes up.
-
-$resident
-
-## Log-probabilities and entropies
-
-Forward and backward over the vocabulary; `ratio` is time over the naive way's.
-
-$logprobs
-
-## The offline quantiser
-
-Round to nearest; the whole command, its imports included.
-
-$quantize
-
-The error of its methods on calibration data, of the linears' outputs and relative to them: the tiny policy, and a
-random block with outlier channels.
-
-$methods
-
-## Rollouts
-
-Tokens a second of whole calls, prompts included, with log-probabilities and a seed for each completion: the best of the
-repeats. The engine is the same with the adapter and without; `added` compares the medians. The roof is what the
-memory's bandwidth allows in decoding, which is compared with it without the prompts: a step reads every weight and
-every cached key and value once, and nothing else takes time. Engines of one model and commit ran on one GPU, one after
-the other.
-
-$rollouts
-
-![Tokens a second of each sequence by their number, dotted without the adapter](rollout.png)
-
-How long an engine takes to start (`bench_start`): `first` with all caches empty, `again` the same one, and `other` with
-other lengths and numbers of sequences, for which vLLM compiles a graph but finds the kernels. Of the seconds, `imports`
-are those of vLLM's modules, `vLLM` those of its own start, and `adapter` those of the adapter's slots and kernels.
-
-$starts
-
-What vLLM's scheduler and its output processor take of a step, and what they take with
-`qerl_pl/rollout/vllm/scheduler.py`, on a machine without a GPU. With vLLM's, a step of 128 and more sequences of a 7B
-model takes the host about as long as the GPU, so a faster base gains little there.
-
-$host
-
-What a decoding step spends its time on, by kernels and by functions of the host:
-
-$profiles
-
-What an adapter adds to each fused linear of a decoding step, in microseconds; all linears of the model in one CUDA
-graph, on a bf16 base. `ours` is what the engine uses, `late` starts no kernel early, `matmul` is two cuBLAS products
-for each matrix.
-
-$adapters
-
-The same with the blocks of 64 tokens that `expand` had before, and with those of 16 that it has now:
-
-$blocks
-
-Kernels for the fused linears of a block, each alone, in microseconds (`bench_schedules`): Humming's by its own rule and
-with the blocks of `qerl_pl/rollout/vllm/humming.py` where these differ, `nvfp4_decode` for few tokens and `nvfp4_batch`
-for more (`qerl_pl/kernels`), with which an engine decodes where it can, but for what they leave to Humming. Gate and up
-of 14B were measured before they went to `nvfp4_decode` with 64 tokens, and before `nvfp4_batch` had blocks of unequal
-width (08e3224), which leave less of the GPU idle for gate and up of 14B with more than 128 tokens and of 32B with more
-than 64; down of 14B has gone to Humming with 256 where it has no adapter.
-$decoding
-
-$schedules
-
-Layers of NVFP4 linears with their adapters one after another in a CUDA graph, without attention (`bench_layer`), by the
-kernels of this repository. `none` has no adapter. `together` is what an engine does: x A^T starts the base's kernel at
-once, which adds the product with B to its own sums (`kernels/lora_hopper.py`; with more than 64 tokens, of gate and up
-alone up to commit 65f810d, and since 443f568 of all linears of which the base leaves room and time for x A^T). `apart`
-adds the adapter afterwards with the kernels for any base, as an engine does else, and `matmul` with cuBLAS.
-
-$layers_ours
-
-The same with bases by Humming, before: `ours` are the kernels for any base, `late` starts no kernel before the last one
-has ended, `beside` computes x A^T on a second stream, `before` computes it before the base, `matmul` leaves adapters to
-cuBLAS; the others have other blocks than the rule's.
-
-$layers
-
-What launching every kernel of a layer early did, norms and the gate too (commit 7e474b8, taken back): linears alone
-gain (`none-early`), and adapters lose more (`all-early` against `ours`), probably because their programs wait on
-multiprocessors that the base still needs. Humming adds partial sums up in any order: none of these repeats the bits of
-its last run. Since 443f568 adapters are in the kernels of the base, and norms, gates and rotations start early again
-beside these, by Inductor's own option.
-
-$early
-
-## Whole steps
-
-One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, through train.py with all its callbacks: the
-medians of the steps after the first; speeds compare the fastest of them. `check` is what the canary and the ledger
-take: the ledger looks at every fourth rollout from commit fc6d425 on, which the medians then hardly see. `between` is
-what lies between the phases: logs, data, the copy of a checkpoint. Rows without it leave it out of the step, though
-checkpoints (1 GB at 7B) were written there. Memory is all that the run takes of the GPU, and what the plan said before
-it was started.
-
-$steps
-
-![Seconds of a step by phase, and memory predicted and measured](step.png)
-
-## Small cards
-
-Another process holds the rest of the GPU's memory.
-
-$cards
-
-## Long runs
-
-Each column has the four quarters of a run, its first step left out. In the run of commit 443f568 the last quarter has
-the process's end too, when Lightning copied the base to the host (it stays where it is since then); and another
-benchmark measured on the host's other GPU meanwhile. That of 08e3224, alone on its host, was ended by its limit in
-seconds.
-
-$long_runs
-
-The median seconds of their phases. `train`, and most of `rollout`, are the GPU's; `check` and `between` are the host's
-work as well, and vary most with it. In the first half of the run of 80ef12e the host was slower at everything: steps of
-completions this short wait for it between kernels. `between` has the replacement of the checkpoint before the last one,
-of 1 GB, which is no longer waited for after 08e3224.
-
-$long_run_phases
-
-## Several GPUs
-
-One global batch, 8 completions a prompt; the runs start together and take turns. `wait` is what the fastest rank
-waits for the others. Curves are not the same to the last bit: bf16 sums depend on the batch, and Humming's on chance.
-
-$ranks
-
-## Rules that these numbers made
-
-- Linears dequantise into scratch memory and multiply with cuBLAS at every token count. At $large tokens the kernels of
-  the block's linears take $large_share of those on a dense base; at $small tokens $small_share. A fused product could
-  win the difference at the small end, which a trainer that packs its micro-batches does not visit.
-- The adapter is one node with its linear: its kernels take $node_share of the time of separate nodes at $large tokens.
-- Blocks are recomputed up to their last product, not including it.
-""")
+Written by `python -m tests.bench.report` from the lines in `docs/results`, which `make bench` prints; change the
+script, not this page. A benchmark prints no line while its check against a reference fails. Models have the shapes of
+Qwen2.5 and random weights; random prompts; LoRA adapters have rank 32 on all linear layers. Of several measurements
+of one setting the last one counts. Each section ends with its commits, and names its machine unless that is an
+$usual."""
+
+
+class Question(NamedTuple):
+    """One section of the page."""
+
+    title: str
+    text: str
+    """What was measured, with which setting, what it means."""
+    select: Callable[[list[Line]], list[Line]]
+    """The lines that answer it, out of all."""
+    table: Callable[[list[Line]], str]
+    """Markdown, from the selected lines."""
 
 
 def results() -> list[Line]:
-    """Of all benchmarks."""
+    """Read the lines of all benchmarks; lines of other pages have no name."""
     texts = [text for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text]
-    return [line for line in map(json.loads, texts) if "name" in line]  # other pages have results there too
+    return [line for line in map(json.loads, texts) if "name" in line]
+
+
+def page(lines: list[Line]) -> str:
+    """Make docs/performance.md; a question without lines has no section."""
+    answers = [(question, found) for question in QUESTIONS if (found := question.select(lines))]
+    usual = Counter(_machine(line) for _, found in answers for line in found).most_common(1)[0][0]
+    sections = [LEAD.replace("$usual", usual)]
+    for question, found in answers:
+        text = textwrap.fill(f"{question.text} {_origin(found, usual)}", 120, break_on_hyphens=False)
+        sections.append(f"## {question.title}\n\n{text}\n\n{question.table(found)}")
+    return "\n\n".join(sections) + "\n"
 
 
 def with_speeds(readme: str, lines: list[Line]) -> str:
-    """The README with its table of speeds made anew."""
+    """Replace the table of speeds in the README's text."""
     head, tail = "<!-- speeds -->\n", "\n<!-- end -->"
     before, after = readme.split(head)
     return before + head + headline_table(lines) + tail + after.split(tail, 1)[1]
 
 
+def headline_table(lines: list[Line]) -> str:
+    """Speed-up of NVFP4 over bf16 per model, and the smallest GPU memory with which a run finished."""
+    rates = {(line["shape"]["model"], line["shape"]["sequences"], _base(line)): line for line in rollouts(lines)}
+    runs = whole_steps(lines)
+    steps = {line["shape"]["model"]: times_bf16(line, runs) for line in runs if _base(line) == "nvfp4"}
+    cards: dict[str, float] = {}
+    for line in _of_kind("grpo/step", lines):
+        shape = line["shape"]
+        if shape["cap"] and line["finished"]:
+            cards[shape["model"]] = min(shape["cap"], cards.get(shape["model"], shape["cap"]))
+    rows = [
+        [
+            model,
+            *(_speed_up(rates, model, count) for count in HEADLINE),
+            _digits(steps.get(model), 2),
+            f"{cards[model]:g}" if model in cards else "",
+        ]
+        for model in sorted({model for model, *_ in rates}, key=_by_size)
+    ]
+    columns = (f"rollouts of {count}" for count in HEADLINE)
+    return table(["policy", *columns, "whole step", "smallest card tried, GiB"], rows)
+
+
+def rollouts(lines: list[Line]) -> list[Line]:
+    """NVFP4 and bf16 engines with an adapter at one commit, and the NVFP4 engine without it where that was measured.
+
+    Models that were measured with the native decoding kernel appear with it alone.
+    """
+    usual = [line for line in _of_kind("rollout/generate", lines) if _has_usual_settings(line["shape"])]
+    native = {line["shape"]["model"] for line in usual if _kernel(line) == "ours"}
+    engines = {(*_engine(line), _adapted(line)): line for line in usual}
+    found: dict[tuple[str, int, bool], list[Line]] = {}
+    for (model, base, kernel, commit, count, adapted), line in engines.items():
+        if base == "nvfp4" and (kernel == "ours" or model not in native):
+            other = engines.get((model, "bf16", "", commit, count, True) if adapted else (*_engine(line), True))
+            if other:
+                found[model, count, adapted] = [other, line]
+    return [line for key in sorted(found, key=lambda key: (*_by_size(key[0]), *key[1:])) for line in found[key]]
+
+
+def rollouts_table(lines: list[Line]) -> str:
+    """Tokens per second, one column per number of sequences."""
+    found: dict[tuple[str, int, str], Line] = {}
+    added: dict[tuple[str, int], str] = {}
+    for first, second in zip(lines[::2], lines[1::2], strict=True):  # as rollouts pairs them
+        model, count = second["shape"]["model"], second["shape"]["sequences"]
+        if _adapted(second):
+            found[model, count, "bf16"], found[model, count, "nvfp4"] = first, second
+        else:
+            added[model, count] = f"{100 * (first['median_s'] / second['median_s'] - 1):.0f} %"
+    counts = sorted({count for _, count, _ in found})
+    rows = []
+    for model in dict.fromkeys(model for model, *_ in found):
+        for base in ("bf16", "nvfp4"):
+            engines = [found.get((model, count, base)) for count in counts]
+            rates = [_digits(line["tokens_per_s"] if line else None, 0) for line in engines]
+            rows.append([model, f"{base}, tokens/s", *rates])
+        rows.append([model, "speed-up", *(_speed_up(found, model, count) for count in counts)])
+        roofs = [_share_of_roof(found.get((model, count, "nvfp4"))) for count in counts]
+        rows.append([model, "nvfp4, share of the roof", *roofs])
+        if any((model, count) in added for count in counts):
+            rows.append([model, "nvfp4, added by LoRA", *(added.get((model, count), "") for count in counts)])
+    return table(["model", "", *counts], rows)
+
+
+def whole_steps(lines: list[Line]) -> list[Line]:
+    """The last run of each model and policy on a whole GPU, by size; no long runs."""
+    runs = [
+        line
+        for line in _of_kind("grpo/", lines)
+        if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
+    ]
+    native = {line["shape"]["model"] for line in runs if _kernel(line) == "ours"}
+    chosen = [line for line in runs if _kernel(line) != "humming" or line["shape"]["model"] not in native]
+    return sorted(_last(chosen, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
+
+
+def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
+    """Fastest step of bf16 in the same setting and at the same commit, over this run's; None where there is none."""
+
+    def setting(run: Line) -> tuple[object, ...]:
+        return run["commit"], *(run["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
+
+    dense = {setting(run): run["spread_s"][0] for run in runs if (run["name"], _base(run)) == ("grpo/step", "bf16")}
+    return dense[setting(line)] / line["spread_s"][0] if setting(line) in dense else None
+
+
+def steps_table(lines: list[Line]) -> str:
+    """Seconds of whole steps by phase."""
+    columns: dict[str, Column] = {
+        "model": _shape("model"),
+        "policy": _policy,
+        "step, s": _median(1),
+        "speed-up": lambda line: _digits(times_bf16(line, lines), 2) if line["name"] == "grpo/step" else "",
+        **{phase: _phase(phase) for phase in PHASES},
+        "gap, nats": _number("gap", 3),
+    }
+    return rows_table(columns, lines)
+
+
+def cards(lines: list[Line]) -> list[Line]:
+    """The last run of each model, policy and memory limit for which there is a plan, and those that were refused."""
+
+    def setting(line: Line) -> tuple[object, ...]:
+        return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
+
+    refused = _of_kind("grpo/too-small", lines)
+    ran = [line for line in _of_kind("grpo/step", lines) if "predicted_peak_gib" in line["logged"]]
+    return sorted(
+        _last(refused + ran, setting), key=lambda line: (*_model_size(line), line["shape"]["cap"] or float("inf"))
+    )
+
+
+def taken_gib(run: Line) -> float | None:
+    """Most GPU memory that a run held, as another process saw it; by its own reading where none looked."""
+    return run["peak_bytes"] / GIB if run.get("peak_bytes") else run.get("logged", {}).get("peak_gib")
+
+
+def ranks_table(lines: list[Line]) -> str:
+    """Seconds of steps by the number of GPUs."""
+    alone = next(line["median_s"] for line in lines if line["shape"]["gpus"] == 1)
+    columns: dict[str, Column] = {
+        "model": _shape("size"),
+        "GPUs": _shape("gpus"),
+        "step, s": _median(1),
+        "speed-up": lambda line: f"{alone / line['median_s']:.2f}",
+        **{phase: _phase(phase) for phase in ("rollout", "check", "train", "wait")},
+    }
+    return rows_table(columns, lines)
+
+
+def kernels_table(lines: list[Line]) -> str:
+    """Microseconds of each fused linear, Humming's and the native kernel's; a column per number of tokens."""
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for line in lines:
+        model, linear, tokens = (line["shape"][name] for name in ("model", "linear", "tokens"))
+        found.setdefault((model, linear), {}).setdefault(tokens, {})[_variant(line)] = 1e6 * line["median_s"]
+    counts = sorted({count for times in found.values() for count in times})
+
+    def cell(times: Mapping[str, float]) -> str:
+        fastest = (min((times[name] for name in names if name in times), default=None) for names in KERNEL_LINES)
+        return " / ".join(_digits(time, 1) or "-" for time in fastest) if times else ""
+
+    rows = [[*key, *(cell(times.get(count, {})) for count in counts)] for key, times in found.items()]
+    return table(["model", "linear", *(f"{count} tokens" for count in counts)], rows)
+
+
+def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, label: str) -> str:
+    """Make a table with a row and a column for each value of two functions of a line."""
+    found: dict[object, dict[object, object]] = {}
+    for line in lines:
+        found.setdefault(row(line), {})[column(line)] = value(line)
+    columns = list(dict.fromkeys(column(line) for line in lines))
+    rows = [[name, *(cells.get(each, "") for each in columns)] for name, cells in found.items()]
+    return table([label, *columns], rows)
+
+
+def rows_table(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
+    """Make a table with a row for each line."""
+    return table(list(columns), [[column(line) for column in columns.values()] for line in lines])
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Format Markdown."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [header, ["---"] * len(header), *rows])
+
+
 def main() -> int:
-    """Write the page and the README's table; 1 where there are no results."""
+    """Write the page and the README's table; return 1 where there are no results."""
     lines = results()
     if not lines:
         print(f"no results in {RESULTS}", file=sys.stderr)
         return 1
-    linears = {(line["name"], line["shape"]["tokens"]): line["device_s"] for line in of_kind(lines, "linears/")}
-    small, large = (choose(tokens for _, tokens in linears) for choose in (min, max))
-    PAGE.write_text(
-        TEXT.substitute(
-            speeds=speeds_table(lines),
-            memory=memory_table(lines),
-            added=adapter_table(lines),
-            origins="\n".join(sorted({f"- {_origin(line)}" for line in lines if line["device"] != "cpu"})),
-            dequantize=_table(
-                [line for line in of_kind(lines, "dequantize/") if line["name"] != "dequantize/one"],
-                {
-                    "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
-                    "kernels, us": lambda line: f"{1e6 * line['device_s']:.0f}",
-                    **_median(1e6, "us"),
-                    "times nvfp4": lambda line: f"{line['ratio']:.2f}",
-                },
-            ),
-            one=_table(
-                [line for line in lines if line["name"] == "dequantize/one"],
-                {
-                    "out x in": lambda line: f"{line['shape']['out']} x {line['shape']['in']}",
-                    "GB/s": lambda line: f"{line['gb_per_s']:.0f}",
-                    "kernel, us": lambda line: f"{1e6 * line['device_s']:.1f}",
-                    **_median(1e6, "us"),
-                },
-            ),
-            linears=_table(
-                of_kind(lines, "linears/"),
-                {
-                    "tokens": lambda line: line["shape"]["tokens"],
-                    "backward in": lambda line: "autograd's" if line["shape"]["own_thread"] else "caller",
-                    "kernels, ms": lambda line: f"{1e3 * line['device_s']:.2f}",
-                    **_median(1e3, "ms"),
-                    "times bf16": lambda line: f"{line['ratio']:.2f}",
-                },
-            ),
-            block=_table(of_kind(lines, "block/"), {**_median(1e3, "ms"), "speed": _ratio}),
-            step=_table(
-                of_kind(lines, "step/"),
-                {
-                    "model": _model,
-                    "tokens": lambda line: line["shape"]["tokens"],
-                    **_median(1, "s"),
-                    "tokens/s": lambda line: f"{line['tokens_per_s']:.0f}",
-                    "speed": _ratio,
-                    "resident, GB": lambda line: f"{line['resident_bytes'] / 1e9:.2f}",
-                    "peak, GB": lambda line: f"{line['peak_bytes'] / 1e9:.2f}",
-                },
-            ),
-            padding=_table(
-                of_kind(lines, "padding/"),
-                {
-                    "tokens": lambda line: line["shape"]["tokens"],
-                    "padded": lambda line: line["shape"]["padded"],
-                    **_median(1, "s"),
-                    "tokens/s": lambda line: f"{line['tokens_per_s']:.0f}",
-                },
-            ),
-            resident=_table(
-                of_kind(lines, "resident/"),
-                {
-                    "model": _model,
-                    "bytes": lambda line: f"{line['resident_bytes']:,}",
-                    "packed": lambda line: f"{line['packed_bytes']:,}",
-                    "bits a weight": lambda line: f"{8 * line['packed_bytes'] / line['num_packed_weights']:.3f}",
-                    "embeddings and head": lambda line: f"{line['embedding_bytes']:,}",
-                    "norms and biases": lambda line: f"{line['norm_and_bias_bytes']:,}",
-                    "other": lambda line: f"{_unaccounted(line):,}",
-                },
-            ),
-            logprobs=_table(
-                of_kind(lines, "logprobs/"),
-                {
-                    "tokens": lambda line: line["shape"]["tokens"],
-                    "vocabulary": lambda line: line["shape"]["vocabulary"],
-                    **_median(1e3, "ms"),
-                    "ratio": lambda line: f"{line['ratio']:.2f}",
-                    "peak, MiB": lambda line: f"{line['peak_bytes'] / 2**20:.0f}",
-                },
-            ),
-            quantize=_table(
-                of_kind(lines, "quantize/"),
-                {
-                    "model": _model,
-                    "seconds": lambda line: f"{line['median_s']:.1f}",
-                    "GPU, GB": lambda line: f"{line['device_bytes'] / 1e9:.2f}",
-                    "host, GB": lambda line: f"{line['host_bytes'] / 1e9:.2f}",
-                    "host mapped, GB": lambda line: f"{line['host_mapped_bytes'] / 1e9:.2f}",
-                    "read, GB": lambda line: f"{line['read_bytes'] / 1e9:.1f}",
-                    "written, GB": lambda line: f"{line['written_bytes'] / 1e9:.1f}",
-                },
-            ),
-            methods=methods_table(lines),
-            rollouts=rollouts_table(lines),
-            adapters=adapters_table(lines),
-            schedules=schedules_table(lines),
-            decoding=decoding_note(lines),
-            layers=layers_table(lines, "layer"),
-            layers_ours=layers_table(lines, "layer-ours"),
-            early=layers_table(lines, "layer-early"),
-            blocks=blocks_table(lines),
-            starts=_table(
-                of_kind(lines, "start/"),
-                {
-                    "model": _model,
-                    "base": base_of,
-                    "sequences": lambda line: line["shape"]["sequences"],
-                    "tokens": lambda line: line["shape"]["tokens"],
-                    "seconds": lambda line: f"{line['median_s']:.1f}",
-                    "imports": partial(_phase, "imports"),
-                    "vLLM": partial(_phase, "vLLM"),
-                    "adapter": partial(_phase, "adapter"),
-                },
-            ),
-            host=host_table(lines),
-            profiles=profiles(lines),
-            steps=steps_table(lines),
-            cards=cards_table(lines),
-            long_runs=long_runs_table(lines),
-            long_run_phases=long_run_phases_table(lines),
-            ranks=ranks_table(lines),
-            small=small,
-            large=large,
-            small_share=f"{linears['linears/nvfp4', small] / linears['linears/bf16', small]:.2f}",
-            large_share=f"{linears['linears/nvfp4', large] / linears['linears/bf16', large]:.2f}",
-            node_share=f"{linears['linears/bf16', large] / linears['linears/bf16+lora', large]:.2f}",
-        )
-    )
+    PAGE.write_text(page(lines))
     README.write_text(with_speeds(README.read_text(), lines))
-    draw_rollouts(lines, PAGE.with_name("rollout.png"))
-    draw_steps(lines, PAGE.with_name("step.png"))
     return 0
 
 
-def _table(lines: list[Line], columns: dict[str, Callable[[Line], object]]) -> str:
-    rows = [(line["name"].split("/", 1)[1], *(column(line) for column in columns.values())) for line in lines]
-    return table(["", *columns], rows)
+def _of_kind(kind: str, lines: Iterable[Line]) -> list[Line]:
+    return [line for line in lines if line["name"].startswith(kind)]
 
 
-def _median(scale: float, unit: str) -> dict[str, Callable[[Line], object]]:
+def _last(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    return list({key(line): line for line in lines}.values())
+
+
+def _machine(line: Line) -> str:
+    return f"{line['device']}, torch {line['torch']}, Triton {line['triton']}"
+
+
+def _origin(lines: Iterable[Line], usual: str) -> str:
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        found.setdefault(_machine(line), set()).add(line["commit"])
+    named = (
+        f"{'' if machine == usual else f'{machine}, '}{', '.join(sorted(commits))}"
+        for machine, commits in found.items()
+    )
+    return f"({'; '.join(named)})"
+
+
+def _kernel(line: Line) -> str:
+    """Name the decoding kernel of an NVFP4 base; lines that name none were measured with Humming's."""
+    shape = line["shape"]
+    if shape.get("base", "nvfp4") != "nvfp4":
+        return ""
+    return shape.get("decoding") or shape.get("decoding_kernel") or "humming"
+
+
+def _engine(line: Line) -> tuple[str, str, str, str, int]:
+    shape = line["shape"]
+    return shape["model"], shape["base"], _kernel(line), line["commit"], shape["sequences"]
+
+
+def _has_usual_settings(shape: Mapping[str, Any]) -> bool:
+    return (shape["kv"], shape["rank"], shape["engine"]) == ("auto", RANK, "ours")
+
+
+def _adapted(line: Line) -> bool:
+    return line["shape"]["adapter"] != "none"
+
+
+def _base(line: Line) -> str:
+    return line["shape"].get("base", "")
+
+
+def _policy(line: Line) -> str:
+    if line["name"] == "grpo/trl":
+        return f"TRL {line['versions']['trl']}, bf16"
+    kernel = _kernel(line)
+    return _base(line) + (f" ({KERNEL_NAMES[kernel]})" if kernel else "") + (", AQN" if line["shape"]["aqn"] else "")
+
+
+def _speed_up(found: Mapping[tuple[str, int, str], Line], model: str, count: int) -> str:
+    packed, dense = (found.get((model, count, base)) for base in ("nvfp4", "bf16"))
+    return f"{packed['tokens_per_s'] / dense['tokens_per_s']:.2f}" if packed and dense else ""
+
+
+def _share_of_roof(line: Line | None) -> str:
+    return _digits(line["decoded_per_s"] / line["roof_per_s"], 2) if line else ""
+
+
+def _by_size(model: str) -> tuple[int, str]:
+    return len(model), model  # 7B comes before 14B
+
+
+def _model_size(line: Line) -> tuple[int, str]:
+    return _by_size(line["shape"]["model"])
+
+
+def _digits(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _variant(line: Line) -> str:
+    return line["name"].split("/", 1)[1]
+
+
+def _shape(name: str) -> Column:
+    return lambda line: line["shape"][name]
+
+
+def _phase(name: str) -> Column:
+    return lambda line: _digits(line["phases_s"].get(name), 2)
+
+
+def _median(scale: float) -> Column:
+    """Format the median and the range."""
+
     def show(line: Line) -> str:
-        low, high = line["spread_s"]
-        return f"{scale * line['median_s']:.4g} ({scale * low:.4g} to {scale * high:.4g})"
+        low, high = (f"{scale * end:.4g}" for end in line["spread_s"])
+        return f"{scale * line['median_s']:.4g} ({low} to {high})"
 
-    return {f"median, {unit} (range)": show}
-
-
-def _ratio(line: Line) -> str:
-    return "" if line["ratio"] is None else f"{line['ratio']:.3f}"
+    return show
 
 
-def _model(line: Line) -> str:
-    return line["shape"]["model"]
+def _number(name: str, digits: int, scale: float = 1) -> Column:
+    return lambda line: _digits(None if line.get(name) is None else scale * line[name], digits)
 
 
-def _phase(name: str, line: Line) -> str:
-    return shown(line.get("phases_s", {}).get(name), 1)
+def _quarters(name: str, digits: int, scale: float = 1) -> Column:
+    return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
 
 
-def _unaccounted(line: Line) -> int:
-    return line["resident_bytes"] - sum(line[f"{part}_bytes"] for part in ("packed", "embedding", "norm_and_bias"))
-
-
-def _origin(line: Line) -> str:
-    return f"{line['device']}, torch {line['torch']}, Triton {line['triton']}, commit {line['commit']}"
+QUESTIONS = [
+    Question(
+        "How much faster does an NVFP4 base sample?",
+        "Tokens per second of whole rollout calls by the number of sequences, prompts included, with LoRA and "
+        "log-probabilities: best of the repeats. Speed-ups compare NVFP4 with bf16 at one commit. The roof is a "
+        "decoding step that takes only the time to read every weight and every cached key and value once. NVFP4 gains "
+        "where reading weights limits decoding, and nothing at 256 sequences. `added by LoRA` compares an engine with "
+        "itself.",
+        rollouts,
+        rollouts_table,
+    ),
+    Question(
+        "How long does a whole GRPO step take?",
+        "One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, all callbacks, through train.py: "
+        "median (range) of the steps after the first, and median seconds of the phases. `check` is canary and ledger, "
+        "`between` logging, data and checkpoints; `gap` is the mean difference between the sampler's and the "
+        "trainer's log-probabilities. Speed-ups compare fastest steps at one commit. TRL: its GRPOTrainer with vLLM "
+        "in its process.",
+        whole_steps,
+        steps_table,
+    ),
+    Question(
+        "How much GPU memory does a step need, and does the plan know?",
+        "Groups of 8 completions, prompts of 256 tokens. Another process holds the rest of the GPU's memory. `held` "
+        "is the most that the run held, as that process saw it or, where it did not look, as the run logged it; "
+        "`planned` is what `python -m qerl_pl plan` says beforehand. `too small` was refused.",
+        cards,
+        partial(
+            rows_table,
+            {
+                "model": _shape("model"),
+                "policy": _policy,
+                "completion": _shape("completion"),
+                "GPU memory, GiB": lambda line: f"{line['shape']['cap']:g}" if line["shape"]["cap"] else "whole",
+                "held, GiB": lambda line: _digits(taken_gib(line), 1) or "too small",
+                "planned, GiB": lambda line: _digits(line.get("logged", {}).get("predicted_peak_gib"), 1),
+                "step, s": _number("median_s", 1),
+            },
+        ),
+    ),
+    Question(
+        "Does a long run slow down or leak?",
+        "Quarters of one run with an NVFP4 base: median step, most memory, most open files.",
+        lambda lines: [line for line in _of_kind("grpo/step", lines) if line.get("quarters")][-1:],
+        partial(
+            rows_table,
+            {
+                "model": _shape("model"),
+                "completion": _shape("completion"),
+                "steps": lambda line: line["steps_done"],
+                "step, s": _quarters("step_s", 2),
+                "GPU, GiB": _quarters("gpu_bytes", 2, 1 / GIB),
+                "host, GiB": _quarters("host_bytes", 2, 1 / GIB),
+                "open files": _quarters("files", 0),
+            },
+        ),
+    ),
+    Question(
+        "Do several GPUs divide the work?",
+        "One global batch of 32 prompts x 8 completions of 256 tokens; `wait`: the fastest rank for the others.",
+        partial(_of_kind, "ddp/step"),
+        ranks_table,
+    ),
+    Question(
+        "How fast is the training pass?",
+        "Forward and backward over packed rows of up to 2048 tokens, gradient checkpointing, log-probabilities and "
+        "entropies. `peft` is PEFT's LoRA layer with a bf16 adapter, `peft-fp32` with its default fp32 adapter; "
+        "`offload` keeps checkpoints in host memory. Peak memory comes on top of what is resident. `hidden states` is "
+        "the pass without the head, on packed rows and on padded ones with transformers' own attention.",
+        lambda lines: _of_kind("step/", lines) + _of_kind("padding/", lines),
+        partial(
+            rows_table,
+            {
+                "policy": lambda line: ("hidden states, " if line["name"].startswith("pad") else "") + _variant(line),
+                "model": _shape("model"),
+                "pass, s": _median(1),
+                "tokens/s": _number("tokens_per_s", 0),
+                "speed": _number("ratio", 2),
+                "resident, GB": _number("resident_bytes", 2, 1e-9),
+                "peak, GB": _number("peak_bytes", 2, 1e-9),
+            },
+        ),
+    ),
+    Question(
+        "What do the linear layers of a block cost in training?",
+        "GPU milliseconds of the seven linears of a 7B block, forward and backward, by the number of tokens, launch "
+        "gaps left out. `nvfp4` and `bf16` are this repository's layer, base and adapter in one autograd node; "
+        "`+lora` is PEFT's formula around the named base. NVFP4 linears dequantise to scratch memory and multiply "
+        "with cuBLAS.",
+        lambda lines: [line for line in _of_kind("linears/", lines) if not line["shape"]["own_thread"]],
+        partial(pivot, _variant, _shape("tokens"), _number("device_s", 2, 1e3), label="tokens"),
+    ),
+    Question(
+        "How fast is dequantising?",
+        "The seven linears of a 7B block to bf16. Bytes are read and written, each once; GB/s is over the time of the "
+        "kernels. `copy` and `fill` say what the memory allows: four fifths of the bytes are written.",
+        lambda lines: [line for line in _of_kind("dequantize/", lines) if line["name"] != "dequantize/one"],
+        partial(
+            rows_table,
+            {"format": _variant, "GB/s": _number("gb_per_s", 0), "kernels, us": _number("device_s", 0, 1e6)},
+        ),
+    ),
+    Question(
+        "What do log-probabilities and entropies cost?",
+        "Forward and backward of the head. `naive` holds all logits, `recompute` makes them again for backward.",
+        partial(_of_kind, "logprobs/"),
+        partial(
+            rows_table,
+            {
+                "variant": _variant,
+                "tokens": _shape("tokens"),
+                "vocabulary": _shape("vocabulary"),
+                "time, ms": _median(1e3),
+                "peak, MiB": _number("peak_bytes", 0, 2**-20),
+            },
+        ),
+    ),
+    Question(
+        "What does the exact arithmetic of the sampler cost?",
+        "Microseconds per decoding step of a 7B NVFP4 engine by the number of sequences. `exact`: logits in fp32, and "
+        "noise on fp32 norm weights; `rounded`: both in bf16.",
+        lambda lines: _of_kind("head/rollout", lines) + _of_kind("aqn-norm/", lines),
+        partial(
+            pivot,
+            lambda line: f"{line['name'].split('/')[0]}, {line['shape']['variant']}",
+            _shape("sequences"),
+            _number("median_s", 0, 1e6),
+            label="sequences",
+        ),
+    ),
+    Question(
+        "How fast are the NVFP4 kernels of decoding?",
+        "Microseconds of each fused linear alone: Humming's fastest schedule / the native kernel (`nvfp4_decode` for "
+        "few tokens, `nvfp4_batch` for more); an engine chooses between them by a rule.",
+        lambda lines: [line for line in _of_kind("schedules/", lines) if line["shape"]["model"] in ("7B", "14B")],
+        kernels_table,
+    ),
+    Question(
+        "What does the adapter add to a decoding layer?",
+        "Microseconds of the linears of one layer in a CUDA graph by the number of tokens. `fused`: the base GEMM "
+        "adds the adapter, x A^T runs on SMs that it leaves idle. `separate` adds it with Triton kernels, `cuBLAS` by "
+        "products.",
+        partial(_of_kind, "layer-ours/"),
+        partial(
+            pivot,
+            lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
+            _shape("tokens"),
+            _number("median_s", 1, 1e6),
+            label="tokens",
+        ),
+    ),
+    Question(
+        "How long does an engine take to start?",
+        "Seconds until a 7B NVFP4 engine is ready: `first` with all caches empty, `again` the same one.",
+        partial(_of_kind, "start/"),
+        partial(rows_table, {"start": _variant, "seconds": _number("median_s", 1)}),
+    ),
+]
 
 
 if __name__ == "__main__":

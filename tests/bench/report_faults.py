@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.bench.report_rollouts import table
+from tests.bench.report import table
 
 ENGINES = ("transformers", "vllm")
 CHECKS = {  # what an error says -> which check it comes from
