@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, realized_sigma
@@ -33,6 +34,12 @@ class AdaptiveQuantizationNoise(Callback):
 
     Raises:
         ValueError: settings that mean nothing.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.aqn.AdaptiveQuantizationNoise
+              init_args: {sigma_start: 1.0e-2, sigma_end: 5.0e-4, num_stages: 10}
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class AdaptiveQuantizationNoise(Callback):
         self.noise_precision: Literal["float32", "compute"] = noise_precision
         self._warned = False
 
+    @override
     def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         if stage == "fit" and pl_module.num_rollouts < self.num_stages:
             raise ValueError(
@@ -62,6 +70,7 @@ class AdaptiveQuantizationNoise(Callback):
                 "or raise trainer.max_steps"
             )
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
         index, num_rollouts = pl_module.rollout_index, pl_module.num_rollouts
         sigma = stage_sigma(
@@ -87,6 +96,7 @@ class AdaptiveQuantizationNoise(Callback):
             )
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 BEST = "best"
 
@@ -22,12 +23,19 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: what is compared.
         mode: whether more of it is better, or less.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.best_checkpoint.BestCheckpoint
+              init_args: {monitor: val/accuracy}
     """
 
     def __init__(self, monitor: str = "val/reward", mode: Literal["min", "max"] = "max") -> None:
         super().__init__(monitor=monitor, mode=mode, save_top_k=1, filename=BEST, enable_version_counter=False)
         self._last_global_step_saved = -1  # Lightning's 0 leaves out the validation before the first step
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self.dirpath is not None, "resolved in setup"

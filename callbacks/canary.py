@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from qerl_pl.loop import Rollout, RolloutLoop
 from qerl_pl.module import QeRLModule
@@ -60,6 +61,12 @@ class SyncCanary(Callback):
 
     Raises:
         ValueError: a value is out of its range.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.canary.SyncCanary
+              init_args: {score_every: 10}
     """
 
     def __init__(self, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None) -> None:
@@ -74,10 +81,12 @@ class SyncCanary(Callback):
         self._is_first = True
         self._held_before: dict[str, int] = {}
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._is_first = True
         pl_module.loop.observers.append(partial(self._check_rollout, pl_module))
 
+    @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from qerl_pl.module import QeRLModule
 
@@ -14,8 +15,14 @@ class CloseEngine(Callback):
 
     Lightning calls ``teardown`` for runs that end well. An engine that cannot be closed any more is a warning, as it is
     the run's own error that the user has to see.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.close_engine.CloseEngine
     """
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: QeRLModule, exception: BaseException) -> None:
         try:
             pl_module.engine.close()

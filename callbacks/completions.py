@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
@@ -34,6 +35,12 @@ class CompletionLogger(Callback):
 
     Raises:
         ValueError: ``every`` is less than 1, or ``tokens_every`` less than 0.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.completions.CompletionLogger
+              init_args: {every: 5, tokens_every: 10}
     """
 
     def __init__(self, every: int = 1, num_text: int = 4, tokens_every: int = 10) -> None:
@@ -45,6 +52,7 @@ class CompletionLogger(Callback):
         self.num_text = num_text
         self.tokens_every = tokens_every
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -56,12 +64,15 @@ class CompletionLogger(Callback):
             self._write(trainer, f"train-{index:06d}", rows)
             self._show(trainer, "completions/train", rows, index)
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "validate")
 
+    @override
     def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "test")
 
+    @override
     def on_predict_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._finish(trainer, pl_module, "predict")
 

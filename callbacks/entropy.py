@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
 
 from qerl_pl.module import QeRLModule
 
@@ -22,6 +23,12 @@ class EntropyLogger(Callback):
 
     Raises:
         ValueError: a quantile outside [0, 1].
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.entropy.EntropyLogger
+              init_args: {quantiles: [0.1, 0.5, 0.9], histogram_every: 10}
     """
 
     def __init__(self, quantiles: tuple[float, ...] = (0.5, 0.9, 0.99), histogram_every: int = 1) -> None:
@@ -30,6 +37,7 @@ class EntropyLogger(Callback):
         self.quantiles = quantiles
         self.histogram_every = histogram_every
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
 from qerl_pl.module import QeRLModule
@@ -24,15 +25,23 @@ class EvaluationReport(Callback):
 
     Args:
         level: coverage of the intervals, which are over problems.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.evaluation.EvaluationReport
+              init_args: {level: 0.95}
     """
 
     def __init__(self, level: float = 0.95) -> None:
         self.level = level
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if trainer.state.fn == "validate":
             self._report(trainer, pl_module, "validate")
 
+    @override
     def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._report(trainer, pl_module, "test")
 

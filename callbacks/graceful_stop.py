@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -32,10 +33,12 @@ class GracefulStop(Callback):
         """0, or 128 plus the number of the signal that ended the run."""
         return 128 + self._asked if self._asked else 0
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked = 0
         self._previous = {number: signal.signal(number, self._handle) for number in NAMES}
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -47,9 +50,11 @@ class GracefulStop(Callback):
                 trainer.limit_val_batches = 0
             rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last")
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from qerl_pl.loop import Rollout
 from qerl_pl.module import QeRLModule
@@ -31,6 +32,12 @@ class GradientGuard(Callback):
 
     Raises:
         ValueError: a value is out of its range.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.gradient_guard.GradientGuard
+              init_args: {max_ratio: 10.0, window: 50}
     """
 
     def __init__(self, max_ratio: float = 100.0, window: int = 50, min_steps: int = 10) -> None:
@@ -44,17 +51,21 @@ class GradientGuard(Callback):
         self._norms: list[float] = []
         self._rollout: Rollout | None = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The norms that the next one is compared with."""
         return {"norms": self._norms}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with them."""
         self._norms = list(state_dict["norms"])
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         pl_module.loop.observers.append(partial(setattr, self, "_rollout"))
 
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
         """Lightning calls this inside of ``optimizer.step``, before anything is changed.
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
 
 from qerl_pl.checkpoint import LAST, PREVIOUS, SafeCheckpointIO
 
@@ -34,6 +35,12 @@ class LastCheckpoint(ModelCheckpoint):
 
     Raises:
         ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.last_checkpoint.LastCheckpoint
+              init_args: {every_n_rollouts: 5}
     """
 
     def __init__(self, every_n_rollouts: int = 1, background_bytes: int = 2**26) -> None:
@@ -49,9 +56,11 @@ class LastCheckpoint(ModelCheckpoint):
         self._is_left_out = False  # the last step's
 
     @property
+    @override
     def state_key(self) -> str:
         return type(self).__qualname__
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -61,19 +70,23 @@ class LastCheckpoint(ModelCheckpoint):
         if not self._is_left_out:
             self._save(trainer)
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._step_is_over = True
         writer = _writer(trainer)
         if writer is None or writer.is_written():
             self._commit(trainer)
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_left_out and trainer.should_stop:  # validation ends the run, which the step could not know
             self._save(trainer)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._commit(trainer)
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._step_is_over:
             self._commit(trainer)

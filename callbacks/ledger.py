@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.loop import Rollout
@@ -45,6 +46,12 @@ class MismatchLedger(Callback):
 
     Raises:
         ValueError: a value is less than 1.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.ledger.MismatchLedger
+              init_args: {num_rows: 8, every: 4}
     """
 
     def __init__(self, num_rows: int = 8, max_tokens: int = 4096, every: int = 1) -> None:
@@ -57,6 +64,7 @@ class MismatchLedger(Callback):
         self._rollout: int | None = None
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         pl_module.loop.observers.append(partial(self._measure, pl_module))
 
@@ -83,6 +91,7 @@ class MismatchLedger(Callback):
         if pl_module.sampling.temperature == 1:
             self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.loop import Rollout
@@ -23,16 +24,23 @@ class MemoryReport(Callback):
     began (``qerl_pl.memory.device``). It is read when a rollout is whole, with the engine awake, and at the end of the
     updates. torch keeps what a pass has taken, so both readings hold the passes before them. Of several ranks it is the
     one with the most. Without a GPU there is no plan, and nothing is logged.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.memory.MemoryReport
     """
 
     def __init__(self) -> None:
         self._others = self._rollout = 0
 
+    @override
     def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         device = trainer.strategy.root_device
         if stage == "fit" and device.type == "cuda":
             self._others = others_bytes(device)
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if pl_module.memory_plan is not None:
             pl_module.loop.observers.append(partial(self._after_rollout, pl_module.device))
@@ -40,6 +48,7 @@ class MemoryReport(Callback):
     def _after_rollout(self, device: torch.device, rollout: Rollout) -> None:
         self._rollout = used_bytes(device) - self._others
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from qerl_pl.module import QeRLModule
 
@@ -23,6 +24,12 @@ class ProgressLines(Callback):
 
     Raises:
         ValueError: ``every`` is less than 1.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.progress_lines.ProgressLines
+              init_args: {every: 10}
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -31,9 +38,11 @@ class ProgressLines(Callback):
         self.every = every
         self._first, self._start = 0, 0.0
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._first, self._start = pl_module.rollout_index, time.perf_counter()
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from qerl_pl import ranks
 
@@ -19,11 +20,17 @@ class RNGState(Callback):
     draws of its first steps. What matters here is drawn from derived seeds; this covers whatever else draws. Restored
     when training starts, not when the checkpoint is loaded: set-up in between draws too. Each rank has streams of its
     own; one that the checkpoint does not know, because the run had fewer ranks then, keeps those that it started with.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.rng_state.RNGState
     """
 
     def __init__(self) -> None:
         self._restored: list[dict[str, Any]] = []
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The streams of every rank as tensors and builtins, so that ``torch.load(weights_only=True)`` reads them."""
         return {"ranks": ranks.gather_values(self._streams())}
@@ -37,10 +44,12 @@ class RNGState(Callback):
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the streams until training starts."""
         self._restored = state_dict["ranks"]
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         known, self._restored = self._restored, []
         if trainer.global_rank >= len(known):

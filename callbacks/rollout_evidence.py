@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
@@ -64,6 +65,12 @@ class RolloutEvidence(Callback):
 
     Raises:
         ValueError: a value is out of its range.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.rollout_evidence.RolloutEvidence
+              init_args: {warn_jump: 3.0, max_jump: 30.0}
     """
 
     def __init__(
@@ -101,11 +108,13 @@ class RolloutEvidence(Callback):
         self._silent = 0
         self._seen: list[tuple[int, int]] = []
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What later rollouts are compared with, the same on every rank."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         return {"evidence": evidence, "gaps": self._gaps, "silent": self._silent, "seen": seen}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from it."""
         evidence = state_dict["evidence"].items()
@@ -113,6 +122,7 @@ class RolloutEvidence(Callback):
         self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         pl_module.loop.observers.append(partial(self._check, pl_module))
 

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from qerl_pl.run_folder import LOCK
 
@@ -32,6 +33,7 @@ class RunLock(Callback):
     def __init__(self) -> None:
         self._file: TextIO | None = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the lock.
 
@@ -60,9 +62,11 @@ class RunLock(Callback):
         file.flush()
         self._file = file
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release()
 

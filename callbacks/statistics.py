@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
@@ -15,8 +16,14 @@ class RolloutStatistics(Callback):
     """Logs rewards (each component too), lengths, truncation, unscored rows by cause and groups without signal.
 
     Over the rows of all ranks, those of groups that dynamic sampling dropped included.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.statistics.RolloutStatistics
     """
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from qerl_pl import ranks
 from qerl_pl.module import QeRLModule
@@ -20,26 +21,36 @@ class Throughput(Callback):
     ``time/between_s``: data, logs, the copy of a checkpoint. The first step counts its phases alone.
 
     Seconds and memory are those of the rank that has most of them, tokens those of all ranks together.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.throughput.Throughput
     """
 
     def __init__(self) -> None:
         self._last_end: float | None = None  # of a step, in seconds of the clock
         self._validation_start = 0.0
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._last_end = None
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._validation_start = time.perf_counter()
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if self._last_end is not None:
             self._last_end += time.perf_counter() - self._validation_start
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
