@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,53 @@ def test_nothing_but_the_tools_looks_inside_the_vllm_engine():
 def test_triton_stays_in_the_kernels():
     users = [path.relative_to(ROOT / "qerl_pl") for path in LIBRARY if "triton" in packages_of(path)]
     assert all(path.parent == Path("kernels") for path in users), users
+
+
+LONGER_FILES = {"module.py": 540, "rollout/vllm/engine.py": 420, "kernels/lora.py": 335}
+"""Files of more lines than others may have, and how many: none may be added, and these may not grow."""
+TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}
+PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
+
+
+def test_files_and_functions_fit_in_a_head():
+    for path in [*PRODUCT, ROOT / "train.py"]:
+        text = path.read_text()
+        most = LONGER_FILES.get(str(path.relative_to(ROOT / "qerl_pl")) if path in LIBRARY else "", 330)
+        assert len(text.splitlines()) <= most, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (path.name, node.name) != ("module.py", "__init__"):
+                assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"
+
+
+def own_imports(path: Path) -> set[Path]:
+    """Files of this repository that a file imports, anywhere in it, or names in a string such as "qerl_pl.module"."""
+    strings = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("qerl_pl.")
+    }
+    names = imports_of(path) | strings | {name.rpartition(".")[0] for name in strings}
+    files = {ROOT / (name.replace(".", "/") + ".py") for name in names if name}
+    return {file for file in files if file in PRODUCT and file != path}
+
+
+def test_no_file_imports_itself_through_others_not_even_in_a_function_or_by_a_string():
+    graph = {path: own_imports(path) for path in PRODUCT}
+    done: set[Path] = set()
+
+    def visit(path: Path, above: tuple[Path, ...]) -> None:
+        assert path not in above, " -> ".join(str(each.relative_to(ROOT)) for each in (*above, path))
+        if path not in done:
+            for other in sorted(graph[path]):
+                visit(other, (*above, path))
+            done.add(path)
+
+    for path in PRODUCT:
+        visit(path, ())
+
+
+def test_the_top_level_is_the_design_cards():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = {name.split("/")[0] for name in tracked}
+    ordinary = {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "requirements-vllm-cpu.txt"}
+    assert names - TOP_LEVEL <= ordinary | {name for name in names if name.startswith(".")}

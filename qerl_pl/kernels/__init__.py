@@ -1,1 +1,1 @@
-"""Triton kernels that have nothing to do with quantisation; each is held to a definition in plain torch."""
+"""All GPU code: Triton and CUDA C++ kernels, each beside the plain PyTorch that says what it computes."""

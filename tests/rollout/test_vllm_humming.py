@@ -96,7 +96,7 @@ def test_the_product_is_that_of_the_rule(shape):
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
     tune: Any = import_module("humming.tune")
     patches.humming_schedules()
-    ours = tune.heuristics_map[patches.HOPPER]
+    ours = tune.heuristics_map[vllm_humming.HOPPER]
     assert issubclass(ours, rule)
     config, tensors = random_linear(*shape)
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -166,7 +166,7 @@ class VLLMEngine:
                     setup.log_decoding_lacks(dtype)
             self._group_is_ours = not dist.is_initialized()
             try:
-                beside, kernels = memory.ignoring_what_is_left(), setup.kernels(kernel, policy, dtype)
+                beside, kernels = memory.ignoring_what_is_left(), _decoding_kernels(kernel, policy, dtype)
                 with beside, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
                     self._llm = LLM(**(arguments | more | self._arguments))
             except BaseException:  # the next start should find what this one found
@@ -404,3 +404,14 @@ def _values(logprobs: object) -> list[float]:
 
     assert isinstance(logprobs, FlatLogprobs)
     return logprobs.logprobs
+
+
+def _decoding_kernels(
+    kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """In it vLLM loads linears with the decoding kernel that they are to have."""
+    if kernel == "humming":
+        return nullcontext()
+    from qerl_pl.rollout.vllm import nvfp4
+
+    return nvfp4.for_linears_of(policy, dtype)

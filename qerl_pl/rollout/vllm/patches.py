@@ -19,8 +19,6 @@ from typing import Any
 
 from torch import distributed as dist
 
-HOPPER = 90  # Humming's key for compute capability 9.0
-
 
 def apply_all() -> None:
     """Apply the patches that hold for the whole process; a second call changes nothing.
@@ -78,7 +76,7 @@ def humming_schedules() -> None:
     """
     if find_spec("humming") is None:
         return
-    from qerl_pl.rollout.vllm.humming import schedules_on
+    from qerl_pl.rollout.vllm.humming import HOPPER, schedules_on
 
     tune: Any = import_module("humming.tune")
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics

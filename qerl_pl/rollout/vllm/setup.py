@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -149,15 +149,6 @@ def decoding_kernel(
     if wanted != "auto":
         return wanted
     return "humming" if decoding_lacks(fmt, dtype) else "ours"
-
-
-def kernels(kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """In it vLLM loads linears with the decoding kernel that they are to have."""
-    if kernel == "humming":
-        return nullcontext()
-    from qerl_pl.rollout.vllm import nvfp4
-
-    return nvfp4.for_linears_of(policy, dtype)
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
