@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.finite import require_finite
+from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora_product import lora_product
 from qerl_pl.quant.linear import FrozenLinear
 
@@ -73,6 +74,8 @@ class LoraLinear(nn.Module, LoraLayer):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
+        self.keeps_result = True
+        """Whether its block's recomputation needs the result."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         # PEFT casts a new adapter to the base's dtype: bf16 masters would lose updates below 2^-8 of a weight.
         self.lora_A.float()
@@ -88,7 +91,7 @@ class LoraLinear(nn.Module, LoraLayer):
         if isinstance(dropout, nn.Identity):
             base: Any = self.base_layer
             dense = base.dense if isinstance(base, FrozenLinear) else base.weight.to
-            return lora_product(x, dense, base.bias, a, b, scaling)
+            return lora_product(x, dense, base.bias, a, b, scaling, kept=active() if self.keeps_result else None)
         return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), (b * scaling).to(x.dtype))
 
 

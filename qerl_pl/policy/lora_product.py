@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qerl_pl.policy.kept import Kept
+
 Dense = Callable[[torch.dtype], Tensor]
 
 
@@ -34,7 +36,9 @@ def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
-def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def lora_product(
+    x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, *, kept: Kept | None = None
+) -> Tensor:
     """Gradients go to x, A and B.
 
     Args:
@@ -44,11 +48,15 @@ def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Ten
         a: [r, K] fp32 (fp64 for fp64 products) masters.
         b: [N, r] likewise.
         scaling: s.
+        kept: where the result is set aside, and taken from when a checkpointed block runs again.
 
     Returns:
         [..., N] in the dtype of x.
     """
-    y, inner, low_b = _Adapted.apply(x, a, b, dense, scaling)
+    known = kept.take().detach() if kept is not None and kept.recomputing else None
+    y, inner, low_b = _Adapted.apply(x, a, b, dense, scaling, known)
+    if known is not None:
+        return y
     with torch.no_grad():
         # Into the memory that the node handed out. Checkpointing stops its recomputation at the last tensor that a
         # block keeps; the node has kept its own by now, so a block's last product, a quarter of its work, is not
@@ -59,6 +67,8 @@ def lora_product(x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Ten
         else:
             torch.addmm(bias.to(x.dtype), inner, low_b.t(), out=out)
         out.addmm_(rows, dense(x.dtype).t())
+    if kept is not None:
+        kept.put(y)
     return y
 
 
@@ -66,18 +76,20 @@ class _Adapted(torch.autograd.Function):
     """Keeps what backward needs and makes room for y."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float, known: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         low_a, low_b = a.to(x.dtype), scaled(b, scaling, x.dtype)
         inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, r]
         ctx.save_for_backward(x, inner, low_a, low_b)
         ctx.dense, ctx.scaling, ctx.master = dense, scaling, a.dtype
         ctx.mark_non_differentiable(inner, low_b)
         ctx.set_materialize_grads(False)
-        return x.new_empty(*x.shape[:-1], len(b)), inner, low_b
+        return x.new_empty(*x.shape[:-1], len(b)) if known is None else known, inner, low_b
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, *_: None) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+    def backward(ctx, dy: Tensor, *_: None) -> tuple[Tensor | None, Tensor, Tensor, None, None, None]:
         x, inner, low_a, low_b = ctx.saved_tensors
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [T, K], [T, N]
         d_inner, db = torch.mm(dy, low_b), _product(dy.t(), inner, ctx.master)  # [T, r], [N, r]
@@ -86,7 +98,7 @@ class _Adapted(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.mm(d_inner, low_a).addmm_(dy, ctx.dense(dy.dtype)).view(x.shape)
-        return dx, _product(d_inner.t(), rows, ctx.master), db, None, None
+        return dx, _product(d_inner.t(), rows, ctx.master), db, None, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ of a group of G rows it saves (G - 1) / G of the prompts' tokens, and completion
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qerl_pl.policy.kept import active
 
 ATTENTION = "packed"  # our name in transformers' attention interface
 # torch 2.11 shares key heads without being asked; later ones want to be.
@@ -158,4 +161,6 @@ def _attention(
             "has no window: shorten prompts and completions"
         )
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [T, heads, D]
-    return packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling).unsqueeze(0), None
+    attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling)
+    kept = active()
+    return (attend() if kept is None else kept.whole(attend)).unsqueeze(0), None

@@ -24,6 +24,7 @@ from qerl_pl.policy.lora import (
     peft_config,
 )
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
+from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, recompute_of
 from qerl_pl.quant.families import FAMILIES
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
@@ -44,12 +45,12 @@ class TokenStats(NamedTuple):
 class Policy(nn.Module):
     """Frozen base and adapter. Build it with ``load_policy``."""
 
-    def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype, offload_checkpoints: bool = False) -> None:
+    def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.base = base
         self.dtype = dtype
-        self.offload_checkpoints = offload_checkpoints
+        self.recompute = Recompute()
         use_packed_attention(self.causal_lm)
 
     @property
@@ -79,6 +80,11 @@ class Policy(nn.Module):
         """What multiplies B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         config = self.peft_config
         return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+
+    def set_recompute(self, how: Recompute) -> None:
+        """Choose what backward recomputes, from the next forward pass on."""
+        self.recompute = how
+        apply_recompute(self.causal_lm, how)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The trained tensors by PEFT's names, fp32, detached views of the live parameters."""
@@ -174,7 +180,7 @@ class Policy(nn.Module):
         column = torch.arange(tokens.shape[1], device=tokens.device)
         lengths = (mask * column).amax(dim=1)  # the last masked token of a row predicts nothing that is wanted
         packed = pack(tokens, lengths.clamp(min=1))
-        with save_on_cpu(pin_memory=tokens.is_cuda) if self.offload_checkpoints else nullcontext():
+        with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
             hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
         wanted = rows, columns = mask.nonzero(as_tuple=True)
         return wanted, hidden.index_select(0, packed.starts[rows] + columns - 1)
@@ -204,7 +210,7 @@ def load_policy(
     lora: LoraSettings,
     seed: int,
     device: torch.device | str = "cpu",
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Setting = "none",
     offload_checkpoints: bool = False,
 ) -> Policy:
     """Load a base (NVFP4 or dense, by what its config.json says) and put a fresh adapter on it.
@@ -215,7 +221,7 @@ def load_policy(
         lora: the adapter. B starts at 0, so a fresh policy is the base.
         seed: of the adapter's first values; independent of the global random stream, which is left as it was.
         device: where it lives.
-        gradient_checkpointing: recompute each block in backward instead of keeping its activations.
+        gradient_checkpointing: what backward recomputes, see ``recompute``; auto keeps everything here.
         offload_checkpoints: keep what blocks are recomputed from in host memory.
 
     Raises:
@@ -240,25 +246,25 @@ def make_policy(
     dtype: torch.dtype,
     lora: LoraSettings,
     seed: int,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Setting = "none",
     offload_checkpoints: bool = False,
 ) -> Policy:
     """Put a fresh adapter on a frozen base; see ``load_policy``."""
-    if offload_checkpoints and not gradient_checkpointing:
-        raise ValueError("offload_checkpoints is set, but gradient_checkpointing is not: set it too")
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
+    how = recompute_of(
+        gradient_checkpointing, num_layers=model.config.num_hidden_layers, offload_checkpoints=offload_checkpoints
+    )
     check_targets(model, lora.targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, peft_config(lora, base=base), autocast_adapter_dtype=True)
     assert isinstance(peft_model, PeftModel)
-    policy = Policy(peft_model, base=base, dtype=dtype, offload_checkpoints=offload_checkpoints)
+    policy = Policy(peft_model, base=base, dtype=dtype)
     if lora.train_norms:
         for module in policy.norm_modules().values():
             module.float()
             module.register_forward_hook(output_in_input_dtype)
-    if gradient_checkpointing:
-        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.set_recompute(how or Recompute())
     return policy.train()
