@@ -44,7 +44,7 @@ class EntropyLogger(Callback):
         entropy = outputs["entropy"]  # [T] fp32
         if not len(entropy):
             return
-        pl_module.log("policy/entropy", entropy.mean(), prog_bar=True)
+        pl_module.log("policy/entropy", entropy.mean())
         ordered = entropy.sort().values  # torch.quantile takes at most 16 million values
         for q in self.quantiles:
             pl_module.log(f"policy/entropy_p{q * 100:g}", ordered[round(q * (len(ordered) - 1))])

@@ -35,7 +35,7 @@ class RolloutStatistics(Callback):
         rows = ranks.gather(torch.stack([column.float() for column in columns], dim=1))
         total, scored, lengths, finished, *components = rows.unbind(dim=1)
         rewards = total[scored.bool()]
-        pl_module.log("train/reward", rewards.mean(), prog_bar=True)
+        pl_module.log("train/reward", rewards.mean())
         pl_module.log("train/reward_std", rewards.std())
         for name, scores in zip(table.components, components, strict=True):
             pl_module.log(f"train/{name}", scores.nanmean())

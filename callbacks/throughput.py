@@ -70,7 +70,7 @@ class Throughput(Callback):
         everyone = ranks.gather_values((costs, tokens))
         most = {name: max(costs[name] for costs, _ in everyone) for name in costs}
         for name, value in most.items():
-            pl_module.log(name, value, prog_bar=name == "time/step_s")
+            pl_module.log(name, value)
         for phase in tokens:
             rate = sum(tokens[phase] for _, tokens in everyone) / max(most[f"time/{phase}_s"], 1e-9)
-            pl_module.log(f"throughput/{phase}_tokens_per_s", rate, prog_bar=phase == "rollout")
+            pl_module.log(f"throughput/{phase}_tokens_per_s", rate)

@@ -50,7 +50,6 @@ def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> di
             "devices": gpus,
             "max_steps": args.steps,
             "limit_val_batches": 0,
-            "enable_progress_bar": False,
             "callbacks+": [{"class_path": "tests.bench.together.Turn"}],
         },
         "model": model_settings(args, base, engine, "tests.bench.bench_ddp.even_tokens"),

@@ -96,7 +96,6 @@ def settings(
             "callbacks": callbacks,
             "max_steps": rollouts,
             "val_check_interval": 1000,
-            "enable_progress_bar": False,
         },
         "model": {"base": str(base), "engine": {"class_path": ENGINES[engine]} | blocks},
     }

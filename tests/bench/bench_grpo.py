@@ -73,7 +73,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
     engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
-    trainer = {"max_steps": args.steps, "limit_val_batches": 0, "enable_progress_bar": False}
+    trainer = {"max_steps": args.steps, "limit_val_batches": 0}
     turn = [{"class_path": "tests.bench.together.Turn"}]
     trainer["callbacks+"] = [*(aqn if args.aqn else []), *(turn if is_together() else [])]
     return {

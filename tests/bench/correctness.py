@@ -88,7 +88,6 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
         "trainer": {
             "callbacks": callbacks,
             "max_steps": num_rollouts * setting.updates_per_rollout,
-            "enable_progress_bar": False,
         },
         "model": {
             "base": str(base),

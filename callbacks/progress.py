@@ -1,0 +1,147 @@
+"""How far a run is: one line that is updated on a terminal, and one line per rollout everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from tqdm import tqdm
+from typing_extensions import override
+
+from qerl_pl.module import QeRLModule
+
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
+
+
+class Progress(Callback):
+    """Shows how many rollouts are done, the time that is left, reward and entropy.
+
+    On a terminal this is one line, and a second one during a validation. In a job's log or a file it is one line per
+    rollout. The reward is the mean over the first rank's completions. The time that is left follows from the mean time
+    per rollout since this start, validations included. Lightning's own bar counts epochs and optimizer steps, so
+    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+
+    Args:
+        every: rollouts between two lines where the output is no terminal. The last rollout of a run has a line always.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.progress.Progress
+              init_args: {every: 10}
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 rollout")
+        self.every = every
+        self._first, self._start = 0, 0.0
+        self._rollouts: tqdm[Any] | None = None
+        self._batches: tqdm[Any] | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._first, self._start = pl_module.rollout_index, time.perf_counter()
+        if _has_terminal(trainer):
+            self._rollouts = _bar("rollouts", pl_module.num_rollouts, initial=self._first, leave=True)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
+        reward = outputs["rollout"].evaluation.table.total.mean().item()
+        if self._rollouts is not None:
+            entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
+            self._rollouts.set_postfix_str(f"reward {reward:.3f}, entropy {entropy:.3f} nats", refresh=False)
+            self._rollouts.update(done - self._rollouts.n)
+            return
+        if done % self.every and done < total:
+            return
+        each = (time.perf_counter() - self._start) / (done - self._first)
+        left = timedelta(seconds=round(each * (total - done)))
+        seconds = sum(outputs["seconds"].values())
+        print(f"rollout {done} of {total}: reward {reward:.3f}, {seconds:.1f} s, {left} left", flush=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._begin(trainer, "validation", trainer.num_val_batches)
+
+    @override
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self._advance()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._close_batches()
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._begin(trainer, "test", trainer.num_test_batches)
+
+    @override
+    def on_test_batch_end(self, *args: Any) -> None:
+        self._advance()
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._close_batches()
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._begin(trainer, "predict", trainer.num_predict_batches)
+
+    @override
+    def on_predict_batch_end(self, *args: Any) -> None:
+        self._advance()
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._close_batches()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        self._close_batches()
+        if self._rollouts is not None:
+            self._rollouts.close()
+            self._rollouts = None
+
+    def _begin(self, trainer: Trainer, what: str, batches: list[int | float] | int | float) -> None:
+        if _has_terminal(trainer):
+            total = sum(batches) if isinstance(batches, list) else batches
+            self._batches = _bar(f"{what}, batches", total, leave=trainer.state.fn != "fit")
+
+    def _advance(self) -> None:
+        if self._batches is not None:
+            self._batches.update()
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+
+def _has_terminal(trainer: Trainer) -> bool:
+    return trainer.is_global_zero and sys.stdout.isatty()
+
+
+def _bar(description: str, total: float, *, leave: bool, initial: int = 0) -> tqdm[Any]:
+    return tqdm(
+        desc=description,
+        total=total,
+        initial=initial,
+        leave=leave,
+        bar_format=BAR,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        smoothing=0,
+        mininterval=0,
+    )
