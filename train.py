@@ -29,7 +29,7 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
 from qerl_pl.objective.words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
-from qerl_pl.run_folder import run_folder, run_named_after
+from qerl_pl.run_folder import keep_metrics, run_folder, run_named_after
 from qerl_pl.trainer_settings import check_trainer
 from qerl_pl.yaml_files import check_yaml_files, config_files
 
@@ -102,8 +102,12 @@ class QeRLCLI(LightningCLI):
     @staticmethod
     def _log_to(folder: str, loggers: Sequence[Namespace]) -> None:
         for logger in loggers:
-            if "save_dir" in logger.get("init_args", {}):
-                logger.init_args.save_dir = folder
+            if "save_dir" not in logger.get("init_args", {}):
+                continue
+            logger.init_args.save_dir = folder
+            name, version = logger.init_args.get("name"), logger.init_args.get("version")
+            if logger.class_path.endswith("CSVLogger") and isinstance(version, str):
+                keep_metrics(Path(folder, name or "", version))
 
     def _parse_ckpt_path(self) -> None:
         """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""
@@ -130,7 +134,10 @@ def main(args: list[str]) -> QeRLCLI:
 def command_line(args: list[str]) -> list[str]:
     """Put configs/base.yaml, and a run_dir for settings that name none, before what was typed."""
     if args and args[0] in SUBCOMMANDS:
-        args = [args[0], "--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args)), *args[1:]]
+        own = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
+        if args[0] in ("validate", "test"):
+            own += ["--verbose", "false"]  # callbacks.evaluation.EvaluationReport prints the table
+        args = [args[0], *own, *args[1:]]
     return spelt_out(args)
 
 

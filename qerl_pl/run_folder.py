@@ -8,6 +8,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
 LOCK = ".lock"
 """File in a run's folder that the process which trains there holds locked."""
 
@@ -45,3 +47,20 @@ def is_running(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+@rank_zero_only
+def keep_metrics(folder: Path) -> Path | None:
+    """Move metrics.csv out of the way of Lightning's CSVLogger, which deletes the file of the start before.
+
+    Returns:
+        Where it is now: metrics-1.csv, or the first such name that is free; None where there was none, or where a
+        process that trains in the folder still writes it.
+    """
+    metrics = folder / "metrics.csv"
+    if not metrics.exists() or is_running(folder):
+        return None
+    number = 1
+    while (kept := folder / f"metrics-{number}.csv").exists():
+        number += 1
+    return metrics.rename(kept)

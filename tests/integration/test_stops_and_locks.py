@@ -57,6 +57,10 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert folders == {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
     assert run_dir in folders
     assert len(folders) == 2
+    before = (run_dir / "metrics.csv").read_text()
+    run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "6", "--ckpt_path", "last")
+    assert (run_dir / "metrics-1.csv").read_text() == before
+    assert (run_dir / "metrics.csv").read_text() != before
 
 
 def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):
