@@ -111,6 +111,10 @@ class PromptDataModule(LightningDataModule):
                 self._held_out = self._prompts(tokenizer, held_out[: self.val_limit], "held-out")
             self._train = self._prompts(tokenizer, train, "train")
 
+    def some_train_prompts(self, num: int = 32) -> list[Prompt]:
+        """The first prompts of the training set in its own order, at most ``num``."""
+        return self._train[:num]
+
     def train_dataloader(self) -> TrainLoader:
         """Batches of this rank, without end."""
         rank, num_ranks = self._rank()

@@ -39,7 +39,7 @@ from qerl_pl.optimization import Schedule, check_groups, lr_scheduler, parameter
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.families import check_window
-from qerl_pl.rewards.base import WeightedReward, ready_rewards
+from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import end_tokens
@@ -241,6 +241,7 @@ class QeRLModule(LightningModule):
                 objective=self.objective,
                 batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
             )
+            check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage, self.trainer.strategy.root_device)
         tokenizer = AutoTokenizer.from_pretrained(self.base)

@@ -182,6 +182,33 @@ def score_rewards(
     return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged)
 
 
+def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
+    """Refuse a data set of whose answers a reward can read none, before anything is sampled.
+
+    Each reward with a ``judge`` method gets the answers themselves as completions. Other rewards are not called.
+
+    Args:
+        rewards: the terms of the sum.
+        prompts: a few of the data set.
+
+    Raises:
+        ValueError: a reward leaves all of them unscored because it cannot read the known answer.
+    """
+    completions = [
+        Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
+    ]
+    for term in rewards:
+        if term.weight == 0 or not isinstance(term.reward, Judge) or not prompts:
+            continue
+        verdicts = _verdicts(term, prompts, completions, seed=0)
+        if all(verdict.cause == "known_answer" for verdict in verdicts):
+            raise ValueError(
+                f"reward {term.name!r} can read none of the first {len(prompts)} answers of the training data, for "
+                f"example {prompts[0].answer!r} ({verdicts[0].reason}): give data.source the column that holds the "
+                "final answer, or choose a reward for such answers"
+            )
+
+
 def judge_rows(
     reward: Callable[..., Any],
     prompts: Sequence[Prompt],

@@ -69,6 +69,20 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
 
 
 @pytest.mark.slow
+def test_answers_that_no_reward_can_read_are_refused_before_anything_is_sampled(run, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(
+        "".join(json.dumps({"question": f"What is {n}?", "answer": "see above"}) + "\n" for n in range(40))
+    )
+    source = f"{{class_path: datamodules.table.Table, init_args: {{train_path: {problems}, validation_share: 0.1}}}}"
+    reward = "[{name: accuracy, reward: {class_path: qerl_pl.rewards.math.NumericAnswer}}]"
+    expected = r"'accuracy' can read none of the first 32 answers .* 'see above'"
+    with pytest.raises(ValueError, match=expected):
+        run("fit", tmp_path / "run", "--data.source", source, "--model.rewards", reward)
+    assert not (tmp_path / "run" / "completions").exists()
+
+
+@pytest.mark.slow
 def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
     more = ("--model.rewards+", "{name: odd, reward: tests.integration.toy.undecided}", "--trainer.max_steps", "4")
     with pytest.raises(RuntimeError, match=r"50\.0%.*most often because the reward does not say why"):
@@ -126,7 +140,7 @@ def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_without_a_terminal_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
     run("fit", tmp_path / "file", "--trainer.max_steps", "4")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout ")]
     reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
@@ -134,7 +148,11 @@ def test_a_run_without_a_terminal_says_how_far_it_is(run, tmp_path, capsys, monk
     assert len(lines) == 4
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
-    assert "rollout 1 of 4" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "rollout 1 of 4" not in shown
+    assert re.search(r"rollouts 4/4 .* left, reward -?[\d.]+, entropy [\d.]+ nats", shown)
+    assert "validation, batches 1/" in shown
+    assert "Epoch" not in shown
 
 
 @pytest.mark.slow
