@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
@@ -35,9 +34,10 @@ from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import mismatch
-from qerl_pl.optimization import Schedule, check_groups, lr_scheduler, parameter_groups
+from qerl_pl.optimization import Schedule, check_groups, group_settings, lr_scheduler, parameter_groups
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.policy import DTYPES, Policy, load_policy
+from qerl_pl.policy.recompute import Setting, recompute_of
 from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
@@ -50,8 +50,6 @@ from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Prompt
 from qerl_pl.update import improve
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -82,8 +80,10 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
             memory runs out the run goes on with half of them.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
-        gradient_checkpointing: recompute blocks in backward instead of keeping activations.
-        offload_checkpoints: keep what blocks are recomputed from in host memory; needs gradient_checkpointing.
+        gradient_checkpointing: what backward recomputes instead of keeping it: none, selective (element-wise work
+            alone), a number of blocks (the others selectively), blocks (all), offload (all, their inputs in host
+            memory). auto: with micro_batch_tokens what trains fastest of what fits the GPU; none on a CPU.
+        offload_checkpoints: true means offload.
         gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
         dynamic_sampling: replace groups that teach nothing; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
@@ -111,7 +111,7 @@ class QeRLModule(LightningModule):
         mini_batches: int = 1,
         micro_batch_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Setting = "auto",
         offload_checkpoints: bool = False,
         gpu_memory: float | None = None,
         dynamic_sampling: DynamicSampling | None = None,
@@ -135,6 +135,7 @@ class QeRLModule(LightningModule):
         if not 0 <= max_unscored_share <= 1:
             raise ValueError(f"model.max_unscored_share is {max_unscored_share}; expected 0 to 1")
         check_gpu_memory(gpu_memory, "model.gpu_memory")
+        recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
         if sampling.temperature == 0:
             raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
         if sampling.num_completions < 2:
@@ -164,7 +165,7 @@ class QeRLModule(LightningModule):
         self.updates_per_rollout = updates_per_rollout
         self.mini_batches = mini_batches
         self.compute_dtype = DTYPES[dtype]
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing: Setting = gradient_checkpointing
         self.offload_checkpoints = offload_checkpoints
         self.gpu_memory = gpu_memory
         self.dynamic_sampling = dynamic_sampling
@@ -268,6 +269,8 @@ class QeRLModule(LightningModule):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_checkpoints=self.offload_checkpoints,
         )
+        if self.memory_plan is not None and (how := self.memory_plan.run.recompute(self.policy.num_layers)):
+            self.policy.set_recompute(how)
         limit = self.policy.config.max_position_embeddings
         if self.max_model_len > limit:
             raise ValueError(
@@ -289,7 +292,7 @@ class QeRLModule(LightningModule):
             warmup_steps=self.warmup_steps,
             total_steps=self.trainer.max_steps,
         )
-        self._optimizer_settings = [_settings(group) for group in optimizer.param_groups]
+        self._optimizer_settings = [group_settings(group) for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
@@ -501,11 +504,10 @@ class QeRLModule(LightningModule):
         self.engine.start(self.policy, max_model_len=self.max_model_len, seed=self.seed)
 
     def _plan_memory(self, stage: str, device: torch.device) -> None:
-        """Choose the size of micro-batches and of the engine's cache, where the YAML leaves it open."""
+        """Choose micro-batches, the engine's cache and what is recomputed, where the YAML leaves them open."""
         if isinstance(self.engine, VLLMEngine):
             self.engine.kv_cache_bytes = self._kv_cache_bytes  # what was given, not what the last stage's plan chose
-        available = available_bytes(device)
-        limit = available if self.gpu_memory is None else min(available, int(self.gpu_memory * 2**30))
+        limit = available_bytes(device, self.gpu_memory)
         plan = plan_for(checkpoint_shape(self.base, self.compute_dtype), self.run_memory(stage), limit)
         self.memory_plan, self.micro_batch_tokens = plan, plan.micro_batch_tokens
         if isinstance(self.engine, VLLMEngine):
@@ -532,8 +534,3 @@ class QeRLModule(LightningModule):
             engine=engine.memory if isinstance(engine, VLLMEngine) else None,
             batch_tokens=engine.batch_tokens if isinstance(engine, TransformersEngine) else 0,
         )
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's parameters; the learning rate is what the schedule starts from."""
-    return {name: value for name, value in group.items() if name not in ("params", "lr")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -77,3 +77,8 @@ def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int,
     return LambdaLR(
         optimizer, partial(lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
     )
+
+
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an optimizer's parameter group; the learning rate is what the schedule starts from."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}

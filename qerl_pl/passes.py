@@ -58,10 +58,16 @@ class Batch:
         self.reference: Tensor | None = None
         """[B, S] fp32 nats of the base, or None."""
 
-    def run(self, work: Callable[[int], T]) -> T:
-        """``work(most tokens of a pass)``, begun again with half of them when memory runs out."""
+    def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
+        """``work(most tokens of a pass)``, begun again with less memory when it runs out (``MicroBatchBudget.run``).
+
+        Args:
+            work: may run out of memory.
+            with_gradient: it goes backward, so that keeping less for that may help.
+        """
         longest = int(self.experience.lengths.max())
-        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad)
+        more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
+        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
         """Some of the rows, in micro-batches."""
@@ -87,4 +93,4 @@ class Batch:
                 if entropies is not None:
                     part.write(entropies, stats.entropy)
 
-        self.run(forward)
+        self.run(forward, with_gradient=False)

@@ -61,7 +61,7 @@ def improve(
     are read off the first update's forward pass, so one update a rollout costs one forward pass. Rows without a
     gradient (advantage exactly 0, or left out of the loss) get a forward pass without one, for the statistics.
 
-    When memory runs out the passes of an update, or of an evaluation, begin again with half the tokens. Only whole
+    When memory runs out the passes of an update, or of an evaluation, begin again with less (``Batch.run``). Only whole
     gradients reach ``step``, and the divisor is that of the mini-batch, so the update is the same to rounding.
 
     Where several ranks share a batch each gives its rows here at the same time. Ranks need not have equally many rows

@@ -151,18 +151,13 @@ LEVERS = (
     ),
     Lever(
         "model.gradient_checkpointing",
-        lambda run: _once(True, wanted=not run.gradient_checkpointing),
-        lambda run, on: replace(run, gradient_checkpointing=on),
+        lambda run: _once("auto", wanted=run.gradient_checkpointing != "auto"),
+        lambda run, setting: replace(run, gradient_checkpointing=setting, offload_checkpoints=False),
     ),
     _of_engine(
         "max_num_batched_tokens",
         lambda engine: _halved(engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS, 1024),
         lambda tokens: {"max_num_batched_tokens": tokens},
-    ),
-    Lever(
-        "model.offload_checkpoints",
-        lambda run: _once(True, wanted=not run.offload_checkpoints),
-        lambda run, on: replace(run, gradient_checkpointing=True, offload_checkpoints=on),
     ),
     Lever(
         "model.optimizer",

@@ -34,6 +34,7 @@ def others_bytes(device: torch.device) -> int:
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that this process may come to take, context included, asked as early."""
-    return torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
+def available_bytes(device: torch.device, at_most: float | None = None) -> int:
+    """Bytes that this process may come to take, context included, asked as early; at most so many GiB."""
+    available = torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
+    return available if at_most is None else min(available, int(at_most * 2**30))

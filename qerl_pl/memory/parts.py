@@ -12,6 +12,7 @@ from math import ceil
 
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.logprobs import CHUNK_BYTES
+from qerl_pl.policy.recompute import LAST_LINEAR, Recompute
 
 # Estimates, for which there is no formula. ``callbacks/memory.py`` logs what they are worth on a card.
 CONTEXT = 1 * 2**30
@@ -39,9 +40,12 @@ def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], tr
     return shape.num_layers * (rank * adapted(shape, targets) + norms)
 
 
-def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, offload: bool) -> int:
-    """Inputs of the blocks, c L T H. Where they are offloaded, about four are on the device, on their way or in use."""
-    return (4 if offload else shape.num_layers) * tokens * shape.hidden * itemsize
+def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
+    """Inputs of the n blocks that are recomputed whole, c n T H.
+
+    Where they are offloaded, about four are on the device, on their way or in use.
+    """
+    return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def block_kept(shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str]) -> int:
@@ -55,6 +59,36 @@ def block_kept(shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targ
     width += rank * sum(name in targets for name, _, _ in shape.linears)
     fp32 = 2 * shape.hidden + shape.num_heads + shape.head_norms * (shape.query_width + shape.key_width)
     return tokens * (itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
+
+
+def block_kept_selectively(shape: ModelShape, tokens: int, itemsize: int, *, targets: Collection[str]) -> int:
+    """What is kept of one block that recomputes its element-wise work.
+
+    In the compute dtype its input; what attention has: rotated queries and keys, values, its output; and the results of
+    adapted linears, but for the last one's, which nothing asks for, and the values, which are in the attention's memory
+    already. The attention's log-sums in fp32.
+    """
+    width = shape.hidden + 2 * shape.query_width + 2 * shape.key_width
+    width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in ("v_proj", LAST_LINEAR))
+    return tokens * (itemsize * width + 4 * shape.num_heads)
+
+
+def blocks_kept(
+    shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str], how: Recompute
+) -> tuple[int, int]:
+    """What all blocks keep, inputs of those that are recomputed whole apart: before backward, and in the last block's.
+
+    The last block is there in full by then. Going on to the blocks before it takes no more, since the whole ones are
+    the first.
+    """
+    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets)
+    if not how.selective:
+        return shape.num_layers * full, shape.num_layers * full
+    number = shape.num_layers - how.blocks
+    if not number:
+        return 0, full
+    less = block_kept_selectively(shape, tokens, itemsize, targets=targets)
+    return number * less, (number - 1) * less + tokens * shape.hidden * itemsize + full
 
 
 def block_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:

@@ -29,6 +29,8 @@ class Plan:
     """Part to moment to bytes; a moment at which a part is not there is left out."""
     run: RunMemory
     """What was planned; nothing in it is left to be chosen."""
+    why: str = ""
+    """What was chosen for ``gradient_checkpointing``, if anything was, and what it costs."""
 
     def total(self, moment: str) -> int:
         """Bytes at one of ``MOMENTS``."""
@@ -50,7 +52,7 @@ class Plan:
         cache, rollout, train = (size / 2**30 for size in (self.kv_cache_bytes, self.total("rollout"), self.train))
         return (
             f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB; "
-            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB"
+            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB" + (self.why and f"; {self.why}")
         )
 
     @property
@@ -69,8 +71,8 @@ def plan(shape: ModelShape, run: RunMemory) -> Plan:
 
     Args:
         shape: of the model.
-        run: with ``micro_batch_tokens`` and, if there is an engine, its ``kv_cache_bytes``; ``fitting.fitted`` chooses
-            them.
+        run: with ``micro_batch_tokens``, ``gradient_checkpointing`` and, if there is an engine, its
+            ``kv_cache_bytes``; ``fitting.fitted`` chooses them.
     """
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     found = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
@@ -138,15 +140,12 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
     tokens = min(tokens, run.rows * run.longest_row)
-    kept = parts.block_kept(shape, tokens, run.itemsize, rank=run.rank, targets=run.targets)
-    if run.gradient_checkpointing:
-        inputs = parts.checkpoints(shape, tokens, run.itemsize, offload=run.offload_checkpoints)
-        blocks = {"block": kept}
-    else:
-        inputs, blocks = 0, _at(shape.num_layers * kept, "head", "block")
+    how = run.recompute(shape.num_layers)
+    assert how is not None, "choose gradient_checkpointing first"
+    head, block = parts.blocks_kept(shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how)
     return {
-        "block inputs": _at(inputs, "head", "block"),
-        "blocks for backward": blocks,
+        "block inputs": _at(parts.checkpoints(shape, tokens, run.itemsize, how=how), "head", "block"),
+        "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
             "block": parts.block_backward(shape, tokens, run.itemsize),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192
 """Tokens in one forward pass of vLLM on a GPU, where nothing else is said: enough to keep it busy."""
@@ -57,7 +58,8 @@ class RunMemory:
     """Of the optimizer, for each trained value: 8 for AdamW in fp32, 2 in 8 bits."""
     micro_batch_tokens: int | None = None
     """None: the usual, or what fits."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Setting = "none"
+    """What backward recomputes (``policy.recompute``); "auto": what is fastest of what fits."""
     offload_checkpoints: bool = False
     engine: EngineMemory | None = None
     """None: transformers samples with the trainer's own model."""
@@ -65,6 +67,15 @@ class RunMemory:
     """Of the transformers engine's cache."""
     shared_embeddings: bool = True
     """Trainer and engine hold embedding and head once, where their dtypes are the same."""
+
+    def recompute(self, num_layers: int) -> Recompute | None:
+        """The rung that the settings name; None: it is left open.
+
+        Raises:
+            ValueError: they name none, or more blocks than the model has.
+        """
+        setting, offload = self.gradient_checkpointing, self.offload_checkpoints
+        return recompute_of(setting, num_layers, offload)
 
     @property
     def longest_row(self) -> int:

@@ -24,13 +24,15 @@ from qerl_pl.policy.lora import (
     peft_config,
 )
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
-from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, recompute_of
+from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.quant.families import FAMILIES
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 
 ADAPTER = "default"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the names that model.dtype has."""
 
 
 class TokenStats(NamedTuple):
@@ -51,6 +53,8 @@ class Policy(nn.Module):
         self.base = base
         self.dtype = dtype
         self.recompute = Recompute()
+        self.recompute_is_open = False
+        """Whether ``recompute_more`` may change it."""
         use_packed_attention(self.causal_lm)
 
     @property
@@ -85,6 +89,14 @@ class Policy(nn.Module):
         """Choose what backward recomputes, from the next forward pass on."""
         self.recompute = how
         apply_recompute(self.causal_lm, how)
+
+    def recompute_more(self) -> Setting | None:
+        """Go to the next rung with less memory; returns its name, or None where there is none or it was not open."""
+        less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
+        if less is None or not self.recompute_is_open:
+            return None
+        self.set_recompute(less)
+        return less.setting(self.num_layers)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The trained tensors by PEFT's names, fp32, detached views of the live parameters."""
@@ -221,7 +233,7 @@ def load_policy(
         lora: the adapter. B starts at 0, so a fresh policy is the base.
         seed: of the adapter's first values; independent of the global random stream, which is left as it was.
         device: where it lives.
-        gradient_checkpointing: what backward recomputes, see ``recompute``; auto keeps everything here.
+        gradient_checkpointing: what backward recomputes, see ``recompute``; auto keeps everything to begin with.
         offload_checkpoints: keep what blocks are recomputed from in host memory.
 
     Raises:
@@ -252,9 +264,7 @@ def make_policy(
     """Put a fresh adapter on a frozen base; see ``load_policy``."""
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
-    how = recompute_of(
-        gradient_checkpointing, num_layers=model.config.num_hidden_layers, offload_checkpoints=offload_checkpoints
-    )
+    how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
     check_targets(model, lora.targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
@@ -267,4 +277,5 @@ def make_policy(
             module.float()
             module.register_forward_hook(output_in_input_dtype)
     policy.set_recompute(how or Recompute())
+    policy.recompute_is_open = how is None
     return policy.train()

@@ -30,9 +30,9 @@ SHARES = 8
 """Parts of a model's blocks between two numbers of recomputed blocks that are tried."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Recompute:
-    """A rung of the ladder; the default keeps everything."""
+    """A rung of the ladder; the default keeps everything. Those that keep less are greater."""
 
     selective: bool = False
     """Blocks that are not recomputed as a whole keep matrix products and attention only."""
@@ -41,7 +41,7 @@ class Recompute:
     offload: bool = False
     """Inputs of recomputed blocks wait in host memory."""
 
-    def setting(self, num_layers: int) -> str | int:
+    def setting(self, num_layers: int) -> Setting:
         """As model.gradient_checkpointing says it."""
         if self.offload:
             return "offload"
@@ -57,7 +57,7 @@ def ladder(num_layers: int) -> tuple[Recompute, ...]:
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
-def recompute_of(setting: Setting, *, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
+def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
     """The rung that the settings name; None: it is left open.
 
     Args:

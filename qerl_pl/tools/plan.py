@@ -20,12 +20,12 @@ from rich.table import Table
 from qerl_pl.base_check import base_folder
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
-from qerl_pl.memory.fitting import cache_bytes, fitted, smallest_gpu, usable
+from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
-from qerl_pl.module import DTYPES
 from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.policy.policy import DTYPES
 from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.trainer_settings import check_devices
 from qerl_pl.whole import write_whole
@@ -53,6 +53,7 @@ def main(argv: list[str]) -> int:
         run = run_memory(config)
         base = base_folder(config["model"]["base"], config["model"]["base_format"])
         shape = checkpoint_shape(base, DTYPES[config["model"]["dtype"]])
+        run.recompute(shape.num_layers)  # refuses more blocks than there are
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     changes = advice(shape, run, gpu_bytes)
     print_plan(found, gpu_bytes)
     print_choices(found, shape)
+    print_options(checkpointing_options(shape, run, gpu_bytes), gpu_bytes)
     fits = found.peak <= usable(gpu_bytes)
     limit = f"{usable(gpu_bytes) / GIB:.1f} GiB, what may be used of {gpu_bytes / GIB:.1f}"
     if fits:
@@ -197,6 +199,20 @@ def print_choices(found: Plan, shape: ModelShape) -> None:
         at_once = min(engine.max_num_seqs, run.rows)
         print(f"model.engine.init_args.kv_cache_bytes: {found.kv_cache_bytes}")
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
+    print(f"model.gradient_checkpointing: {found.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
+
+
+def print_options(offered: list[Option], gpu_bytes: int) -> None:
+    """What gradient_checkpointing could have been chosen from: sizes of passes, memory, and time for each token."""
+    if len(offered) == 1:
+        return
+    table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
+    best = min(option.time for option in offered)
+    for option in offered:
+        fits = "yes" if option.train <= usable(gpu_bytes) else "no"
+        time = f"{option.time / best:.2f}"
+        table.add_row(str(option.setting), str(option.tokens), f"{option.train / GIB:.2f}", fits, time)
+    Console().print(table)
 
 
 def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
@@ -212,6 +228,7 @@ def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: in
         "parts": found.parts,
         "changes": [asdict(change) for change in changes],
         "run": asdict(found.run),
+        "why": found.why,
     }
 
 

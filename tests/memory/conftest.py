@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -36,12 +37,12 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
     return FAMILIES[family](**{**sizes, **changes})
 
 
-def policy_of(config: PretrainedConfig, dtype: torch.dtype, **settings: bool) -> Policy:
+def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] = {}, **settings: Any) -> Policy:
     """Random, with an adapter of rank 8."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=8), seed=0, **settings)
+        return make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=8, **lora), seed=0, **settings)
 
 
 class LiveBytes(TorchDispatchMode):

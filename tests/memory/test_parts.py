@@ -17,6 +17,7 @@ from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.packing import pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK, model_config
@@ -61,31 +62,50 @@ def test_a_block_keeps_what_the_formula_lists(family, dtype):
     assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + padding, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_peak_of_a_pass_is_the_larger_of_head_and_block(checkpointing):
+@pytest.mark.parametrize("targets", [PROJECTIONS, ("q_proj", "up_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_block_that_keeps_its_products_keeps_what_the_formula_lists(family, dtype, targets):
+    kept = {}
+    for num_layers in (1, 3):
+        policy = policy_of(small_config(family, num_hidden_layers=num_layers), dtype, lora={"targets": targets})
+        policy.set_recompute(Recompute(selective=True))
+        packed = pack(torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([TOKENS]))
+        with LiveBytes() as count:
+            hidden = packed_hidden_states(policy.causal_lm.model, packed)
+            kept[num_layers] = count.live
+        del hidden
+    shape = config_shape(small_config(family), None, dtype)
+    predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, targets=targets)
+    # A CPU pads for its attention, so that its output and, where it is set aside too, the values are there twice.
+    padding = TOKENS * shape.query_width + TOKENS * shape.key_width * ("v_proj" in targets)
+    assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + padding * dtype.itemsize, rel=0.02)
+
+
+@pytest.mark.parametrize("how", ladder(4)[:-1], ids=lambda how: str(how.setting(4)))
+def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how):
     config = small_config(vocab_size=64)
-    policy = policy_of(config, torch.float32, gradient_checkpointing=checkpointing)
+    policy = policy_of(config, torch.float32)
+    policy.set_recompute(how)
     tokens = torch.zeros(1, TOKENS + 1, dtype=torch.int64)
     mask = torch.arange(TOKENS + 1).unsqueeze(0) > 0
     with LiveBytes() as count:
         policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
     shape = config_shape(config, None, torch.float32)
-    kept = parts.block_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS) + TOKENS * shape.query_width * 4
-    inputs = parts.checkpoints(shape, TOKENS, 4, offload=False) if checkpointing else 0
-    blocks = kept if checkpointing else shape.num_layers * kept
-    predicted = inputs + blocks + parts.block_backward(shape, TOKENS, 4)
-    assert count.peak == pytest.approx(predicted, rel=0.05)
+    _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how)
+    kept_twice = shape.num_layers - how.blocks if how.selective else 0
+    # As above, in the blocks that there are; the one that goes backward has its output twice in any case.
+    padding = 4 * TOKENS * (max(1, shape.num_layers - how.blocks) * shape.query_width + kept_twice * shape.key_width)
+    predicted = parts.checkpoints(shape, TOKENS, 4, how=how) + blocks + parts.block_backward(shape, TOKENS, 4)
+    assert count.peak == pytest.approx(predicted + padding, rel=0.05)
 
 
 @pytest.mark.parametrize("line", STEPS, ids=lambda line: f"{line['name']}-{line['shape']['model']}")
 def test_a_pass_takes_what_was_measured_on_a_gpu(line: dict[str, Any]):
     shape = config_shape(model_config(line["shape"]["model"]), NVFP4, torch.bfloat16)
-    tokens, offload = line["shape"]["tokens"], line["name"].endswith("offload")
-    predicted = (
-        parts.checkpoints(shape, tokens, 2, offload=offload)
-        + parts.block_kept(shape, tokens, 2, rank=RANK, targets=PROJECTIONS)
-        + parts.block_backward(shape, tokens, 2)
-    )
+    tokens, (*_, blocks, offload) = line["shape"]["tokens"], ladder(shape.num_layers)
+    how = offload if line["name"].endswith("offload") else blocks
+    _, kept = parts.blocks_kept(shape, tokens, 2, rank=RANK, targets=PROJECTIONS, how=how)
+    predicted = parts.checkpoints(shape, tokens, 2, how=how) + kept + parts.block_backward(shape, tokens, 2)
     assert predicted == pytest.approx(line["peak_bytes"], rel=0.02)
     adapter = 4 * parts.adapter_values(shape, rank=RANK, targets=PROJECTIONS, train_norms=False)
     assert shape.base_bytes + adapter == pytest.approx(line["resident_bytes"], rel=0.03)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl_pl.memory.advice import LEVERS, advice, advice_text
-from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, fitted, smallest_gpu, usable
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, TRAINING, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.memory.speed import time_per_token
+from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -42,7 +45,7 @@ def test_what_is_chosen_fits_or_is_as_small_as_it_may_be(size, gib):
 
 
 @pytest.mark.parametrize("size", SHAPES)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "auto"])
 def test_the_smallest_card_is_the_first_that_a_run_fits_on(size, checkpointing):
     run = replace(PAPER, gradient_checkpointing=checkpointing)
     smallest = smallest_gpu(SHAPES[size], run)
@@ -165,6 +168,66 @@ def test_a_change_of_training_is_found_though_rollouts_take_more():
     assert before.total("rollout") > before.train > usable(32 * GIB)
     keys = [change.key for change in advice(SHAPES["7B"], run, 32 * GIB)]
     assert set(keys) == {"model.engine.init_args.kv_cache_bytes", "model.gradient_checkpointing"}
+
+
+AUTO = replace(PAPER, gradient_checkpointing="auto")
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("tokens", [512, 4352, 16384])
+def test_every_rung_takes_less_memory_and_more_time_than_the_one_before(size, tokens):
+    shape, run = SHAPES[size], replace(AUTO, micro_batch_tokens=tokens, engine=EngineMemory(sleep_level=1))
+    offered = checkpointing_options(shape, run, 80 * GIB)
+    assert [option.how for option in offered] == list(ladder(shape.num_layers))
+    for more, less in pairwise(offered):
+        assert more.train >= less.train, less.setting
+        assert more.time < less.time, less.setting
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("gib", [16, 24, 32, 48, 64, 80, 141])
+def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gib):
+    shape, card = SHAPES[size], gib * GIB
+    found = fitted(shape, AUTO, card)
+    chosen = found.run.gradient_checkpointing
+    offered = {option.setting: option for option in checkpointing_options(shape, AUTO, card)}
+    assert found.micro_batch_tokens == offered[chosen].tokens
+    for setting, option in offered.items():
+        given_run = fitted(shape, replace(AUTO, gradient_checkpointing=setting), card)
+        assert given_run.micro_batch_tokens == option.tokens
+        assert not given_run.why
+        if given_run.train <= usable(card):
+            assert offered[chosen].time <= option.time
+    if all(option.train > usable(card) for option in offered.values()):
+        assert chosen == "offload"
+    assert str(chosen) in found.why
+    assert found.why in found.summary()
+
+
+def test_the_choice_goes_from_everything_on_a_large_card_to_host_memory_on_a_small_one():
+    chosen = [fitted(SHAPES["7B"], AUTO, gib * GIB).run.gradient_checkpointing for gib in (12, 20, 36, 141)]
+    assert chosen[0] == "offload"
+    assert chosen[-1] == "none"
+    assert isinstance(chosen[1], int)
+    assert chosen[2] == "selective"
+
+
+def test_more_recomputed_blocks_than_there_are_cannot_be_planned():
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is 29.*0 to 28"):
+        fitted(SHAPES["7B"], replace(PAPER, gradient_checkpointing=29), 80 * GIB)
+
+
+def test_times_are_those_that_were_measured():
+    measured = {  # tokens a second of a 7B on an H200: everything recomputed, and everything kept
+        4096: (9873, 13070),
+        8192: (10562, 13965),
+        16384: (10934, 14491),
+    }
+    kept, recomputed = Recompute(), Recompute(selective=True, blocks=28)
+    unit = 14491 * time_per_token(kept, 28, 16384)
+    for tokens, speeds in measured.items():
+        for how, speed in zip((recomputed, kept), speeds, strict=True):
+            assert unit / time_per_token(how, 28, tokens) == pytest.approx(speed, rel=0.012)
 
 
 def test_a_card_that_holds_no_base_cannot_be_helped():

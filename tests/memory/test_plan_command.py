@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_a_table_a_file_and_a_picture(bases, tmp_path, capsys):
         moment: sum(part.get(moment, 0) for part in found["parts"].values()) for moment in MOMENTS
     }
     assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_what_backward_recomputes_is_chosen_and_said_with_what_it_costs(bases, capsys):
+    arguments = ["plan", "-c", TOY, "--gpu-memory", "9.8", "--model.base", str(bases["dense"])]
+    large = ("--model.micro_batch_tokens", "400000", "--data.batch_size", "2000")
+    assert command([*arguments, *large]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"gradient_checkpointing: selective, which makes .* 6 % slower: keeping everything would take", said
+    )
+    assert re.search(r"selective .* 400000", said)
+    assert command([*arguments, *large, "--model.gradient_checkpointing", "offload"]) == 0
+    assert "gradient_checkpointing: as given" in capsys.readouterr().out
 
 
 def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
@@ -130,6 +144,7 @@ def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, c
         (("--gpu-memory", "8", "--trainer.num_nodes", "0"), "trainer.num_nodes is 0"),
         (("--gpu-memory", "8", "--model.sampling.max_tokens", "-3"), "max_tokens"),
         (("--gpu-memory", "8", "--model.micro_batch_tokens", "0"), "model.micro_batch_tokens is 0"),
+        (("--gpu-memory", "8", "--model.gradient_checkpointing", "99"), "gradient_checkpointing is 99"),
     ],
     ids=lambda value: "=".join(value[-2:]).removeprefix("--") if isinstance(value, tuple) else "",
 )

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.objective import Objective
+from qerl_pl.passes import Batch
 from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.recompute import Recompute
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Experience
 from qerl_pl.update import UpdateReport, improve
@@ -85,12 +87,19 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
 
 
 @contextmanager
-def memory_for(policy: Policy, tokens: int, *, fails: str) -> Iterator[list[int]]:
-    """A device on which a pass of more than so many tokens runs out of memory; yields the sizes of all passes."""
+def memory_for(policy: Policy, tokens: int, *, fails: str, unless: str = "") -> Iterator[list[int]]:
+    """A device on which a pass of more than so many tokens runs out of memory; yields the sizes of all passes.
+
+    Args:
+        policy: whose passes run there.
+        tokens: most that fit.
+        fails: when memory runs out, in the forward or the backward pass.
+        unless: a setting of gradient checkpointing with which any pass fits.
+    """
     model, seen = policy.causal_lm.model, []
 
     def check(*_: Any) -> None:
-        if seen[-1] > tokens:
+        if seen[-1] > tokens and policy.recompute.setting(policy.num_layers) != unless:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nMore on other lines.")
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -130,6 +139,34 @@ def test_an_update_that_ran_out_of_memory_has_the_gradient_of_one_that_did_not(p
     torch.testing.assert_close(report.old_logprobs, whole.old_logprobs)
     for metric in whole.metrics.keys() - {"train/micro_batch_tokens"}:
         torch.testing.assert_close(report.metrics[metric], whole.metrics[metric], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_what_is_open_is_recomputed_before_passes_get_smaller(policy, fails):
+    policy.set_recompute(Recompute())
+    policy.recompute_is_open = True
+    whole, expected = run_updates(policy, Objective(), tokens=200)
+    with memory_for(policy, 60, fails=fails, unless="blocks"), pytest.warns(RuntimeWarning, match="going on") as said:
+        report, gradients = run_updates(policy, Objective(), tokens=200)
+    settings = [str(warning.message).rpartition(" ")[2] for warning in said]
+    assert settings == ["selective", "1", "2", "3", "blocks"]
+    assert report.micro_batch_tokens == 200
+    assert all(torch.equal(found, wanted) for found, wanted in zip(gradients, expected, strict=True))
+    assert torch.equal(report.old_logprobs, whole.old_logprobs)
+    with memory_for(policy, 60, fails=fails), pytest.warns(RuntimeWarning, match="going on") as said:
+        report, _ = run_updates(policy, Objective(), tokens=200)
+    assert policy.recompute.offload
+    assert report.micro_batch_tokens == 50, "when nothing more can be recomputed"
+
+
+def test_passes_without_a_gradient_only_get_smaller(policy):
+    policy.set_recompute(Recompute())
+    policy.recompute_is_open = True
+    batch = Batch(policy, experience(), temperature=1.0, micro_batch_tokens=200)
+    with memory_for(policy, 60, fails="forward"), pytest.warns(RuntimeWarning, match="micro_batch_tokens"):
+        batch.score(batch.rows)
+    assert batch.budget.tokens == 50
+    assert policy.recompute == Recompute()
 
 
 def test_a_row_that_fits_by_itself_is_never_given_up(policy):
