@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
@@ -22,27 +21,33 @@ from qerl_pl import ranks
 from qerl_pl.base_check import BaseFormat, base_folder, check_base
 from qerl_pl.checkpoint import check_identity, identity_of, run_identity
 from qerl_pl.dynamic_sampling import DynamicSampling
-from qerl_pl.evaluation.cache import EvaluationCache
-from qerl_pl.evaluation.fingerprint import Indescribable, describe, digest_of
+from qerl_pl.evaluation.evaluation import Evaluation
+from qerl_pl.evaluation.identity import described, evaluation_identity, open_cache
 from qerl_pl.loop import RolloutLoop
 from qerl_pl.memory.advice import plan_for
-from qerl_pl.memory.device import available_bytes, check_gpu_memory
+from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.module_settings import check_counts, check_micro_batch, check_sampling
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import mismatch
-from qerl_pl.optimization import Schedule, check_groups, group_settings, lr_scheduler, parameter_groups
+from qerl_pl.optimization import (
+    Schedule,
+    check_groups,
+    group_settings,
+    lr_scheduler,
+    parameter_groups,
+    restore_settings,
+)
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.policy.recompute import Setting, recompute_of
 from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from qerl_pl.rollout.checksums import checksums
-from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.run_length import check_run_length
@@ -125,30 +130,17 @@ class QeRLModule(LightningModule):
         self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
         base = base_folder(base, base_format)
         base_config = check_base(base)  # before anything is built
-        for name, value in (("updates_per_rollout", updates_per_rollout), ("mini_batches", mini_batches)):
-            if value < 1:
-                raise ValueError(f"model.{name} is {value}; expected at least 1")
-        if not max_grad_norm >= 0:
-            raise ValueError(f"model.max_grad_norm is {max_grad_norm}; expected a norm above 0, or 0 for no clipping")
-        if warmup_steps < 0:
-            raise ValueError(f"model.warmup_steps is {warmup_steps}; expected 0 optimizer steps or more")
-        if not 0 <= max_unscored_share <= 1:
-            raise ValueError(f"model.max_unscored_share is {max_unscored_share}; expected 0 to 1")
-        check_gpu_memory(gpu_memory, "model.gpu_memory")
+        check_counts(
+            updates_per_rollout=updates_per_rollout,
+            mini_batches=mini_batches,
+            warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm,
+            max_unscored_share=max_unscored_share,
+            gpu_memory=gpu_memory,
+        )
         recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
-        if sampling.temperature == 0:
-            raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
-        if sampling.num_completions < 2:
-            raise ValueError(
-                f"model.sampling.num_completions is {sampling.num_completions}; advantages compare the completions of "
-                "one prompt, so expected at least 2"
-            )
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ValueError(
-                f"model.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}; training samples from all "
-                "tokens, top_p 1 and top_k 0: the sampler's log-probabilities would be over the tokens that are kept, "
-                "the trainer's are over all. Evaluation may cut them: model.val_sampling"
-            )
+        check_sampling(sampling)
+        check_micro_batch(micro_batch_tokens, prompt_tokens=max_prompt_tokens, completion_tokens=sampling.max_tokens)
         self.base = base
         self.engine = engine
         self.rewards = ready_rewards(
@@ -176,12 +168,6 @@ class QeRLModule(LightningModule):
         check_window(base, base_config, longest=self.max_model_len)
         self.longest_row = max_prompt_tokens + sampling.max_tokens
         """Tokens of the longest row that may be trained on."""
-        if micro_batch_tokens is not None and self.longest_row > micro_batch_tokens:
-            raise ValueError(
-                f"a prompt of {max_prompt_tokens} and a completion of {sampling.max_tokens} tokens are "
-                f"{self.longest_row}, more than model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten "
-                "prompts or completions"
-            )
         self.micro_batch_tokens = micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
         self._choose_micro_batch = micro_batch_tokens is None
         self._kv_cache_bytes = engine.kv_cache_bytes if isinstance(engine, VLLMEngine) else None
@@ -196,12 +182,7 @@ class QeRLModule(LightningModule):
         """[] of the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
         """A record a completion of the last evaluation, over all ranks, in the order of the problems."""
-        self._own_evaluated: list[dict[str, Any]] = []
-        self._evaluation_cache: EvaluationCache | None = None
-        try:  # now, as they were built: an engine that runs holds more than its settings
-            self._as_built: str | Indescribable = describe((engine, self.rewards))
-        except Indescribable as error:
-            self._as_built = error.with_traceback(None)
+        self._built = described(engine, self.rewards)
 
     # ---- what a step is a function of -------------------------------------------------------------------------------
 
@@ -292,7 +273,7 @@ class QeRLModule(LightningModule):
             warmup_steps=self.warmup_steps,
             total_steps=self.trainer.max_steps,
         )
-        self._optimizer_settings = [group_settings(group) for group in optimizer.param_groups]
+        self._optimizer_settings = group_settings(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
@@ -300,12 +281,7 @@ class QeRLModule(LightningModule):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
-        groups = optimizer.param_groups
-        changed = {}
-        for group, settings, factor in zip(groups, self._optimizer_settings, scheduler.lr_lambdas, strict=True):
-            changed |= {name: (group.get(name), value) for name, value in settings.items() if group.get(name) != value}
-            group.update(settings, lr=settings["initial_lr"] * factor(scheduler.last_epoch))
-        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        changed = restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings)
         for name, (before, now) in changed.items():
             name = "lr" if name == "initial_lr" else name
             rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {before}")
@@ -387,18 +363,17 @@ class QeRLModule(LightningModule):
         """Sample from the clean policy: the current adapter, no noise."""
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
-        self._own_evaluated = []
-        self._evaluation_cache = None
+        cache = None
         if self.trainer.state.fn != TrainerFn.FITTING:
-            self._evaluation_cache = self._open_cache()
+            cache = open_cache(Path(self.trainer.default_root_dir) / "evaluation", self._evaluation_identity())
+        seed = derive_seed(self.seed, "evaluation")
+        self._evaluation = Evaluation(self.loop, self.val_sampling, seed=seed, cache=cache, device=self.device)
 
     on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         """Score one batch of held-out prompts; returns a record a completion."""
-        rows = self._evaluate(batch)
-        self._own_evaluated += rows
-        return rows
+        return self._evaluation.score(batch)
 
     def test_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         """As in validation."""
@@ -418,29 +393,14 @@ class QeRLModule(LightningModule):
 
     def on_predict_epoch_end(self) -> None:
         """The records alone, nothing logged."""
-        self.evaluated = ranks.gather_groups(self._own_evaluated, self.val_sampling.num_completions)
-
-    def _evaluate(self, batch: list[Prompt]) -> list[dict[str, Any]]:
-        """Records of a batch. Outside of training they are kept, so that an interrupted evaluation goes on."""
-        cache = self._evaluation_cache
-        if cache is not None and (rows := cache.read(batch)) is not None:
-            return rows
-        seed = derive_seed(self.seed, "evaluation")
-        rows = self.loop.evaluate(batch, sampling=self.val_sampling, seed=seed, watch=Stopwatch()).rows()
-        if cache is not None:
-            cache.write(batch, rows)
-        return rows
+        self.evaluated = self._evaluation.records()
 
     def _finish_evaluation(self, stage: str) -> None:
-        rows = self.evaluated = ranks.gather_groups(self._own_evaluated, self.val_sampling.num_completions)
-        values = {term.name: [row["rewards"][term.name] or 0.0 for row in rows] for term in self.rewards}
-        values["reward"] = [row["reward"] or 0.0 for row in rows]  # what could not be scored has earned nothing
-        values["unscored_share"] = [float(row["reward"] is None) for row in rows]
-        values["truncated_share"] = [float(not row["finished"]) for row in rows]
-        values["completion_tokens"] = [float(row["num_tokens"]) for row in rows]
-        for name, numbers in values.items():
-            if numbers:
-                self.log(f"{stage}/{name}", torch.tensor(numbers).mean())
+        self.evaluated = self._evaluation.records()
+        self.log_dict({f"{stage}/{name}": value for name, value in self._evaluation.means().items()})
+
+    def _evaluation_identity(self) -> dict[str, Any]:
+        return evaluation_identity(self.policy, self.val_sampling, run=self._identity, built=self._built)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -451,28 +411,6 @@ class QeRLModule(LightningModule):
     def _rollout_identity(self) -> dict[str, Any]:
         """What must stay the same for training to go on: steps are counted in updates."""
         return {"updates_per_rollout": self.steps_per_rollout}
-
-    def _open_cache(self) -> EvaluationCache | None:
-        if isinstance(self._as_built, Indescribable):
-            rank_zero_warn(
-                "this evaluation starts anew if it is interrupted: the engine or a reward cannot be described, and "
-                f"finished batches of other ones must not be taken for theirs ({self._as_built})"
-            )
-            return None
-        return EvaluationCache(Path(self.trainer.default_root_dir) / "evaluation", self._evaluation_identity())
-
-    def _evaluation_identity(self) -> dict[str, Any]:
-        """What the records of an evaluation are a function of, beside the prompts."""
-        tokenizer = chain.from_iterable(Path(self.base).glob(name) for name in ("*token*", "vocab*", "merges*"))
-        return {
-            **self._identity,
-            "adapter": checksums(self.policy.adapter_state()),
-            "sampling": asdict(self.val_sampling),
-            "dtype": str(self.compute_dtype),
-            "engine and rewards": self._as_built,
-            "end_tokens": end_tokens(self.base, self.policy.config),
-            "tokenizer": digest_of(sorted(tokenizer)),
-        }
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -79,6 +79,31 @@ def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int,
     )
 
 
-def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an optimizer's parameter group; the learning rate is what the schedule starts from."""
-    return {name: value for name, value in group.items() if name not in ("params", "lr")}
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group; its learning rate is what the schedule starts from."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_settings(
+    optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Give an optimizer its own settings back after a checkpoint brought others with its moments.
+
+    Args:
+        optimizer: with the checkpoint's settings.
+        scheduler: at the checkpoint's step.
+        settings: from ``group_settings`` before the checkpoint was loaded.
+
+    Returns:
+        Names of the settings that the checkpoint had otherwise, to its value and the one that holds from here on.
+    """
+    changed = {}
+    groups = optimizer.param_groups
+    for group, own, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
+        changed |= {name: (group.get(name), value) for name, value in own.items() if group.get(name) != value}
+        group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
+    scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    return changed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
+from qerl_pl.evaluation.identity import open_cache
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -76,4 +77,4 @@ def test_an_evaluation_with_a_reward_that_cannot_be_described_is_not_kept_and_sa
     module = module_of(base, reward=lambda prompts, completions: [0.0 for _ in prompts])
     module.trainer = Trainer(default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
     with pytest.warns(UserWarning, match="starts anew if it is interrupted.*lambda"):
-        assert module._open_cache() is None
+        assert open_cache(tmp_path, module._evaluation_identity()) is None

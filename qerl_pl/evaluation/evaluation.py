@@ -1,0 +1,83 @@
+"""An evaluation: held-out prompts are sampled and scored, finished batches are kept, means go over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchmetrics import MeanMetric, MetricCollection
+
+from qerl_pl import ranks
+from qerl_pl.evaluation.cache import EvaluationCache
+from qerl_pl.loop import RolloutLoop
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.stopwatch import Stopwatch
+from qerl_pl.types import Prompt
+
+
+class Evaluation:
+    """One pass over the held-out prompts.
+
+    Args:
+        loop: whose engine samples from the policy that is evaluated.
+        sampling: of the completions.
+        seed: of the sampling; every batch gets the same.
+        cache: of finished batches, so that an interrupted evaluation goes on; None: nothing is kept.
+        device: of the means, that of the process group's collectives.
+    """
+
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        sampling: Sampling,
+        *,
+        seed: int,
+        cache: EvaluationCache | None,
+        device: torch.device,
+    ) -> None:
+        self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
+        self._rows: list[dict[str, Any]] = []
+        names = [*(term.name for term in loop.rewards), *_OF_ROWS]
+        self._means = MetricCollection({name: MeanMetric() for name in names}, compute_groups=False)
+        self._means.set_dtype(torch.float64).to(device)
+        self._add([])  # a rank may get no prompt
+
+    def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
+        """Sample and score a batch of this rank; returns one record per completion, from the cache if it is there."""
+        rows = None if self._cache is None else self._cache.read(prompts)
+        if rows is None:
+            watch = Stopwatch()
+            rows = self._loop.evaluate(prompts, sampling=self._sampling, seed=self._seed, watch=watch).rows()
+            if self._cache is not None:
+                self._cache.write(prompts, rows)
+        self._add(rows)
+        return rows
+
+    def records(self) -> list[dict[str, Any]]:
+        """The records of all ranks in the order of the prompts. Collective."""
+        return ranks.gather_groups(self._rows, self._sampling.num_completions)
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Means over the completions of all ranks, [] fp64 each; nothing where there is no completion. Collective.
+
+        Every reward by its name, the weighted sum (``reward``), and the shares that could not be scored or were cut
+        off at the longest length. A completion that could not be scored has earned 0.
+        """
+        found = self._means.compute()
+        return {} if found["reward"].isnan() else found
+
+    def _add(self, rows: list[dict[str, Any]]) -> None:
+        self._rows += rows
+        for name, metric in self._means.items(keep_base=True):
+            of_row = _OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
+            values = [of_row(row) for row in rows]
+            metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))
+
+
+_OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "reward": lambda row: row["reward"] or 0.0,
+    "unscored_share": lambda row: float(row["reward"] is None),
+    "truncated_share": lambda row: float(not row["finished"]),
+    "completion_tokens": lambda row: float(row["num_tokens"]),
+}
