@@ -30,7 +30,7 @@ from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.module_settings import check_counts, check_micro_batch, check_sampling
+from qerl_pl.module_settings import check_counts, check_micro_batch, check_passes, check_sampling
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import mismatch
@@ -42,9 +42,10 @@ from qerl_pl.optimization import (
     parameter_groups,
     restore_settings,
 )
+from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
-from qerl_pl.policy.recompute import Setting, recompute_of
+from qerl_pl.policy.recompute import Setting
 from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
@@ -85,10 +86,10 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
             memory runs out the run goes on with half of them.
         dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
-        gradient_checkpointing: what backward recomputes instead of keeping it: none, selective (element-wise work
-            alone), a number of blocks (the others selectively), blocks (all), offload (all, their inputs in host
-            memory). auto: with micro_batch_tokens what trains fastest of what fits the GPU; none on a CPU.
+        gradient_checkpointing: what backward recomputes: none, selective (element-wise work), so many blocks, blocks
+            (all), offload (all, from host memory); auto: what trains fastest on this GPU, and on a CPU none.
         offload_checkpoints: true means offload.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, where it is installed.
         gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
         dynamic_sampling: replace groups that teach nothing; null: keep them (they give no gradient).
         max_unscored_share: above this share of completions that no reward could score the run stops.
@@ -118,6 +119,7 @@ class QeRLModule(LightningModule):
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         gradient_checkpointing: Setting = "auto",
         offload_checkpoints: bool = False,
+        fused_elementwise: FusedSetting = "auto",
         gpu_memory: float | None = None,
         dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
@@ -138,7 +140,7 @@ class QeRLModule(LightningModule):
             max_unscored_share=max_unscored_share,
             gpu_memory=gpu_memory,
         )
-        recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
+        check_passes(base_config, gradient_checkpointing, offload_checkpoints, fused_elementwise)
         check_sampling(sampling)
         check_micro_batch(micro_batch_tokens, prompt_tokens=max_prompt_tokens, completion_tokens=sampling.max_tokens)
         self.base = base
@@ -159,6 +161,7 @@ class QeRLModule(LightningModule):
         self.compute_dtype = DTYPES[dtype]
         self.gradient_checkpointing: Setting = gradient_checkpointing
         self.offload_checkpoints = offload_checkpoints
+        self.fused_elementwise: FusedSetting = fused_elementwise
         self.gpu_memory = gpu_memory
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
@@ -249,6 +252,7 @@ class QeRLModule(LightningModule):
             device=self.trainer.strategy.root_device,
             gradient_checkpointing=self.gradient_checkpointing,
             offload_checkpoints=self.offload_checkpoints,
+            fused_elementwise=self.fused_elementwise,
         )
         if self.memory_plan is not None and (how := self.memory_plan.run.recompute(self.policy.num_layers)):
             self.policy.set_recompute(how)
@@ -436,8 +440,6 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = {}
         self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 
-    # ---- helpers ----------------------------------------------------------------------------------------------------
-
     def _start_engine(self) -> None:
         self.engine.start(self.policy, max_model_len=self.max_model_len, seed=self.seed)
 
@@ -469,6 +471,7 @@ class QeRLModule(LightningModule):
             micro_batch_tokens=None if self._choose_micro_batch else self.micro_batch_tokens,
             gradient_checkpointing=self.gradient_checkpointing,
             offload_checkpoints=self.offload_checkpoints,
+            fused=fused_wanted(self.fused_elementwise),
             engine=engine.memory if isinstance(engine, VLLMEngine) else None,
             batch_tokens=engine.batch_tokens if isinstance(engine, TransformersEngine) else 0,
         )

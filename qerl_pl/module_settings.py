@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from qerl_pl.memory.device import check_gpu_memory
+from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
+from qerl_pl.policy.recompute import Setting, recompute_of
 from qerl_pl.rollout.base import Sampling
 
 
@@ -65,3 +69,15 @@ def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, com
             f"a prompt of {prompt_tokens} and a completion of {completion_tokens} tokens are {longest}, more than "
             f"model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten prompts or completions"
         )
+
+
+def check_passes(
+    base_config: Mapping, gradient_checkpointing: Setting, offload_checkpoints: bool, fused_elementwise: FusedSetting
+) -> None:
+    """Check how training passes are computed.
+
+    Raises:
+        ValueError: there are fewer blocks, nothing to offload, or a library that is asked for is not installed.
+    """
+    recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
+    fused_wanted(fused_elementwise)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OURS = {"qerl_pl", "callbacks", "datamodules", "train", "tests", "configs"}
-OPTIONAL = {"vllm", "humming", "cuda"}
+OPTIONAL = {"vllm", "humming", "cuda", "liger_kernel"}
 """Installed by the extra "gpu"; the CPU build of vLLM by the Makefile."""
 
 

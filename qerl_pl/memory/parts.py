@@ -48,57 +48,76 @@ def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
-def block_kept(shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str]) -> int:
+def block_kept(
+    shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str], fused: bool = False
+) -> int:
     """What autograd keeps of one block.
 
-    fp32 inputs of both norms (and of Qwen3's head norms); in the compute dtype what linears read (two normed inputs,
-    the attention's output, the MLP's product), queries, keys and values, and of the MLP the gate, its activation and
-    the other factor; x A^T of each adapted linear; A and B in the compute dtype; the attention's log-sums in fp32.
+    In the compute dtype what linears read (two normed inputs, the attention's output, the MLP's product), queries, keys
+    and values, and of the MLP the gate, its activation and the other factor; x A^T of each adapted linear; A and B in
+    the compute dtype; in fp32 the inputs of both norms (and of Qwen3's head norms) and the attention's log-sums. Fused
+    norms keep their inputs in the compute dtype and a number for each row in fp32, fused SwiGLU no activation.
     """
-    width = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + 4 * shape.inner
-    width += rank * sum(name in targets for name, _, _ in shape.linears)
-    fp32 = 2 * shape.hidden + shape.num_heads + shape.head_norms * (shape.query_width + shape.key_width)
+    norm_inputs = 2 * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
+    norm_rows = 2 + shape.head_norms * (shape.num_heads + shape.num_key_heads)
+    width = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + (3 if fused else 4) * shape.inner
+    width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
+    fp32 = shape.num_heads + (norm_rows if fused else norm_inputs)
     return tokens * (itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
 
 
-def block_kept_selectively(shape: ModelShape, tokens: int, itemsize: int, *, targets: Collection[str]) -> int:
+def block_kept_selectively(
+    shape: ModelShape, tokens: int, itemsize: int, *, targets: Collection[str], fused: bool = False
+) -> int:
     """What is kept of one block that recomputes its element-wise work.
 
     In the compute dtype its input; what attention has: rotated queries and keys, values, its output; and the results of
-    adapted linears, but for the last one's, which nothing asks for, and the values, which are in the attention's memory
-    already. The attention's log-sums in fp32.
+    adapted linears, but for the last one's, which nothing asks for, and those that are in the attention's memory
+    already: values, and queries and keys where they are rotated in place. The attention's log-sums in fp32.
     """
     width = shape.hidden + 2 * shape.query_width + 2 * shape.key_width
-    width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in ("v_proj", LAST_LINEAR))
+    in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
+    shared = ("v_proj", LAST_LINEAR, *in_place)
+    width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
     return tokens * (itemsize * width + 4 * shape.num_heads)
 
 
 def blocks_kept(
-    shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str], how: Recompute
+    shape: ModelShape,
+    tokens: int,
+    itemsize: int,
+    *,
+    rank: int,
+    targets: Collection[str],
+    how: Recompute,
+    fused: bool = False,
 ) -> tuple[int, int]:
     """What all blocks keep, inputs of those that are recomputed whole apart: before backward, and in the last block's.
 
     The last block is there in full by then. Going on to the blocks before it takes no more, since the whole ones are
     the first.
     """
-    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets)
+    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
     number = shape.num_layers - how.blocks
     if not number:
         return 0, full
-    less = block_kept_selectively(shape, tokens, itemsize, targets=targets)
-    return number * less, (number - 1) * less + tokens * shape.hidden * itemsize + full
+    less = block_kept_selectively(shape, tokens, itemsize, targets=targets, fused=fused)
+    # The input of a fused norm is in its own dtype, so the block's input is in ``full`` already.
+    inputs = 0 if fused else tokens * shape.hidden * itemsize
+    return number * less, (number - 1) * less + inputs + full
 
 
-def block_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
+def block_backward(shape: ModelShape, tokens: int, itemsize: int, *, fused: bool = False) -> int:
     """On top of that, the gradient of the block's output and the most of two moments in the MLP.
 
     While the last linear goes backward: the gradient of its input and its dequantised weight. While the product goes
-    backward: gradients of its two factors (the product itself is gone then, and its gradient in its place).
+    backward: gradients of its two factors (the product itself is gone then, and its gradient in its place); where it is
+    fused, they overwrite the factors.
     """
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)
-    return itemsize * tokens * shape.hidden + max(linear, itemsize * tokens * 2 * shape.inner)
+    return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner)
 
 
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:

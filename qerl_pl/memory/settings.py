@@ -61,6 +61,8 @@ class RunMemory:
     gradient_checkpointing: Setting = "none"
     """What backward recomputes (``policy.recompute``); "auto": what is fastest of what fits."""
     offload_checkpoints: bool = False
+    fused: bool = False
+    """Norms, rotations and SwiGLU are single kernels, for which less is kept (``policy.elementwise``)."""
     engine: EngineMemory | None = None
     """None: transformers samples with the trainer's own model."""
     batch_tokens: int = 0

@@ -50,6 +50,11 @@ class ModelShape:
     """Weights of the largest packed linear; 0 on a dense base."""
 
     @property
+    def num_key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.key_width * self.num_heads // self.query_width
+
+    @property
     def base_bytes(self) -> int:
         """The whole base."""
         return self.linear_bytes + self.embedding_bytes + self.other_bytes

@@ -14,20 +14,23 @@ OVERHEAD = 600
 WHOLE = 0.33
 """Time of recomputing every block, as a share of a pass that keeps everything. A block's last product is not made."""
 SELECTIVE = 0.06
-"""Likewise of recomputing norms, rotations, activations and sums alone."""
+"""Likewise of recomputing norms, rotations, activations and sums alone; an estimate."""
+FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.03
+"""Likewise where norms, rotations and SwiGLU are single kernels."""
 OFFLOAD = 0.07
 """Share by which a pass that recomputes every block gets slower when the blocks' inputs go to the host and back."""
 
 
-def extra_work(how: Recompute, num_layers: int) -> float:
+def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float:
     """Time that recomputation adds to a pass, as a share of one that keeps everything."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
-    extra = whole * WHOLE + (1 - whole) * SELECTIVE
+    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
+    extra = whole * all_blocks + (1 - whole) * selective
     return (1 + extra) * (1 + OFFLOAD) - 1 if how.offload else extra
 
 
-def time_per_token(how: Recompute, num_layers: int, tokens: int) -> float:
+def time_per_token(how: Recompute, num_layers: int, tokens: int, *, fused: bool = False) -> float:
     """Time of a pass for each of its tokens; 1 where everything is kept and passes are endless."""
-    return (1 + extra_work(how, num_layers)) * (1 + OVERHEAD / tokens)
+    return (1 + extra_work(how, num_layers, fused=fused)) * (1 + OVERHEAD / tokens)

@@ -13,9 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+T = TypeVar("T")
 
 
 class Kept:
@@ -45,10 +48,22 @@ class Kept:
         """A result whose autograd graph is kept with all that it saves, so that nothing of it runs again."""
         if self.recomputing:
             return self.take()
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # in place of the checkpoint's
+        with saved_tensors_hooks(_same, _same):
             result = compute()
         self.put(result)
         return result
+
+    def unread(self, compute: Callable[[], T], instead: T) -> T:
+        """Results that nothing but ``whole`` reads: computed the first time, ``instead`` of them the second time."""
+        if self.recomputing:
+            return instead
+        with saved_tensors_hooks(_same, _same):
+            return compute()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """A hook of saved tensors that keeps them, in place of those of the checkpoint."""
+    return tensor
 
 
 class _Active(threading.local):  # backward runs in threads of autograd's own

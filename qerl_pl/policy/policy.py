@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.evidence import alternative_logprobs
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
+from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, token_logprobs
 from qerl_pl.policy.lora import (
     BLOCK_NORM_MODULES,
@@ -224,6 +225,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     gradient_checkpointing: Setting = "none",
     offload_checkpoints: bool = False,
+    fused_elementwise: FusedSetting = False,
 ) -> Policy:
     """Load a base (NVFP4 or dense, by what its config.json says) and put a fresh adapter on it.
 
@@ -235,10 +237,11 @@ def load_policy(
         device: where it lives.
         gradient_checkpointing: what backward recomputes, see ``recompute``; auto keeps everything to begin with.
         offload_checkpoints: keep what blocks are recomputed from in host memory.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, where it is installed.
 
     Raises:
-        ValueError: the folder holds no model that we can train, an adapter target is none of the blocks' linears, or
-            there are no checkpoints to offload.
+        ValueError: the folder holds no model that we can train, an adapter target is none of the blocks' linears,
+            there are no checkpoints to offload, or fused operations are asked for where they cannot run.
     """
     return make_policy(
         load_base(base, dtype=dtype, device=device),
@@ -248,6 +251,7 @@ def load_policy(
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
         offload_checkpoints=offload_checkpoints,
+        fused_elementwise=fused_elementwise,
     )
 
 
@@ -260,12 +264,17 @@ def make_policy(
     seed: int,
     gradient_checkpointing: Setting = "none",
     offload_checkpoints: bool = False,
+    fused_elementwise: FusedSetting = False,
 ) -> Policy:
     """Put a fresh adapter on a frozen base; see ``load_policy``."""
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
     check_targets(model, lora.targets)
+    on_gpu = model.device.type == "cuda"
+    fused = fused_wanted(fused_elementwise)
+    if fused_elementwise is True and not on_gpu:
+        raise ValueError("model.fused_elementwise is true and there is no GPU, which its kernels need: say auto")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
         torch.manual_seed(seed)
@@ -276,6 +285,8 @@ def make_policy(
         for module in policy.norm_modules().values():
             module.float()
             module.register_forward_hook(output_in_input_dtype)
+    if fused and on_gpu:
+        use_elementwise(policy.causal_lm, liger_elementwise())
     policy.set_recompute(how or Recompute())
     policy.recompute_is_open = how is None
     return policy.train()

@@ -46,10 +46,11 @@ def main(argv: list[str]) -> int:
         ("vLLM rollouts", _vllm),
         ("NVFP4 rollouts", _nvfp4),
         ("NF4 and 8-bit AdamW", lambda: _package("bitsandbytes")),
+        ("fused training", lambda: _package("liger-kernel")),
         ("memory", _memory),
         ("disk", _disk),
     ]
-    optional = {"GPU", "NF4 and 8-bit AdamW"}
+    optional = {"GPU", "NF4 and 8-bit AdamW", "fused training"}
     failed = 0
     for name, check in checks:
         try:
@@ -80,7 +81,7 @@ def _python() -> str:
 
 
 def _package(name: str) -> str:
-    importlib.import_module({"compressed-tensors": "compressed_tensors", "math-verify": "math_verify"}.get(name, name))
+    importlib.import_module(name.replace("-", "_"))
     return with_advice(name, importlib.metadata.version(name))
 
 

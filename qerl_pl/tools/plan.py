@@ -24,6 +24,7 @@ from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, f
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
+from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.tools.output_paths import output_file, picture_file
@@ -139,6 +140,7 @@ def run_memory(config: Mapping[str, Any]) -> RunMemory:
         micro_batch_tokens=model["micro_batch_tokens"],
         gradient_checkpointing=model["gradient_checkpointing"],
         offload_checkpoints=model["offload_checkpoints"],
+        fused=fused_wanted(model["fused_elementwise"]),
         engine=EngineMemory(**vllm) if kind == "VLLMEngine" else None,
         batch_tokens=engine.get("batch_tokens", 0),
     )
@@ -199,6 +201,8 @@ def print_choices(found: Plan, shape: ModelShape) -> None:
         at_once = min(engine.max_num_seqs, run.rows)
         print(f"model.engine.init_args.kv_cache_bytes: {found.kv_cache_bytes}")
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
+    said = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' chains of kernels"
+    print(f"element-wise work: {said}")
     print(f"model.gradient_checkpointing: {found.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
 
 

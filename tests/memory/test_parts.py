@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from qerl_pl.memory import parts
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
+from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.packing import pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy
@@ -22,6 +23,7 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK, model_config
 from tests.memory.conftest import LiveBytes, policy_of, small_config
+from tests.reference.elementwise import REFERENCE
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "model.jsonl"
 STEPS = [line for line in map(json.loads, MEASURED.read_text().splitlines()) if line["name"].startswith("step/nvfp4")]
@@ -44,11 +46,14 @@ def kept_bytes(policy: Policy) -> Iterator[list[int]]:
     total.append(sum(size for pointer, size in storages.items() if pointer not in known))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_block_keeps_what_the_formula_lists(family, dtype):
+def test_a_block_keeps_what_the_formula_lists(family, dtype, fused):
     kept = {}
     for num_layers in (1, 3):
         policy = policy_of(small_config(family, num_hidden_layers=num_layers), dtype)
+        if fused:
+            use_elementwise(policy.causal_lm, REFERENCE)
         policy.causal_lm.enable_input_require_grads()
         packed = pack(torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([TOKENS]))
         with kept_bytes(policy) as total:
@@ -56,29 +61,33 @@ def test_a_block_keeps_what_the_formula_lists(family, dtype):
         kept[num_layers] = total[0]
         del hidden
     shape = config_shape(small_config(family), None, dtype)
-    predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, targets=PROJECTIONS)
+    predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, targets=PROJECTIONS, fused=fused)
     # A CPU pads for its attention, so that the unpadded output is kept beside the padded one.
     padding = TOKENS * shape.query_width * dtype.itemsize
     assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + padding, rel=0.02)
 
 
 @pytest.mark.parametrize("targets", [PROJECTIONS, ("q_proj", "up_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_block_that_keeps_its_products_keeps_what_the_formula_lists(family, dtype, targets):
+def test_a_block_that_keeps_its_products_keeps_what_the_formula_lists(family, dtype, targets, fused):
     kept = {}
     for num_layers in (1, 3):
         policy = policy_of(small_config(family, num_hidden_layers=num_layers), dtype, lora={"targets": targets})
         policy.set_recompute(Recompute(selective=True))
+        if fused:
+            use_elementwise(policy.causal_lm, REFERENCE)
         packed = pack(torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([TOKENS]))
         with LiveBytes() as count:
             hidden = packed_hidden_states(policy.causal_lm.model, packed)
             kept[num_layers] = count.live
         del hidden
     shape = config_shape(small_config(family), None, dtype)
-    predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, targets=targets)
-    # A CPU pads for its attention, so that its output and, where it is set aside too, the values are there twice.
-    padding = TOKENS * shape.query_width + TOKENS * shape.key_width * ("v_proj" in targets)
-    assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + padding * dtype.itemsize, rel=0.02)
+    predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, targets=targets, fused=fused)
+    # A CPU pads for its attention, so that its output and what is set aside of its inputs are there twice.
+    twice = ["v_proj", *(("q_proj", "k_proj") if fused and family != "qwen3" else ())]
+    padding = shape.query_width + sum(rows for name, rows, _ in shape.linears if name in twice and name in targets)
+    assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + TOKENS * padding * dtype.itemsize, rel=0.02)
 
 
 @pytest.mark.parametrize("how", ladder(4)[:-1], ids=lambda how: str(how.setting(4)))

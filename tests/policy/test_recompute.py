@@ -38,15 +38,15 @@ def make(family: str = "qwen2", *, packed: bool = False, **lora: Any) -> Policy:
     return policy
 
 
-def gradients(policy: Policy, how: Recompute, *, seed: int = 0) -> list[Tensor]:
+def gradients(policy: Policy, how: Recompute, *, device: str = "cpu") -> list[Tensor]:
     """Log-probabilities of three rows of different lengths, and the gradients of all trained values."""
     policy.set_recompute(how)
     policy.zero_grad()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokens = torch.randint(256, (3, 23))
     mask = (torch.arange(23) > 2) & (torch.arange(23) < torch.tensor([23, 7, 14]).unsqueeze(1))
-    stats = policy.token_stats(tokens, mask, temperature=0.9)
-    (stats.logprobs * torch.linspace(1, 2, 23)).sum().backward()
+    stats = policy.token_stats(tokens.to(device), mask.to(device), temperature=0.9)
+    (stats.logprobs * torch.linspace(1, 2, 23, device=device)).sum().backward()
     found = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
     assert all(gradient is not None for gradient in found)
     return [stats.logprobs.detach(), *(gradient.clone() for gradient in found if gradient is not None)]

@@ -1,0 +1,124 @@
+"""Norms, rotary embeddings and SwiGLU as one kernel each, forward and backward, by the library liger-kernel.
+
+transformers computes them as chains of element-wise kernels, whose intermediate results autograd keeps: norms keep
+their input in fp32, SwiGLU keeps the activated gate. The library's kernels round where transformers' chains round, keep
+less, and work in place where they can: rotations overwrite queries and keys, and SwiGLU's backward overwrites its
+inputs with their gradients. Linears, adapters, attention and residual sums stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qerl_pl.policy.kept import active
+
+FusedSetting = Literal["auto"] | bool
+"""As in the YAML."""
+PACKAGE = "liger_kernel"
+
+
+class Elementwise(NamedTuple):
+    """Operations of a block between its matrix products."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """x [..., H], weight [H], epsilon -> [..., H] in the dtype of x, rounded to it before the weight multiplies."""
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Queries [1, heads, T, D], keys [1, key heads, T, D], cosines and sines [1, T, D]; may overwrite the first two."""
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    """silu(gate) * up, each [..., I]; its backward may overwrite both."""
+
+
+def liger_elementwise() -> Elementwise:
+    """The library's kernels; they run on a GPU."""
+    from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]
+        liger_rms_norm,
+        liger_rope,
+        liger_swiglu,
+    )
+
+    # Not into the memory of the incoming gradient, which is not the norm's own.
+    return Elementwise(partial(liger_rms_norm, in_place=False), liger_rope, liger_swiglu)
+
+
+def fused_wanted(setting: FusedSetting) -> bool:
+    """Whether ``model.fused_elementwise`` asks for the library on a GPU; auto does where it is installed.
+
+    Raises:
+        ValueError: it is asked for and not installed.
+    """
+    installed = find_spec(PACKAGE) is not None
+    if setting is True and not installed:
+        raise ValueError(
+            "model.fused_elementwise is true and liger-kernel is not installed: pip install 'qerl-pl[gpu]', or say auto"
+        )
+    return installed if setting == "auto" else bool(setting)
+
+
+def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
+    """Give a model's norms, MLPs and attention these operations, module by module; no class is changed.
+
+    An MLP with another activation than SiLU keeps its own forward. So does attention that fills a cache (sampling).
+    """
+    for module in model.modules():
+        known: Any = module
+        if type(module).__name__.endswith("RMSNorm"):
+            known.forward = partial(_norm, known, operations)
+        elif hasattr(module, "gate_proj") and isinstance(known.act_fn, (nn.SiLU, SiLUActivation)):
+            known.forward = partial(_mlp, known, operations)
+        elif hasattr(module, "q_proj") and hasattr(module, "o_proj"):
+            known.forward = partial(_attention, known, operations, known.forward)
+
+
+def _norm(module: Any, operations: Elementwise, hidden_states: Tensor) -> Tensor:
+    return operations.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def _mlp(module: Any, operations: Elementwise, x: Tensor) -> Tensor:
+    return module.down_proj(operations.swiglu(module.gate_proj(x), module.up_proj(x)))
+
+
+def _attention(
+    module: Any,
+    operations: Elementwise,
+    plain: Callable[..., tuple[Tensor, None]],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention of Llama, Qwen2 and Qwen3 (the one with ``q_norm``) without a cache."""
+    if past_key_values is not None:
+        return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    queries = module.q_proj(hidden_states).view(shape)
+    keys = module.k_proj(hidden_states).view(shape)
+    values = module.v_proj(hidden_states).view(shape).transpose(1, 2)
+    if hasattr(module, "q_norm"):
+        queries, keys = module.q_norm(queries), module.k_norm(keys)
+    unrotated = queries.transpose(1, 2), keys.transpose(1, 2)
+    rotate = partial(operations.rotate, *unrotated, *position_embeddings)
+    kept = active()
+    # Attention alone reads them, and its result is kept; what is kept of the products may have been rotated in place.
+    queries, keys = rotate() if kept is None else kept.unread(rotate, unrotated)
+    attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    output, _ = attend(
+        module,
+        queries,
+        keys,
+        values,
+        attention_mask,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        sliding_window=getattr(module, "sliding_window", None),
+        **kwargs,
+    )
+    return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), None
