@@ -4,23 +4,34 @@ A step is the policy's own: packed rows of different lengths, gradient checkpoin
 backward into the adapter. ``ratio`` is tokens a second over those of ``bf16+peft``, a dense base with PEFT's layers
 and its adapter in bf16, everything else the same; ``bf16+peft-fp32`` has the fp32 adapter that PEFT makes by default.
 ``peak_bytes`` is what a step takes on top of ``resident_bytes``, base and adapter.
+
+With ``--rungs`` the NVFP4 base alone, with everything that ``model.gradient_checkpointing`` may be, once with
+transformers' chains of kernels and once with liger-kernel's (where it is installed): speed, peak against plan, time
+against the plan's, and how far log-probabilities and gradients are from those of plain, recomputed blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config
 
+from qerl_pl.memory import parts
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.memory.speed import time_per_token
+from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK, check, densify, emit, model_config, random_model, relative_error, timed
 
@@ -29,7 +40,7 @@ DTYPE = torch.bfloat16
 Build = Callable[[Qwen2Config], Policy]
 
 
-def ours(model: PreTrainedModel, **settings: bool) -> Policy:
+def ours(model: PreTrainedModel, **settings: Any) -> Policy:
     """Our layers on a base."""
     lora = LoraSettings(rank=RANK, alpha=RANK)
     return make_policy(model, base="random", dtype=DTYPE, lora=lora, seed=0, **settings).to(DEVICE)
@@ -151,6 +162,72 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
         del policy
 
 
+def run_rungs(size: str, tokens: int, repeats: int) -> None:
+    """Every rung of gradient checkpointing on one model, from the least memory to the most, plain and fused."""
+    config = model_config(size)
+    batch = draw(tokens, config.vocab_size)
+    shape = config_shape(config, NVFP4, DTYPE)
+    exact = None
+    for fused in (False, True):
+        kind = "fused" if fused else "plain"
+        if fused and (DEVICE == "cpu" or not fused_wanted("auto")):
+            print("rungs, fused: left out, they need a GPU and liger-kernel", file=sys.stderr)
+            return
+        clear()
+        torch.manual_seed(0)
+        policy = ours(random_model(config, NVFP4, dtype=DTYPE, device=DEVICE), fused_elementwise=fused)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.02)  # so that A has a gradient too
+        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        for how in reversed(ladder(config.num_hidden_layers)):
+            name = f"rungs/{kind}-{how.setting(config.num_hidden_layers)}"
+            try:
+                policy.set_recompute(how)
+                clear()
+                if DEVICE == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=1)[name]
+                peak = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
+                found = gradients(policy, *batch)
+            except torch.OutOfMemoryError as error:
+                policy.zero_grad()
+                print(f"{name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+                continue
+            exact = exact or found  # of the first: plain, with every block recomputed
+            options = {"rank": RANK, "targets": PROJECTIONS, "fused": fused}
+            predicted = (
+                parts.checkpoints(shape, tokens, DTYPE.itemsize, how=how)
+                + max(parts.blocks_kept(shape, tokens, DTYPE.itemsize, how=how, **options))
+                + parts.block_backward(shape, tokens, DTYPE.itemsize, fused=fused)
+            )
+            emit(
+                name,
+                {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
+                "bfloat16",
+                seconds,
+                tokens_per_s=tokens / seconds[len(seconds) // 2],
+                peak_bytes=peak,
+                predicted_bytes=predicted,
+                peak_error=predicted / peak - 1 if peak else None,
+                predicted_time=time_per_token(how, config.num_hidden_layers, tokens, fused=fused),
+                resident_bytes=held,
+                logprob_error=relative_error(found[0], exact[0]),
+                gradient_error=relative_error(found[1], exact[1]),
+            )
+        del policy
+
+
+def gradients(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a step, and all its gradients as one vector."""
+    stats = policy.token_stats(tokens, mask, temperature=1.0)
+    (stats.logprobs.sum() / mask.sum()).backward()
+    found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    policy.zero_grad()
+    return stats.logprobs.detach(), found
+
+
 def run_padding(size: str, tokens: int, repeats: int) -> None:
     """The same rows packed, and padded to the longest with transformers' own sdpa, hidden states only."""
     config = model_config(size)
@@ -186,8 +263,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if cuda else ["tiny"])
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rungs", action="store_true", help="measure gradient checkpointing, and nothing else")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
+    if args.rungs:
+        for size in args.sizes:
+            run_rungs(size, args.tokens, args.repeats)
+        return
     first = args.sizes[0]
     check(errors(first))
     run_padding(first, args.tokens, args.repeats)
