@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.memory import parts
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.policy.elementwise import PACKAGE
+from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
+from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nvfp4 import quantize_nvfp4
+from qerl_pl.quant.nvfp4 import NVFP4, quantize_nvfp4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +29,7 @@ CHECKPOINT = 2 * HIDDEN * TOKENS  # bytes of a block's input
 SLACK = 2**25  # roundings of the allocator, workspaces
 
 
-def make(*, packed: bool, **settings: bool) -> Policy:
+def make(*, packed: bool, **settings: Any) -> Policy:
     """A random bf16 policy on the GPU."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -82,6 +87,23 @@ def test_checkpoints_are_all_that_outlives_a_forward_pass_and_host_memory_can_ta
     assert on_device[1] <= (LAYERS + 4) * CHECKPOINT + SLACK  # the final norm and the head keep the rest
     assert on_host[1] <= 3 * CHECKPOINT + SLACK
     assert on_host[0] <= on_device[0] - LAYERS // 2 * CHECKPOINT
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ladder(LAYERS)[:-1:3], ids=lambda how: str(how.setting(LAYERS)))
+def test_the_peak_of_a_step_is_what_the_plan_says(how, fused):
+    if fused:
+        pytest.importorskip(PACKAGE)
+    policy = make(packed=True, gradient_checkpointing=how.setting(LAYERS), fused_elementwise=fused)
+    peak, _ = step(policy)
+    shape, options = config_shape(policy.config, NVFP4, torch.bfloat16), {"rank": 32, "targets": PROJECTIONS}
+    tokens = TOKENS - 2  # a row's last token predicts nothing
+    predicted = (
+        parts.checkpoints(shape, tokens, 2, how=how)
+        + parts.blocks_kept(shape, tokens, 2, how=how, fused=fused, **options)[1]
+        + parts.block_backward(shape, tokens, 2, fused=fused)
+    )
+    assert 0.95 * predicted - SLACK <= peak <= 1.05 * predicted + adapter_bytes(policy) + SLACK
 
 
 def test_the_peak_of_a_step_is_what_one_block_needs():
