@@ -86,7 +86,7 @@ class AdaptiveQuantizationNoise(Callback):
         noise = pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, purpose, index), rounded)
         pl_module.log("aqn/sigma", sigma)
         kept_in = noise.kept_in(pl_module.compute_dtype)
-        realized = realized_sigma(pl_module.policy.norm_weights(), sigma, noise.seed, dtype=kept_in)
+        realized = realized_sigma(pl_module.policy.norm_weights(), noise, dtype=kept_in)
         pl_module.log("aqn/sigma_realized", realized)
         if realized < sigma / 2 and not self._warned:
             self._warned = True

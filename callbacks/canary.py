@@ -177,7 +177,7 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
     """Checksums of the policy with this noise, as an engine of this compute dtype holds it."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
-    noisy = noisy_norms(norms, noise.sigma, noise.seed, dtype=noise.kept_in(dtype))
+    noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))
     return expected_fingerprint(adapter, noisy, scaling=policy.lora_scaling, dtype=dtype)
 
 
@@ -209,9 +209,9 @@ def score_gaps(
     """
     engine, adapter = loop.engine, policy.adapter_state()
     oracle = TransformersEngine()
-    oracle.start(policy, max_model_len=len(tokens) + 1, seed=SEED)
+    oracle.start(policy, max_model_len=len(tokens) + 1)
     try:
-        noise.put_on(oracle)
+        oracle.set_norm_noise(noise)
         gaps = {}
         if with_scores:
             gaps[WITH_ADAPTER] = _mean_gap(engine.score([tokens]), oracle.score([tokens]))

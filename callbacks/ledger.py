@@ -14,6 +14,7 @@ from qerl_pl import ranks
 from qerl_pl.loop import Rollout
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.correction import mismatch
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
@@ -83,9 +84,9 @@ class MismatchLedger(Callback):
         lengths = experience.lengths[rows]
         noisy = clean = engine_logprobs(engine, self._tokens, lengths)
         if noise.sigma > 0:
-            engine.set_norm_noise(0.0, 0)
+            engine.set_norm_noise(NormNoise())
             clean = engine_logprobs(engine, self._tokens, lengths)
-            noise.put_on(engine)
+            engine.set_norm_noise(noise)
         self._log(pl_module, "kernel", self._before - clean)
         self._log(pl_module, "noise", clean - noisy)
         if pl_module.sampling.temperature == 1:

@@ -246,9 +246,9 @@ def _alternative_logprobs(
     sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
     found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     oracle, noise = TransformersEngine(), pl_module.norm_noise
-    oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len, seed=0)
+    oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len)
     try:
-        noise.put_on(oracle)
+        oracle.set_norm_noise(noise)
         for rows in micro_batches(lengths, check_limit(pl_module.longest_row)):
             width, device = int(lengths[rows].max()), pl_module.device
             mask = sampled[rows, :width]

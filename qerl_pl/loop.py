@@ -82,7 +82,7 @@ class RolloutLoop:
         """Make the engine sample from this adapter with this noise; returns how many norms carry noise."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
-        return noise.put_on(self.engine)
+        return self.engine.set_norm_noise(noise)
 
     def collect(
         self,

@@ -49,8 +49,6 @@ from qerl_pl.policy.recompute import Setting
 from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.run_length import check_run_length
 from qerl_pl.seeding import derive_seed
 from qerl_pl.stopwatch import Stopwatch
@@ -173,7 +171,6 @@ class QeRLModule(LightningModule):
         """Tokens of the longest row that may be trained on."""
         self.micro_batch_tokens = micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
         self._choose_micro_batch = micro_batch_tokens is None
-        self._kv_cache_bytes = engine.kv_cache_bytes if isinstance(engine, VLLMEngine) else None
         self.memory_plan: Plan | None = None
         """Of this run on its GPU; None without one."""
         self.entropy_coefficient = 0.0
@@ -441,17 +438,14 @@ class QeRLModule(LightningModule):
         self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 
     def _start_engine(self) -> None:
-        self.engine.start(self.policy, max_model_len=self.max_model_len, seed=self.seed)
+        self.engine.start(self.policy, max_model_len=self.max_model_len)
 
     def _plan_memory(self, stage: str, device: torch.device) -> None:
         """Choose micro-batches, the engine's cache and what is recomputed, where the YAML leaves them open."""
-        if isinstance(self.engine, VLLMEngine):
-            self.engine.kv_cache_bytes = self._kv_cache_bytes  # what was given, not what the last stage's plan chose
         limit = available_bytes(device, self.gpu_memory)
         plan = plan_for(checkpoint_shape(self.base, self.compute_dtype), self.run_memory(stage), limit)
         self.memory_plan, self.micro_batch_tokens = plan, plan.micro_batch_tokens
-        if isinstance(self.engine, VLLMEngine):
-            self.engine.kv_cache_bytes = plan.kv_cache_bytes
+        self.engine.plan_cache(plan.kv_cache_bytes)
         rank_zero_info(plan.summary())
 
     def run_memory(self, stage: str) -> RunMemory:
@@ -472,6 +466,6 @@ class QeRLModule(LightningModule):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_checkpoints=self.offload_checkpoints,
             fused=fused_wanted(self.fused_elementwise),
-            engine=engine.memory if isinstance(engine, VLLMEngine) else None,
-            batch_tokens=engine.batch_tokens if isinstance(engine, TransformersEngine) else 0,
+            engine=engine.memory,
+            batch_tokens=0 if engine.memory else engine.batch_tokens,
         )

@@ -53,11 +53,11 @@ def test_engines_and_rewards_with_other_settings_find_nothing_of_each_other(base
 
 def test_the_cache_that_a_memory_plan_chose_and_a_started_engine_change_nothing(base):
     planned = module_of(base, VLLMEngine())
-    planned.engine.kv_cache_bytes = 12345  # pyright: ignore[reportAttributeAccessIssue]
+    planned.engine.plan_cache(12345)
     assert json.loads(json.dumps(planned._evaluation_identity())) == identity(base, VLLMEngine())
     started = module_of(base)
     before = started._evaluation_identity()
-    started.engine.start(started.policy, max_model_len=16, seed=0)
+    started.engine.start(started.policy, max_model_len=16)
     assert started._evaluation_identity() == before
 
 

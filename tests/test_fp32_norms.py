@@ -44,12 +44,12 @@ def test_a_16_bit_weight_in_fp32_gives_the_bits_of_transformers(shape, kind, dty
 def test_noise_that_is_asked_for_acts_on_norms_of_any_size(scale, sigma):
     clean = {"model.layers.0.input_layernorm.weight": (scale * (1 + 0.2 * draw(3584, dtype=torch.float32))).bfloat16()}
     exact, rounded = NormNoise(sigma, 1), NormNoise(sigma, 1, rounded=True)
-    acts = realized_sigma(clean, sigma, 1, dtype=exact.kept_in(torch.bfloat16))
+    acts = realized_sigma(clean, exact, dtype=exact.kept_in(torch.bfloat16))
     assert acts == pytest.approx(sigma, rel=0.05)
-    left = realized_sigma(clean, sigma, 1, dtype=rounded.kept_in(torch.bfloat16))
+    left = realized_sigma(clean, rounded, dtype=rounded.kept_in(torch.bfloat16))
     if scale >= 1 and sigma < 1e-3:
         assert left < sigma, "what rounding to bf16 takes away"
-    noisy = noisy_norms(clean, sigma, 1, dtype=torch.float32)["model.layers.0.input_layernorm.weight"]
+    noisy = noisy_norms(clean, NormNoise(sigma, 1), dtype=torch.float32)["model.layers.0.input_layernorm.weight"]
     assert noisy.dtype == torch.float32
     x = torch.eye(64, 3584, dtype=torch.bfloat16)  # so that outputs are the weights, times a constant
     wide = rms_norm(x, noisy, 0.0).float().diagonal() / 3584**0.5

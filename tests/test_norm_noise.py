@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.noise.norm_noise import is_block_norm, noisy_norms, realized_sigma
+from qerl_pl.noise.norm_noise import NormNoise, is_block_norm, noisy_norms, realized_sigma
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -27,7 +27,7 @@ def norms(num_layers: int = 3, size: int = 8, dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sigma_zero_gives_bit_equal_copies(dtype):
     clean = norms(dtype=dtype)
-    noisy = noisy_norms(clean, 0.0, seed=1)
+    noisy = noisy_norms(clean, NormNoise(0.0, 1))
     assert list(noisy) == list(clean)
     for name, weight in clean.items():
         assert torch.equal(noisy[name], weight)
@@ -37,7 +37,7 @@ def test_sigma_zero_gives_bit_equal_copies(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_clean_weights_are_left_alone_so_noise_never_accumulates(dtype):
     clean, untouched = norms(dtype=dtype), norms(dtype=dtype)
-    first, second = noisy_norms(clean, 0.1, seed=1), noisy_norms(clean, 0.1, seed=1)
+    first, second = noisy_norms(clean, NormNoise(0.1, 1)), noisy_norms(clean, NormNoise(0.1, 1))
     for name in clean:
         assert torch.equal(clean[name], untouched[name])
         assert torch.equal(first[name], second[name])
@@ -49,10 +49,10 @@ def test_the_clean_weights_are_left_alone_so_noise_never_accumulates(dtype):
 def test_noise_is_a_function_of_the_seed_and_not_of_the_order_or_the_global_stream(seed):
     clean = norms()
     before = torch.get_rng_state()
-    noisy = noisy_norms(clean, 0.1, seed)
+    noisy = noisy_norms(clean, NormNoise(0.1, seed))
     assert torch.equal(torch.get_rng_state(), before)
-    backwards = noisy_norms(dict(reversed(clean.items())), 0.1, seed)
-    other = noisy_norms(clean, 0.1, seed ^ 1)
+    backwards = noisy_norms(dict(reversed(clean.items())), NormNoise(0.1, seed))
+    other = noisy_norms(clean, NormNoise(0.1, seed ^ 1))
     for name in clean:
         assert torch.equal(noisy[name], backwards[name])
         assert not torch.equal(noisy[name], other[name])
@@ -60,7 +60,7 @@ def test_noise_is_a_function_of_the_seed_and_not_of_the_order_or_the_global_stre
 
 def test_noise_is_gaussian_with_the_given_sigma_and_independent_between_weights():
     clean = norms(num_layers=2, size=40_000, dtype=torch.float64)
-    noise = torch.stack([noisy - clean[name] for name, noisy in noisy_norms(clean, 0.02, seed=3).items()])
+    noise = torch.stack([noisy - clean[name] for name, noisy in noisy_norms(clean, NormNoise(0.02, 3)).items()])
     assert noise.mean(dim=1).abs().max() < 5 * 0.02 / math.sqrt(40_000)
     torch.testing.assert_close(noise.std(dim=1), torch.full((4,), 0.02).double(), rtol=0.02, atol=0)
     torch.testing.assert_close(
@@ -71,22 +71,22 @@ def test_noise_is_gaussian_with_the_given_sigma_and_independent_between_weights(
 
 def test_noise_scales_with_sigma():
     clean = {name: torch.zeros_like(weight) for name, weight in norms().items()}
-    small, large = noisy_norms(clean, 0.25, seed=3), noisy_norms(clean, 0.5, seed=3)
+    small, large = noisy_norms(clean, NormNoise(0.25, 3)), noisy_norms(clean, NormNoise(0.5, 3))
     assert all(torch.equal(2 * small[name], large[name]) for name in clean)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_get_the_rounded_noise_of_fp32(dtype):
     clean = norms(dtype=dtype)
-    wide = noisy_norms({name: weight.float() for name, weight in clean.items()}, 0.1, seed=5)
-    for name, noisy in noisy_norms(clean, 0.1, seed=5).items():
+    wide = noisy_norms({name: weight.float() for name, weight in clean.items()}, NormNoise(0.1, 5))
+    for name, noisy in noisy_norms(clean, NormNoise(0.1, 5)).items():
         assert torch.equal(noisy, wide[name].to(dtype))
 
 
 @pytest.mark.parametrize("sigma", [-1e-3, math.nan, math.inf])
 def test_a_sigma_that_means_nothing_is_refused(sigma):
     with pytest.raises(ValueError, match="sigma is"):
-        noisy_norms({}, sigma, seed=0)
+        noisy_norms({}, NormNoise(sigma, 0))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_two_norms_of_a_block_are_found_by_name(name, expected):
 def test_fp32_keeps_all_of_the_noise_and_bf16_little_of_what_is_below_its_spacing():
     clean = {f"model.layers.{i}.input_layernorm.weight": torch.full((4096,), 1.0) for i in range(4)}
     for sigma in (1e-2, 1e-3):
-        assert realized_sigma(clean, sigma, 3, dtype=torch.float32) == pytest.approx(sigma, rel=0.05)
-    assert realized_sigma(clean, 5e-2, 3, dtype=torch.bfloat16) == pytest.approx(5e-2, rel=0.05)
-    assert realized_sigma(clean, 5e-4, 3, dtype=torch.bfloat16) < 1e-4
-    assert realized_sigma(clean, 0.0, 3, dtype=torch.bfloat16) == 0.0
+        assert realized_sigma(clean, NormNoise(sigma, 3), dtype=torch.float32) == pytest.approx(sigma, rel=0.05)
+    assert realized_sigma(clean, NormNoise(5e-2, 3), dtype=torch.bfloat16) == pytest.approx(5e-2, rel=0.05)
+    assert realized_sigma(clean, NormNoise(5e-4, 3), dtype=torch.bfloat16) < 1e-4
+    assert realized_sigma(clean, NormNoise(0.0, 3), dtype=torch.bfloat16) == 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,28 +14,27 @@ BLOCK_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 @dataclass(frozen=True)
 class NormNoise:
-    """The noise of one rollout: its standard deviation in units of the norm weight, and its seed."""
+    """The noise of one rollout.
+
+    Raises:
+        ValueError: sigma is negative or not finite.
+    """
 
     sigma: float = 0.0
+    """Standard deviation in units of the norm weight; 0: no noise."""
     seed: int = 0
+    """In [0, 2^63); equal seeds give equal noise."""
     rounded: bool = False
-    """Noisy weights are rounded to the engine's compute dtype; else they stay in fp32."""
+    """Noisy weights are rounded to the engine's compute dtype; else they stay in fp32, where all of the noise acts.
+    bf16 weights near 1 are 2^-8 to 2^-7 apart: of noise below about 2e-3 rounding leaves only a part."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigma < math.inf:
+            raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that noisy weights are rounded to in an engine of a compute dtype; without noise fp32 at least."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
-
-    def put_on(self, engine: NoisyEngine) -> int:
-        """Give a rollout engine this noise; returns how many norms it is on."""
-        if self.rounded:  # said to those engines alone that are asked for it
-            return engine.set_norm_noise(self.sigma, self.seed, rounded=True)
-        return engine.set_norm_noise(self.sigma, self.seed)
-
-
-class NoisyEngine(Protocol):
-    """What of a rollout engine is needed here."""
-
-    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = ...) -> int: ...
 
 
 def is_block_norm(name: str) -> bool:
@@ -45,7 +43,7 @@ def is_block_norm(name: str) -> bool:
 
 
 def noisy_norms(
-    clean: Mapping[str, Tensor], sigma: float, seed: int, *, dtype: torch.dtype | None = None
+    clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
 
@@ -54,39 +52,32 @@ def noisy_norms(
 
     Args:
         clean: names to weights, [H] of any floating dtype on any device.
-        sigma: standard deviation in units of the weight.
-        seed: in [0, 2^63); equal seeds give equal noise.
+        noise: sigma and seed.
         dtype: of the result; None: that of each weight.
 
     Returns:
         The same names to new tensors on the same device; ``clean`` is left alone.
-
-    Raises:
-        ValueError: sigma is negative or not finite.
     """
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"sigma is {sigma}; expected 0 (no noise) or more")
-    if sigma == 0:
+    if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(noise.seed)
     noisy = {}
     for name, weight in sorted(clean.items()):
-        noise = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * sigma
-        noisy[name] = (weight + noise.to(weight.device)).to(dtype or weight.dtype)  # summed in fp32 at least
+        added = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * noise.sigma
+        noisy[name] = (weight + added.to(weight.device)).to(dtype or weight.dtype)  # summed in fp32 at least
     return noisy
 
 
-def realized_sigma(clean: Mapping[str, Tensor], sigma: float, seed: int, *, dtype: torch.dtype) -> float:
+def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
     """Root mean square of the noise that is left once the noisy weights are rounded to a dtype.
 
     In fp32 it is sigma up to sampling error. In bf16 it is less once sigma is below half the spacing of the weights.
 
     Args:
         clean: names to weights.
-        sigma: as asked for.
-        seed: as in ``noisy_norms``.
+        noise: as asked for.
         dtype: that the sampling copy is kept in.
     """
-    noisy = noisy_norms(clean, sigma, seed, dtype=dtype)
+    noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]
     return torch.cat([change.flatten() for change in changes]).square().mean().sqrt().item()

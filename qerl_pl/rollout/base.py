@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from qerl_pl.finite import require_finite
+from qerl_pl.memory.settings import EngineMemory
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.types import Completion
@@ -96,13 +98,26 @@ class RolloutEngine(Protocol):
     the clean norm weights (the base's, or the adapter's where norms are trained), so it never accumulates.
     """
 
-    def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
+    @property
+    def memory(self) -> EngineMemory | None:
+        """The settings that decide how much GPU memory it takes; None: it samples with the trainer's own model."""
+        ...
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens in the cache of one batch, where ``memory`` is None."""
+        ...
+
+    def plan_cache(self, num_bytes: int | None) -> None:
+        """Take so many bytes for the key/value cache when it starts; None: what its own settings say."""
+        ...
+
+    def start(self, policy: Policy, *, max_model_len: int) -> None:
         """Load the base that ``policy`` names and get ready. A second call on a started engine does nothing.
 
         Args:
             policy: where the base lies, its adapter's configuration and its compute dtype.
             max_model_len: longest prompt plus completion, in tokens.
-            seed: the run's seed.
         """
         ...
 
@@ -131,12 +146,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
-        """Put N(0, sigma^2) on both norms of every block, from the clean weights; 0 restores them bit for bit.
-
-        Noisy weights are in fp32, whatever the compute dtype is, so all of the noise acts. ``rounded`` rounds them to
-        the compute dtype: bf16 weights near 1 are 2^-8 to 2^-7 apart, so of noise below about 2e-3 only a part is left
-        (``realized_sigma`` says how much).
+    def set_norm_noise(self, noise: NormNoise) -> int:
+        """Put this noise on both norms of every block, from the clean weights; sigma 0 restores them bit for bit.
 
         Returns:
             How many norms hold their noisy weights, read back: twice the number of layers, or 0 for sigma 0.

@@ -50,8 +50,16 @@ class TransformersEngine:
         self._policy: Policy | None = None
         self._asleep = False
 
-    def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
-        """Take the policy. ``generate`` is given a seed of its own, so ``seed`` is not used."""
+    @property
+    def memory(self) -> None:
+        """It samples with the trainer's own model."""
+        return None
+
+    def plan_cache(self, num_bytes: int | None) -> None:
+        """See ``RolloutEngine``. ``batch_tokens`` decides the size of this engine's cache."""
+
+    def start(self, policy: Policy, *, max_model_len: int) -> None:
+        """Take the policy."""
         if self._policy is not None:
             return
         self._policy, self._max_model_len = policy, max_model_len
@@ -105,13 +113,11 @@ class TransformersEngine:
         check_same_tensors(adapter, self._running().adapter_state())
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
-    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
+    def set_norm_noise(self, noise: NormNoise) -> int:
         """See ``RolloutEngine``."""
         self._running()
-        clean = self._clean_norms(adapter=True)
-        noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing
-        self._noise = NormNoise(sigma, seed, rounded)
-        return len(clean) if sigma else 0
+        self._noise = noise
+        return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
         """See ``RolloutEngine``. Read from the policy's model as it is during a call."""
@@ -194,8 +200,7 @@ class TransformersEngine:
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
-        kept_in = noise.kept_in(policy.dtype)
-        norms = noisy_norms(self._clean_norms(adapter=adapter), noise.sigma, noise.seed, dtype=kept_in)
+        norms = noisy_norms(self._clean_norms(adapter=adapter), noise, dtype=noise.kept_in(policy.dtype))
         changed = [name for name, tensor in wanted.items() if not torch.equal(live[name], tensor)]
         kept = {name: live[name].clone() for name in changed}
         modes = [(module, module.training) for module in policy.modules()]

@@ -12,6 +12,7 @@ import argparse
 import torch
 
 from qerl_pl.noise.fp32_norms import add_rms_norm
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.vllm.worker import live_norms
 from tests.bench.checkpoints import DEVICE
 from tests.bench.exact_engines import VARIANTS, decoding, run_variants, started
@@ -34,7 +35,8 @@ def norms(size: str, rows: int, repeats: int) -> None:
     compiled = torch.compile(add_rms_norm) if DEVICE == "cuda" else add_rms_norm
     exact = [1 + 0.1 * torch.randn(shape.hidden, device=DEVICE) for _ in range(2 * shape.num_layers)]
     rounded = [weight.bfloat16() for weight in exact]
-    chain(exact), chain(rounded)  # compiled before they are captured
+    for weights in (exact, rounded):
+        chain(weights)  # compiled before it is captured
     runs = {"exact": captured(lambda: chain(exact)), "rounded": captured(lambda: chain(rounded))}
     for name, seconds in timed(runs, repeats=repeats, inner=10).items():
         emit("aqn-norm/norms", {"variant": name, "model": size, "sequences": rows}, "bfloat16", seconds)
@@ -49,7 +51,7 @@ def measure(args: argparse.Namespace) -> None:
     clean = {name: weight.float() for name, weight in policy.norm_weights().items()}
     left = {}
     for sigma in SIGMAS:
-        engine.set_norm_noise(sigma, 1)
+        engine.set_norm_noise(NormNoise(sigma, 1))
         changes = [weight.float() - clean[name] for name, weight in engine._call(live_norms).items()]
         left[str(sigma)] = torch.cat(changes).square().mean().sqrt().item()
     for count in args.sequences:

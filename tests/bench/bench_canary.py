@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         str(base), dtype=getattr(torch, args.dtype), lora=LoraSettings(rank=32, alpha=32), seed=0, device=DEVICE
     )
     engine = VLLMEngine(kv_cache_bytes=2**28)
-    engine.start(policy, max_model_len=2 * NUM_TOKENS, seed=0)
+    engine.start(policy, max_model_len=2 * NUM_TOKENS)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for seed in range(args.adapters):
         for state, gaps in states(engine, policy, seed=seed).items():

@@ -33,7 +33,7 @@ def start(args: argparse.Namespace, kind: str) -> None:
     policy = shell_policy(str(args.path), args.size, RANK, format_of(args))
     engine = VLLMEngine(max_num_seqs=sequences)
     begin = time.perf_counter()
-    engine.start(policy, max_model_len=tokens, seed=0)
+    engine.start(policy, max_model_len=tokens)
     seconds, phases = time.perf_counter() - begin, engine.start_s
     [scores] = engine.score([list(range(16))])
     check([("the number of scores that are not finite", float(not torch.tensor(scores).isfinite().all()), 0)])

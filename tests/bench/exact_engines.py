@@ -45,7 +45,7 @@ def started(path: str, sequences: int, **parts: bool) -> tuple[VLLMEngine, Polic
     for name, value in parts.items():
         assert hasattr(engine, name), name
         setattr(engine, name, value)
-    engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8, seed=0)
+    engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8)
     return engine, policy
 
 

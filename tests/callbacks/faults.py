@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.types import Completion
@@ -70,8 +72,8 @@ def unused_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
 def noise_left(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     """Noise of an earlier rollout never comes off."""
 
-    def set_norm_noise(sigma: float, seed: int) -> int:
-        return engine.set_norm_noise(sigma or 0.1, seed) * (sigma > 0)
+    def set_norm_noise(noise: NormNoise) -> int:
+        return engine.set_norm_noise(replace(noise, sigma=noise.sigma or 0.1)) * (noise.sigma > 0)
 
     return Instead(engine, set_norm_noise=set_norm_noise)
 
@@ -79,9 +81,9 @@ def noise_left(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
 def noise_missing(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     """Noise is said to be on, and is not."""
 
-    def set_norm_noise(sigma: float, seed: int) -> int:
-        count = engine.set_norm_noise(sigma, seed)
-        engine.set_norm_noise(0.0, 0)
+    def set_norm_noise(noise: NormNoise) -> int:
+        count = engine.set_norm_noise(noise)
+        engine.set_norm_noise(NormNoise())
         return count
 
     return Instead(engine, set_norm_noise=set_norm_noise)
@@ -89,7 +91,7 @@ def noise_missing(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
 
 def other_noise(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     """Noise of another seed."""
-    return Instead(engine, set_norm_noise=lambda sigma, seed: engine.set_norm_noise(sigma, seed + 1))
+    return Instead(engine, set_norm_noise=lambda noise: engine.set_norm_noise(replace(noise, seed=noise.seed + 1)))
 
 
 def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:

@@ -40,7 +40,7 @@ def make_policy(base: Path, *, train_norms: bool = False, dtype: torch.dtype = t
 
 def synced(policy: Policy, noise: NormNoise) -> RolloutLoop:
     engine = TransformersEngine()
-    engine.start(policy, max_model_len=64, seed=0)
+    engine.start(policy, max_model_len=64)
     loop = RolloutLoop(engine, [], None)  # pyright: ignore[reportArgumentType]  (nothing is decoded)
     loop.sync(policy.adapter_state(), noise)
     return loop
@@ -135,7 +135,7 @@ class TestChecks:
 
         engine, oracle = Engine(), TransformersEngine()
         for each in (engine, oracle):
-            each.start(policy, max_model_len=200, seed=0)
+            each.start(policy, max_model_len=200)
         tokens = fixed_tokens(policy, SyncCanary().num_tokens)
         canary.strange_adapter_gap(engine, oracle, policy.adapter_state(), tokens)
         [cached], sampled = lengths

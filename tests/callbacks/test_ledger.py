@@ -36,7 +36,7 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 def test_both_sides_see_the_same_tokens(policy):
     tokens, sampled, lengths = rows()
     engine = TransformersEngine()
-    engine.start(policy, max_model_len=16, seed=0)
+    engine.start(policy, max_model_len=16)
     policy.eval()
     own = trainer_logprobs(policy, tokens, sampled, micro_batch_tokens=14)
     scored = engine_logprobs(engine, tokens, lengths)

@@ -142,6 +142,6 @@ def test_an_adapter_has_the_values_that_the_formula_counts(family):
 
 def test_slots_have_the_ranks_that_vllm_accepts():
     pytest.importorskip("vllm")
-    from qerl_pl.rollout.vllm.setup import accepted_rank
+    from qerl_pl.rollout.vllm.arguments import accepted_rank
 
     assert [parts.slot_rank(rank) for rank in range(1, 513)] == [accepted_rank(rank) for rank in range(1, 513)]

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.files import Checkpoint
@@ -105,7 +105,7 @@ class Setup:
         self.engine.wake()
         self.policy.load_adapter_state(self.adapter)
         self.engine.load_adapter(self.adapter)
-        self.engine.set_norm_noise(0.0, 0)
+        self.engine.set_norm_noise(NormNoise())
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], *, adapter: bool = True) -> Tensor:
@@ -128,7 +128,7 @@ class Setup:
         """The trainer's own model with the noise that ``set_norm_noise`` asks for."""
         live = self.policy.norm_weights()
         clean = {name: weight.clone() for name, weight in live.items()}
-        for name, weight in noisy_norms(clean, sigma, seed).items():
+        for name, weight in noisy_norms(clean, NormNoise(sigma, seed)).items():
             live[name].copy_(weight)
         yield
         for name, weight in clean.items():
@@ -199,7 +199,7 @@ def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iter
     policy.load_adapter_state(adapter)
     norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
     engine = make_engine(name)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield Setup(engine, policy, adapter, random_adapter(policy, seed=2), norms)
     engine.close()
 

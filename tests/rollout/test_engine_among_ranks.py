@@ -24,7 +24,7 @@ def sampled(base: str, prompts: list[list[int]], num_calls: int = 1) -> list[lis
     lora, device = LoraSettings(rank=4, alpha=8), torch.device("cpu")
     policy = load_policy(base, dtype=torch.float32, lora=lora, seed=1, device=device)
     engine, groups = VLLMEngine(max_num_seqs=8), []
-    engine.start(policy, max_model_len=32, seed=0)
+    engine.start(policy, max_model_len=32)
     for _ in range(num_calls):
         groups = engine.generate(prompts, SAMPLING, seed=3)
     engine.close()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from tests.rollout.conftest import (
@@ -28,7 +29,7 @@ def started(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iter
     policy = make_policy(checkpoints["dense"])
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = make_engine(request.param)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield engine, policy
     engine.close()
 
@@ -48,17 +49,17 @@ def global_state():
 
 def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(started):
     engine, policy = started
-    engine.set_norm_noise(0.1, seed=5)
+    engine.set_norm_noise(NormNoise(0.1, 5))
     before = engine.generate(PROMPTS, SAMPLING, seed=1)
-    engine.start(policy, max_model_len=8, seed=1)
+    engine.start(policy, max_model_len=8)
     assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
 
 
 def test_close_then_start_gives_the_same_tokens_and_leaves_global_state_alone(started):
     engine, policy = started
-    engine.set_norm_noise(0.0, seed=0)
+    engine.set_norm_noise(NormNoise())
     tokens, fingerprint = engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint()
-    engine.set_norm_noise(0.1, seed=5)
+    engine.set_norm_noise(NormNoise(0.1, 5))
     seed_everything()
     expected = global_state()
     seed_everything()
@@ -67,17 +68,17 @@ def test_close_then_start_gives_the_same_tokens_and_leaves_global_state_alone(st
     for call in (lambda: engine.generate(PROMPTS, SAMPLING, seed=1), engine.fingerprint, engine.sleep):
         with pytest.raises(RuntimeError, match="not running: call start"):
             call()
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=3)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert engine.fingerprint() == fingerprint
     assert engine.generate(PROMPTS, SAMPLING, seed=1) == tokens
-    engine.set_norm_noise(0.1, seed=2)
+    engine.set_norm_noise(NormNoise(0.1, 2))
     engine.score(PROMPTS)
     assert global_state() == expected
 
 
 def test_an_engine_that_sleeps_says_so_and_wakes_as_it_was(started):
     engine, policy = started
-    engine.set_norm_noise(0.1, seed=5)
+    engine.set_norm_noise(NormNoise(0.1, 5))
     before = engine.generate(PROMPTS, SAMPLING, seed=1)
     engine.sleep()
     engine.sleep()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.rollout.base import Sampling
 from tests.rollout.conftest import (
     END_TOKENS,
@@ -185,7 +185,7 @@ class TestAdapter:
 class TestNoise:
     def test_noise_is_that_of_the_trainers_norms_and_covers_two_norms_a_layer(self, setup):
         clean = setup.engine.generate(LONG, SAMPLING, seed=1)
-        assert setup.engine.set_norm_noise(0.1, seed=5) == 2 * NUM_LAYERS
+        assert setup.engine.set_norm_noise(NormNoise(0.1, 5)) == 2 * NUM_LAYERS
         noisy = setup.engine.generate(LONG, SAMPLING, seed=1)
         assert noisy != clean
         with setup.noisy_policy(0.1, seed=5):
@@ -193,38 +193,38 @@ class TestNoise:
 
     def test_noise_comes_off_bit_for_bit(self, setup):
         clean = setup.engine.generate(PROMPTS, SAMPLING, seed=1)
-        setup.engine.set_norm_noise(0.1, seed=5)
+        setup.engine.set_norm_noise(NormNoise(0.1, 5))
         setup.engine.generate(PROMPTS, SAMPLING, seed=1)
-        assert setup.engine.set_norm_noise(0.0, seed=6) == 0
+        assert setup.engine.set_norm_noise(NormNoise()) == 0
         assert setup.engine.generate(PROMPTS, SAMPLING, seed=1) == clean
         assert setup.engine.fingerprint() == setup.expected_fingerprint()
 
     def test_noise_never_accumulates(self, setup):
         for seed in (4, 5):
-            setup.engine.set_norm_noise(0.1, seed=seed)
-        norms = noisy_norms(setup.norms, 0.1, 5)
+            setup.engine.set_norm_noise(NormNoise(0.1, seed))
+        norms = noisy_norms(setup.norms, NormNoise(0.1, 5))
         assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=norms)
 
     def test_noise_stays_on_when_an_adapter_is_loaded(self, setup):
-        setup.engine.set_norm_noise(0.1, seed=5)
+        setup.engine.set_norm_noise(NormNoise(0.1, 5))
         setup.engine.load_adapter(setup.other_adapter)
         setup.policy.load_adapter_state(setup.other_adapter)
-        norms = noisy_norms(setup.policy.norm_weights(), 0.1, 5)
+        norms = noisy_norms(setup.policy.norm_weights(), NormNoise(0.1, 5))
         assert setup.engine.fingerprint() == setup.expected_fingerprint(setup.other_adapter, norms)
         with setup.noisy_policy(0.1, seed=5):
             assert_logprobs_are_the_policys(setup, LONG, setup.engine.generate(LONG, SAMPLING, seed=1))
 
     def test_the_trainers_norms_stay_clean(self, setup):
-        setup.engine.set_norm_noise(0.1, seed=5)
+        setup.engine.set_norm_noise(NormNoise(0.1, 5))
         setup.engine.generate(PROMPTS, SAMPLING, seed=1)
         for name, weight in setup.policy.norm_weights().items():
             assert torch.equal(weight, setup.norms[name]), name
 
     def test_a_negative_sigma_is_refused_and_changes_nothing(self, setup):
-        setup.engine.set_norm_noise(0.1, seed=5)
+        setup.engine.set_norm_noise(NormNoise(0.1, 5))
         fingerprint = setup.engine.fingerprint()
         with pytest.raises(ValueError, match=r"-0\.1"):
-            setup.engine.set_norm_noise(-0.1, seed=5)
+            setup.engine.set_norm_noise(NormNoise(-0.1, 5))
         setup.engine.load_adapter(setup.adapter)
         assert setup.engine.fingerprint() == fingerprint
 

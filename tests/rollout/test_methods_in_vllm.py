@@ -32,7 +32,7 @@ def test_vllm_scores_as_the_trainer_does_on_what_a_method_wrote(checkpoints, tmp
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
     engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
     assert engine.fingerprint() == setup.expected_fingerprint()
     for with_adapter in (True, False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
@@ -23,7 +24,7 @@ def policy(checkpoints):
 
 def start(policy, **kwargs):
     engine = TransformersEngine(**kwargs)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     return engine
 
 
@@ -47,7 +48,7 @@ def assert_same(before, after):
 def test_the_policy_is_given_back_bit_for_bit(policy, adapter):
     engine = start(policy)
     engine.load_adapter(random_adapter(policy, seed=2))
-    engine.set_norm_noise(0.1, seed=3)
+    engine.set_norm_noise(NormNoise(0.1, 3))
     policy.train()
     policy.causal_lm.model.layers[0].eval()
     before = snapshot(policy)
@@ -60,7 +61,7 @@ def test_the_policy_is_given_back_bit_for_bit(policy, adapter):
 def test_the_policy_is_given_back_when_a_call_fails_in_the_middle(policy):
     engine = start(policy)
     engine.load_adapter(random_adapter(policy, seed=2))
-    engine.set_norm_noise(0.1, seed=3)
+    engine.set_norm_noise(NormNoise(0.1, 3))
     expected = engine.generate(PROMPTS, SAMPLING, seed=1)
     policy.train()
     before = snapshot(policy)

@@ -31,7 +31,7 @@ def test_vllm_samples_from_the_policy_on_a_base_that_it_cannot_read(
     policy.load_adapter_state(adapter)
     engine = make_engine("vllm")
     with caplog.at_level(logging.INFO):
-        engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+        engine.start(policy, max_model_len=MAX_MODEL_LEN)
     setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
     assert f"no kernels for {form} here" in caplog.text
     assert re.search(r"vLLM started in [\d.]+ s: imports [\d.]+, vLLM [\d.]+, adapter [\d.]+", caplog.text)

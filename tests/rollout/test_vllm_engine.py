@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
@@ -17,6 +17,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import plugin as vllm_plugin
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
+from qerl_pl.rollout.vllm.arguments import accepted_rank
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -36,7 +37,7 @@ def started(checkpoints):
     policy = make_policy(checkpoints["dense"])
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield engine
     engine.close()
 
@@ -118,13 +119,13 @@ def test_a_temperature_that_vllm_would_change_is_refused(started, temperature):
 
 @pytest.mark.vllm
 def test_a_noisy_norm_that_is_put_back_by_hand_is_seen(started):
-    assert started.set_norm_noise(0.1, seed=1) == 4
+    assert started.set_norm_noise(NormNoise(0.1, 1)) == 4
     fingerprint = started.fingerprint()
     name = "model.layers.1.input_layernorm.weight"
     started._call(lambda worker: vllm_worker.live_norms(worker)[name].copy_(started._clean_norms[name]))
     changed = started.fingerprint()
     assert [key for key in changed if changed[key] != fingerprint[key]] == [name]
-    started.set_norm_noise(0.0, seed=0)
+    started.set_norm_noise(NormNoise())
 
 
 @pytest.mark.vllm
@@ -134,7 +135,7 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
     engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     try:
         expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
         assert engine.fingerprint() == expected_fingerprint(adapter, policy.norm_weights(), **expected)
@@ -142,17 +143,17 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
         held = engine._call(vllm_worker.read_adapter, 3)
         for name in [name for name in adapter if ".lora_B" in name]:
             assert torch.equal(held[name], (adapter[name] * (7 / 3)).bfloat16()), f"{name} is rounded twice"
-        engine.set_norm_noise(0.05, seed=3)
-        noisy = noisy_norms(policy.norm_weights(), 0.05, 3)
+        engine.set_norm_noise(NormNoise(0.05, 3))
+        noisy = noisy_norms(policy.norm_weights(), NormNoise(0.05, 3))
         assert engine.fingerprint() == expected_fingerprint(adapter, noisy, **expected)
-        engine.set_norm_noise(5e-4, seed=3)
-        for name, weight in noisy_norms(policy.norm_weights(), 5e-4, 3).items():
+        engine.set_norm_noise(NormNoise(5e-4, 3))
+        for name, weight in noisy_norms(policy.norm_weights(), NormNoise(5e-4, 3)).items():
             held = engine._call(vllm_worker.live_norms)[name]
             assert torch.equal(held, weight), "bf16 would swallow nearly all of such noise"
-        assert engine.set_norm_noise(0.05, seed=3, rounded=True) == 4
+        assert engine.set_norm_noise(NormNoise(0.05, 3, rounded=True)) == 4
         rounded = {name: weight.bfloat16() for name, weight in noisy.items()}
         assert engine.fingerprint() == expected_fingerprint(adapter, rounded, **expected)
-        engine.set_norm_noise(0.0, seed=0)
+        engine.set_norm_noise(NormNoise())
         x, residual = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
         norm = engine._call(lambda worker: worker.get_model().get_submodule("model.layers.1.input_layernorm"))
         own = policy.norm_modules()["model.layers.1.input_layernorm"]
@@ -182,12 +183,12 @@ def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
     policy, group = make_policy(checkpoints["dense"]), dist.is_initialized()
     too_small = VLLMEngine(block_size=BLOCK_SIZE, kv_cache_bytes=1024)
     with pytest.raises(ValueError, match=r"(?i)cache"):
-        too_small.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+        too_small.start(policy, max_model_len=MAX_MODEL_LEN)
     with pytest.raises(RuntimeError, match="not running"):
         too_small.generate(PROMPTS, SAMPLING, seed=1)
     assert dist.is_initialized() == group
     engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
     engine.close()
 
@@ -201,10 +202,10 @@ def test_a_start_that_fails_once_vllm_runs_is_none(checkpoints, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+            engine.start(policy, max_model_len=MAX_MODEL_LEN)
     with pytest.raises(RuntimeError, match="not running"):
         engine.fingerprint()
-    engine.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
     setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
     assert engine.fingerprint() == setup.expected_fingerprint()
     engine.close()
@@ -217,13 +218,13 @@ def _out_of_memory(*args: object) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize(("rank", "accepted"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
 def test_ranks_are_rounded_up_to_what_vllm_takes(rank, accepted):
-    assert vllm_setup.accepted_rank(rank) == accepted
+    assert accepted_rank(rank) == accepted
 
 
 @pytest.mark.vllm
 def test_a_rank_above_vllms_largest_is_refused():
     with pytest.raises(ValueError, match="lora rank is 513"):
-        vllm_setup.accepted_rank(513)
+        accepted_rank(513)
 
 
 def test_the_plugin_is_declared_to_vllm():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qerl_pl.kernels import hopper
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
@@ -54,7 +55,7 @@ def engine(base) -> Iterator[VLLMEngine]:
     policy = make_policy(str(base), dtype=torch.bfloat16)
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=256)
-    engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN)
     yield engine
     engine.close()
 
@@ -69,7 +70,7 @@ def used() -> int:
 @pytest.mark.parametrize("level", [0, 1])
 def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level):
     engine.sleep_level = level
-    engine.set_norm_noise(0.05, 3)
+    engine.set_norm_noise(NormNoise(0.05, 3))
     held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)
     awake = used()
     engine.sleep()
@@ -102,7 +103,7 @@ def test_embeddings_and_head_exist_once(engine):
 
 
 def assert_any_number_of_tokens_is_sampled_by_the_policy(engine: VLLMEngine) -> None:
-    engine.set_norm_noise(0.0, 0)
+    engine.set_norm_noise(NormNoise())
     for copies in (1, 8, 20, 40, 80):  # 3 to 240 tokens at a time
         assert_sampled_by_its_policy(engine, PROMPTS, Sampling(num_completions=copies, max_tokens=12))
 
@@ -115,19 +116,19 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
 def test_noise_below_the_spacing_of_bf16_acts(engine):
     """The oracle has the same noise in fp32; where noise changes much, the engine changes with it."""
     clean = {name: weight.float() for name, weight in engine._policy.norm_weights().items()}
-    assert engine.set_norm_noise(5e-4, 3) == len(clean)
+    assert engine.set_norm_noise(NormNoise(5e-4, 3)) == len(clean)
     noise = [weight - clean[name] for name, weight in engine._call(vllm_worker.live_norms).items()]
     assert torch.cat(noise).square().mean().sqrt().item() == pytest.approx(5e-4, rel=0.05)
     oracle = TransformersEngine()
-    oracle.start(engine._policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    oracle.start(engine._policy, max_model_len=MAX_MODEL_LEN)
     found = {}
     for sigma in (0.0, 0.5):
         for one in (engine, oracle):
-            one.set_norm_noise(sigma, 3)
+            one.set_norm_noise(NormNoise(sigma, 3))
         found[sigma] = [torch.tensor(one.score([PROMPTS[-1]])[0]) for one in (engine, oracle)]
         assert (found[sigma][0] - found[sigma][1]).abs().mean() < 0.1
     assert (found[0.5][0] - found[0.0][0]).abs().mean() > 0.1
-    engine.set_norm_noise(0.0, 0)
+    engine.set_norm_noise(NormNoise())
 
 
 @torch.no_grad()
@@ -151,7 +152,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_policy
 
 engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=256)
-engine.start(make_policy(sys.argv[1], dtype=torch.bfloat16).cuda(), max_model_len=MAX_MODEL_LEN, seed=0)
+engine.start(make_policy(sys.argv[1], dtype=torch.bfloat16).cuda(), max_model_len=MAX_MODEL_LEN)
 engine.close()
 """
 
@@ -168,7 +169,7 @@ def test_an_engine_that_was_closed_leaves_room_for_another_one(engine):
     engine.close()
     left, holders = vllm_memory.left(), held_in_vllms_pool()
     another = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=256, enforce_eager=True)
-    another.start(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    another.start(policy, max_model_len=MAX_MODEL_LEN)
     assert_any_number_of_tokens_is_sampled_by_the_policy(another)
     another.close()
     assert not left, holders

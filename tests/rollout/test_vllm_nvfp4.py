@@ -26,6 +26,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
+from qerl_pl.rollout.vllm.arguments import policy_arguments
 from tests.kernels.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
 
@@ -394,7 +395,7 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
     policy = make_policy(checkpoints["nvfp4"])
     keys = set()
     for kernel in ("ours", "humming"):
-        arguments = vllm_setup.policy_arguments(policy, dtype=torch.bfloat16, max_model_len=64, decoding_kernel=kernel)
+        arguments = policy_arguments(policy, dtype=torch.bfloat16, max_model_len=64, decoding_kernel=kernel)
         keys.add(VllmConfig(additional_config=arguments["additional_config"]).compute_hash())
     assert len(keys) == 2
 
@@ -403,4 +404,4 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
 def test_asking_for_it_where_it_cannot_run_is_an_error_before_anything_is_loaded(checkpoints):
     policy = make_policy(checkpoints["dense"])
     with pytest.raises(ValueError, match=r"decoding_kernel is 'ours', which needs a Hopper GPU .* and a base in NVFP4"):
-        VLLMEngine(decoding_kernel="ours").start(policy, max_model_len=64, seed=0)
+        VLLMEngine(decoding_kernel="ours").start(policy, max_model_len=64)

@@ -134,7 +134,7 @@ def test_layers_with_a_window_are_left_to_vllm():
 def core(checkpoints):
     """What vLLM makes a scheduler from."""
     engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=8, kv_cache_bytes=2**20)
-    engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
     yield engine._core().engine_core
     engine.close()
 

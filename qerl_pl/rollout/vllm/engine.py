@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -15,13 +15,13 @@ from torch import distributed as dist
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
-from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
-from qerl_pl.rollout.vllm import humming, memory, norms, patches, plugin, setup, worker
+from qerl_pl.rollout.vllm import memory, plugin, requests, setup, worker
+from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
 from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.types import Completion
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from qerl_pl.rollout.vllm.scheduler import RolloutScheduler
 
-COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
 SCORED_TOKENS_PER_CALL = 65536
 
 T = TypeVar("T")
@@ -89,7 +88,8 @@ class VLLMEngine:
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "ours", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
-        """May be set until the engine starts."""
+        self._cache_bytes = kv_cache_bytes
+        """As planned."""
         arguments = {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -112,8 +112,14 @@ class VLLMEngine:
         given = {name: value for name, value in self._arguments.items() if name in names}
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
-    def start(self, policy: Policy, *, max_model_len: int, seed: int) -> None:
-        """Load vLLM with the policy's base and adapter. Every request carries its own seed, so ``seed`` is not used.
+    batch_tokens = 0  # its cache is in ``memory``
+
+    def plan_cache(self, num_bytes: int | None) -> None:
+        """See ``RolloutEngine``."""
+        self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
+
+    def start(self, policy: Policy, *, max_model_len: int) -> None:
+        """Load vLLM with the policy's base and adapter. Every request carries its own seed.
 
         Raises:
             ValueError: ``decoding_kernel`` is "ours" where our kernel cannot run.
@@ -134,43 +140,29 @@ class VLLMEngine:
                 from vllm.lora.request import LoRARequest
                 from vllm.platforms import current_platform
 
-                from qerl_pl.rollout.vllm.loader import register_loader
-
             plugin.register()
             dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-            fmt = policy.packed_format
-            kernel = setup.decoding_kernel(self.decoding_kernel, fmt, dtype)
-            arguments = setup.policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
-            unpacked = policy.packed_linears() if setup.lacks(fmt) else {}
-            shared, fp32_norms = policy.embedding_weights(), self._fp32_norms
-            arguments["load_format"] = register_loader(shared, unpacked, fp32_norms=fp32_norms)
-            fp32_head = self._fp32_head and dtype != torch.float32
-            # vLLM's bf16 head rounds logits, which the trainer's does not.
-            arguments["hf_overrides"] = overrides = {"head_dtype": "float32"} if fp32_head else {}
-            if unpacked:
-                overrides |= {"quantization_config": None}
-                setup.log_unpacked(unpacked, dtype)
+            kernel = setup.decoding_kernel(self.decoding_kernel, policy.packed_format, dtype)
             self._on_cpu = current_platform.is_cpu()
-            arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
-            if fp32_norms:
-                arguments |= norms.arguments(compiled=not (self._on_cpu or self._arguments["enforce_eager"]))
-            platform_arguments = setup.cpu_arguments if self._on_cpu else setup.gpu_arguments
-            arguments |= platform_arguments(policy.config, self.memory, dtype=dtype, max_model_len=max_model_len)
-            if self.kv_cache_bytes is not None:
-                arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
+            given = llm_arguments(
+                policy,
+                replace(self.memory, kv_cache_bytes=self._cache_bytes),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                kernel=kernel,
+                on_cpu=self._on_cpu,
+                fp32_norms=self._fp32_norms,
+                fp32_head=self._fp32_head,
+            )
             if not self._on_cpu:
-                setup.check_fused_scales(policy.base)
-                if fmt is not None and not unpacked:
-                    humming.load_operators()
-                if fmt is NVFP4 and self.decoding_kernel == "auto":
-                    setup.log_decoding_lacks(dtype)
+                setup.prepare_gpu(policy, dtype, explain_kernel=self.decoding_kernel == "auto")
             self._group_is_ours = not dist.is_initialized()
             try:
-                beside, kernels = memory.ignoring_what_is_left(), _decoding_kernels(kernel, policy, dtype)
+                beside, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, dtype)
                 with beside, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
-                    self._llm = LLM(**(arguments | more | self._arguments))
+                    self._llm = LLM(**(given | more | self._arguments))
             except BaseException:  # the next start should find what this one found
-                with self._trainers_group():
+                with setup.trainers_group(engines_own=self._group_is_ours):
                     setup.destroy_groups()
                 raise
         self._lora_request = LoRARequest("policy", worker.ADAPTER_ID, "in memory")
@@ -202,54 +194,27 @@ class VLLMEngine:
             ValueError: as in the protocol, or the temperature is one at which vLLM does not sample.
         """
         self._check(prompts, max_tokens=sampling.max_tokens)
-        if sampling.temperature != 0 and not COOLEST <= sampling.temperature <= HOTTEST:
-            raise ValueError(f"temperature is {sampling.temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
-        from vllm import SamplingParams
-
+        requests.check_temperature(sampling.temperature)
         copies = sampling.num_completions
-        params = [
-            SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=request_seed,
-                stop_token_ids=self._end_tokens,
-                logprobs=0,
-                detokenize=False,
-            )
-            for request_seed in request_seeds(prompts, copies, seed)
-        ]
+        params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
         self._scheduler().take_logprobs()  # of a call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
         logprobs = self._scheduler().take_logprobs()
-        completions = [_completion(output, logprobs[output.request_id]) for output in outputs]
+        completions = [requests.completion(output, logprobs[output.request_id]) for output in outputs]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
         """See ``RolloutEngine``. The last token is scored as one that might be sampled, the others as a prompt."""
         self._check(sequences, max_tokens=0)
-        from vllm import SamplingParams
-
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         limit = max([SCORED_TOKENS_PER_CALL, *lengths.tolist()])
         for batch in micro_batches(lengths, limit):
             rows = [row for row in batch.tolist() if len(sequences[row]) > 1]
-            params = [
-                SamplingParams(
-                    max_tokens=1,
-                    temperature=0,
-                    prompt_logprobs=0,
-                    logprob_token_ids=[sequences[row][-1]],
-                    flat_logprobs=True,
-                    detokenize=False,
-                )
-                for row in rows
-            ]
+            params = requests.scoring_params(sequences[row][-1] for row in rows)
             outputs = self._run([sequences[row][:-1] for row in rows], params, adapter=adapter)
             for row, output in zip(rows, outputs, strict=True):
-                scores[row] = [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
+                scores[row] = requests.scores(output)
         return scores
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
@@ -262,16 +227,15 @@ class VLLMEngine:
             self._clean_norms = trained
             self._write_norms(self._clean_norms)
 
-    def set_norm_noise(self, sigma: float, seed: int, *, rounded: bool = False) -> int:
+    def set_norm_noise(self, noise: NormNoise) -> int:
         """See ``RolloutEngine``."""
         self._running()
-        noisy_norms({}, sigma, seed)  # refuses a sigma that means nothing before anything is changed
-        self._noise = NormNoise(sigma, seed, rounded)
+        self._noise = noise
         noisy = self._write_norms(self._clean_norms)
         live = self._call(worker.live_norms)
         written = torch.stack([noisy[name].to(live[name]) for name in live])  # [2L, H]
         held = int((torch.stack(list(live.values())) == written).all(dim=1).sum())
-        return held if sigma else 0
+        return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
         """See ``RolloutEngine``. Read from vLLM's adapter slots and from the weights of its model."""
@@ -308,20 +272,12 @@ class VLLMEngine:
         if self._llm is None:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
-        with preserved_rng(), self._trainers_group():
+        with preserved_rng(), setup.trainers_group(engines_own=self._group_is_ours):
             self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False
         del self._policy, self._base_norms, self._clean_norms
         memory.collect()
-
-    @contextmanager
-    def _trainers_group(self) -> Iterator[None]:
-        """Keeps the process group that was there before the engine, and no other, when vLLM destroys those it knows."""
-        with nullcontext() if self._group_is_ours else patches.kept_process_group():
-            yield
-        if self._group_is_ours and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _running(self) -> LLM:
         if self._llm is None:
@@ -387,31 +343,7 @@ class VLLMEngine:
     def _write_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         live = self._call(worker.live_norms)
         kept_in = self._noise.kept_in(self._running().model_config.dtype)
-        noisy = noisy_norms(clean, self._noise.sigma, self._noise.seed, dtype=kept_in)
+        noisy = noisy_norms(clean, self._noise, dtype=kept_in)
         for name, weight in noisy.items():
             live[name].copy_(weight)
         return noisy
-
-
-def _completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
-    [sampled] = output.outputs
-    assert len(sampled.token_ids) == len(logprobs), (len(sampled.token_ids), len(logprobs))
-    return Completion(tuple(sampled.token_ids), tuple(logprobs), sampled.finish_reason == "stop")
-
-
-def _values(logprobs: object) -> list[float]:
-    from vllm.logprobs import FlatLogprobs
-
-    assert isinstance(logprobs, FlatLogprobs)
-    return logprobs.logprobs
-
-
-def _decoding_kernels(
-    kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype
-) -> AbstractContextManager[None]:
-    """In it vLLM loads linears with the decoding kernel that they are to have."""
-    if kernel == "humming":
-        return nullcontext()
-    from qerl_pl.rollout.vllm import nvfp4
-
-    return nvfp4.for_linears_of(policy, dtype)

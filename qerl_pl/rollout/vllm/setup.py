@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
-from transformers import PretrainedConfig
 
 from qerl_pl.kernels import hopper
-from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
-from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
-from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
@@ -26,6 +22,7 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import fused_groups
 from qerl_pl.rollout.loopback import check_loopback
+from qerl_pl.rollout.vllm import humming, patches
 
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are for servers; INFO shows, for instance, which kernels it chose
@@ -33,8 +30,6 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # that sampler knows no per-request seeds
 }
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
-CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
-UNUSED_SHARE = 0.001
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM
 
 
@@ -77,56 +72,6 @@ def among_ranks() -> Iterator[dict[str, Any]]:
         for name in wanted:
             del os.environ[name]
         os.environ.update(before)
-
-
-def policy_arguments(
-    policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["ours", "humming"]
-) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that follow from the policy.
-
-    Raises:
-        ValueError: the adapter's rank is more than vLLM takes.
-    """
-    from vllm.platforms import current_platform
-
-    # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
-    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    return {
-        **(early if decoding_kernel == "ours" else {}),
-        "model": policy.base,
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is what the caller says, not what the checkpoint's authors prefer
-        "logprobs_mode": "processed_logprobs",
-        "enable_lora": True,
-        "max_lora_rank": accepted_rank(policy.peft_config.r),
-        "max_loras": 1,
-        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
-        # vLLM hashes this: a cached graph of other kernels would call those, or expect Humming's own schedules.
-        "additional_config": {
-            "adapter_kernels": "qerl_pl",
-            "humming_schedules": "qerl_pl",
-            "decoding_kernel": decoding_kernel,
-        },
-        "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
-        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
-        "use_tqdm_on_load": False,
-    }
-
-
-def accepted_rank(rank: int) -> int:
-    """The smallest rank that vLLM takes and the adapter fits in.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from vllm.config.lora import MaxLoRARanks
-
-    accepted = sorted(get_args(MaxLoRARanks))
-    if rank > accepted[-1]:
-        raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
-    return next(larger for larger in accepted if larger >= rank)
 
 
 def lacks(fmt: Format | None) -> bool:
@@ -191,6 +136,19 @@ def destroy_groups() -> None:
     destroy_distributed_environment()
 
 
+@contextmanager
+def trainers_group(*, engines_own: bool) -> Iterator[None]:
+    """In it vLLM may destroy the process groups that it knows: the one that was there before the engine is kept.
+
+    Args:
+        engines_own: there was none, so the group that exists is the engine's and ends with it.
+    """
+    with nullcontext() if engines_own else patches.kept_process_group():
+        yield
+    if engines_own and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def log_starting() -> None:
     """Say that a user has to wait, and why it may be long."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
@@ -228,38 +186,14 @@ def check_fused_scales(base: str) -> None:
                 )
 
 
-def cpu_arguments(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
-) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` on a CPU: a cache for so many of the longest sequences, at most 4 GiB; whole prompts.
+def prepare_gpu(policy: Policy, dtype: torch.dtype, *, explain_kernel: bool) -> None:
+    """What a GPU needs before vLLM starts; ``explain_kernel`` logs why our decoding kernel cannot run, if it cannot.
 
-    vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
-    number drawn at the split by an offset, which the generator of a CPU does not have.
+    Raises:
+        ValueError: fused linears of the base have different tensor scales.
     """
-    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
-    return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
-
-
-def gpu_arguments(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
-) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` on a GPU: a cache for so many of the longest sequences, at most half of what is free.
-
-    With a cache of given size vLLM uses its share of the GPU's memory for nothing, but refuses to start if less than
-    that share is free.
-    """
-    free, _total = torch.cuda.mem_get_info()
-    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
-    return {
-        "kv_cache_memory_bytes": min(wanted, free // 2),
-        "gpu_memory_utilization": UNUSED_SHARE,
-        "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
-    }
-
-
-def _cache_bytes(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, block: int
-) -> int:
-    one = kv_token_bytes(config_shape(config, None, dtype), dtype.itemsize, engine.kv_cache_dtype)
-    block = engine.block_size or block
-    return kv_cache(one, block=block, length=max_model_len, num_sequences=engine.max_num_seqs)
+    check_fused_scales(policy.base)
+    if policy.packed_format is not None and not lacks(policy.packed_format):
+        humming.load_operators()
+    if policy.packed_format is NVFP4 and explain_kernel:
+        log_decoding_lacks(dtype)

@@ -1,0 +1,161 @@
+"""The arguments of ``vllm.LLM`` for a policy on this machine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import PretrainedConfig
+
+from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
+from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.vllm import norms
+from qerl_pl.rollout.vllm.setup import lacks, log_unpacked
+
+CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
+UNUSED_SHARE = 0.001
+
+
+def llm_arguments(
+    policy: Policy,
+    memory: EngineMemory,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    kernel: Literal["ours", "humming"],
+    on_cpu: bool,
+    fp32_norms: bool,
+    fp32_head: bool,
+) -> dict[str, Any]:
+    """All arguments of ``vllm.LLM`` that follow from the policy and the machine.
+
+    Args:
+        policy: whose base is sampled from.
+        memory: the engine's settings, with the size of its cache where that is known.
+        dtype: the engine's compute dtype.
+        max_model_len: longest prompt plus completion, in tokens.
+        kernel: for NVFP4 weights in small batches.
+        on_cpu: vLLM's platform is a CPU.
+        fp32_norms: keep the norms of blocks in fp32, so that noise below the spacing of 16-bit weights acts.
+        fp32_head: logits in fp32, as the trainer's are; vLLM's own are rounded to the compute dtype.
+    """
+    from qerl_pl.rollout.vllm.loader import register_loader
+
+    arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
+    unpacked = policy.packed_linears() if lacks(policy.packed_format) else {}
+    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, fp32_norms=fp32_norms)
+    arguments["hf_overrides"] = overrides = {}
+    if fp32_head and dtype != torch.float32:
+        overrides["head_dtype"] = "float32"
+    if unpacked:
+        overrides["quantization_config"] = None
+        log_unpacked(unpacked, dtype)
+    arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
+    if fp32_norms:
+        arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
+    platform_arguments = cpu_arguments if on_cpu else gpu_arguments
+    arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len)
+    if memory.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = memory.kv_cache_bytes
+    return arguments
+
+
+def policy_arguments(
+    policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["ours", "humming"]
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that follow from the policy.
+
+    Raises:
+        ValueError: the adapter's rank is more than vLLM takes.
+    """
+    from vllm.platforms import current_platform
+
+    # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
+    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    return {
+        **(early if decoding_kernel == "ours" else {}),
+        "model": policy.base,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what the caller says, not what the checkpoint's authors prefer
+        "logprobs_mode": "processed_logprobs",
+        "enable_lora": True,
+        "max_lora_rank": accepted_rank(policy.peft_config.r),
+        "max_loras": 1,
+        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
+        # vLLM hashes this: a cached graph of other kernels would call those, or expect Humming's own schedules.
+        "additional_config": {
+            "adapter_kernels": "qerl_pl",
+            "humming_schedules": "qerl_pl",
+            "decoding_kernel": decoding_kernel,
+        },
+        "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
+        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+        "use_tqdm_on_load": False,
+    }
+
+
+def accepted_rank(rank: int) -> int:
+    """The smallest rank that vLLM takes and the adapter fits in.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    accepted = sorted(get_args(MaxLoRARanks))
+    if rank > accepted[-1]:
+        raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
+    return next(larger for larger in accepted if larger >= rank)
+
+
+def cpu_arguments(
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` on a CPU: a cache for so many of the longest sequences, at most 4 GiB; whole prompts.
+
+    vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
+    number drawn at the split by an offset, which the generator of a CPU does not have.
+    """
+    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
+    return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
+
+
+def gpu_arguments(
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` on a GPU: a cache for so many of the longest sequences, at most half of what is free.
+
+    With a cache of given size vLLM uses its share of the GPU's memory for nothing, but refuses to start if less than
+    that share is free.
+    """
+    free, _total = torch.cuda.mem_get_info()
+    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
+    return {
+        "kv_cache_memory_bytes": min(wanted, free // 2),
+        "gpu_memory_utilization": UNUSED_SHARE,
+        "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
+    }
+
+
+def _cache_bytes(
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, block: int
+) -> int:
+    one = kv_token_bytes(config_shape(config, None, dtype), dtype.itemsize, engine.kv_cache_dtype)
+    block = engine.block_size or block
+    return kv_cache(one, block=block, length=max_model_len, num_sequences=engine.max_num_seqs)
+
+
+def decoding_kernels(
+    kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """In it vLLM loads linears with the decoding kernel that they are to have."""
+    if kernel == "humming":
+        return nullcontext()
+    from qerl_pl.rollout.vllm import nvfp4
+
+    return nvfp4.for_linears_of(policy, dtype)

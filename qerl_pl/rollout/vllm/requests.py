@@ -1,0 +1,79 @@
+"""What vLLM is asked for, and what it answers, for sampling and for scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.types import Completion
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse what vLLM would change or not do.
+
+    Raises:
+        ValueError: vLLM does not sample at this temperature.
+    """
+    if temperature != 0 and not COOLEST <= temperature <= HOTTEST:
+        raise ValueError(f"temperature is {temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
+
+
+def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[int]) -> list[SamplingParams]:
+    """One request per seed, with the log-probability of each sampled token alone."""
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            stop_token_ids=end_tokens,
+            logprobs=0,
+            detokenize=False,
+        )
+        for seed in seeds
+    ]
+
+
+def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
+    """The answer to a request for sampling; logprobs: nats, one a token."""
+    [sampled] = output.outputs
+    assert len(sampled.token_ids) == len(logprobs), (len(sampled.token_ids), len(logprobs))
+    return Completion(tuple(sampled.token_ids), tuple(logprobs), sampled.finish_reason == "stop")
+
+
+def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
+    """One request per sequence, which gives all but its last token as a prompt and asks for the last one's score."""
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=0,
+            logprob_token_ids=[token],
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for token in last_tokens
+    ]
+
+
+def scores(output: RequestOutput) -> list[float]:
+    """The answer to a request for scoring: nats, from the second token on."""
+    return [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
+
+
+def _values(logprobs: object) -> list[float]:
+    from vllm.logprobs import FlatLogprobs
+
+    assert isinstance(logprobs, FlatLogprobs)
+    return logprobs.logprobs
