@@ -76,6 +76,20 @@ def test_a_limit_of_no_memory_is_refused(gib, bases):
         )
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient_checkpointing": 99},
+        {"gradient_checkpointing": -1},
+        {"gradient_checkpointing": 0, "offload_checkpoints": True},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_recomputed_is_refused_before_anything_is_loaded(wrong, bases):
+    with pytest.raises(ValueError, match=r"model\.gradient_checkpointing"):
+        QeRLModule(str(bases["dense"]), TransformersEngine(), [WeightedReward("format", think_answer_format)], **wrong)
+
+
 def test_the_frozen_base_is_not_copied_to_the_host_when_a_run_ends(bases):
     module = QeRLModule(
         str(bases["dense"]), TransformersEngine(), [WeightedReward("format", think_answer_format)], max_prompt_tokens=64
