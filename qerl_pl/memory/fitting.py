@@ -34,7 +34,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """
     offered = checkpointing_options(shape, run, gpu_bytes)
     chosen = fastest(offered, gpu_bytes)
-    why = chosen.why(offered[0]) if run.recompute(shape.num_layers) is None else ""
+    why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
         run = replace(run, gradient_checkpointing=chosen.how.setting(shape.num_layers), offload_checkpoints=False)
     run = replace(run, micro_batch_tokens=chosen.tokens)
@@ -59,15 +59,18 @@ class Option(NamedTuple):
     time: float
     """Predicted for each token, relative to keeping everything in an endless pass (``speed``)."""
 
-    def why(self, everything: Option) -> str:
+    def why(self, everything: Option, gpu_bytes: int) -> str:
         """What was chosen and what it costs, against keeping everything."""
         said = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
             return f"{said}: everything that backward needs fits"
-        slower = self.time / everything.time - 1
+        passes = f"passes of {everything.tokens} tokens"
+        if everything.train <= usable(gpu_bytes):
+            return f"{said}: keeping everything fits with {passes} alone, and would be slower"
+        cost = max(0.0, self.time / everything.time - 1)
         return (
-            f"{said}, which makes a training pass about {100 * slower:.0f} % slower: keeping everything would take "
-            f"{everything.train / GIB:.1f} GiB with passes of {everything.tokens} tokens"
+            f"{said}, for about {100 * cost:.0f} % of a training pass: keeping everything would take "
+            f"{everything.train / GIB:.1f} GiB with {passes}"
         )
 
 

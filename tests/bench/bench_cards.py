@@ -1,0 +1,114 @@
+"""Training passes with what the memory plan chooses for cards of some sizes: python -m tests.bench.bench_cards
+
+For each card the plan of a run with vLLM asleep beside the trainer chooses gradient checkpointing and the micro-batch;
+then a batch of packed rows goes forward and backward in such micro-batches, while torch may take no more than the card
+would leave it. ``peak_bytes`` is against ``predicted_bytes``, what the plan says of the trainer at its largest moment
+without the sleeping engine, the optimizer's state and the CUDA context, none of which is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+import torch
+
+from qerl_pl.memory.fitting import fitted
+from qerl_pl.memory.settings import EngineMemory, RunMemory
+from qerl_pl.memory.shape import config_shape
+from qerl_pl.policy.elementwise import fused_wanted
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout.collate import micro_batches
+from tests.bench.bench_model import DEVICE, DTYPE, clear, draw, last_columns, ours, step
+from tests.bench.harness import RANK, emit, model_config, random_model, timed
+
+GIB = 2**30
+AWAY = ("CUDA, libraries", "engine's base", "engine's adapter", "engine's state, CUDA graphs", "optimizer state")
+ROWS = 128
+PROMPT = 256
+
+
+def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
+    """One model on one card, in a line of results, or on stderr why not."""
+    config = model_config(size)
+    batch, mask = draw(tokens, config.vocab_size)
+    lengths = last_columns(mask) + 1
+    fused = DEVICE == "cuda" and fused_wanted("auto")
+    run = RunMemory(
+        rows=ROWS,
+        prompt_tokens=PROMPT,
+        completion_tokens=int(lengths.max()) - PROMPT,
+        rank=RANK,
+        gradient_checkpointing="auto",
+        fused=fused,
+        engine=EngineMemory(),
+    )
+    found = fitted(config_shape(config, NVFP4, DTYPE), run, gib * GIB)
+    moment = max(("head", "block"), key=found.total)
+    room = found.total(moment) - sum(found.parts[name].get(moment, 0) for name in AWAY if name in found.parts)
+    chosen = f"{size} on {gib} GiB: {found.summary()}"
+    print(chosen, file=sys.stderr)
+    clear()
+    held = 0
+    try:
+        if DEVICE == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.reset_peak_memory_stats()
+        policy = ours(
+            random_model(config, NVFP4, dtype=DTYPE, device=DEVICE),
+            gradient_checkpointing=found.run.gradient_checkpointing,
+            fused_elementwise=fused,
+        )
+        if DEVICE == "cuda":
+            held = torch.cuda.memory_allocated()
+            card = torch.cuda.get_device_properties(0).total_memory
+            away = found.total(moment) - room
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - away) / card))
+        parts = [rows.to(batch.device) for rows in micro_batches(lengths.cpu(), found.micro_batch_tokens)]
+
+        def passes() -> None:
+            for rows in parts:
+                width = int(lengths[rows].max())
+                step(policy, batch[rows, :width], mask[rows, :width])
+
+        name = f"cards/{found.run.gradient_checkpointing}"
+        seconds = timed({name: passes}, repeats=repeats, warmups=1)[name]
+        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+        emit(
+            name,
+            {"model": size, "card_gib": gib, "tokens": tokens, "rank": RANK},
+            "bfloat16",
+            seconds,
+            tokens_per_s=tokens / seconds[len(seconds) // 2],
+            fused=fused,
+            micro_batch_tokens=found.micro_batch_tokens,
+            passes=len(parts),
+            peak_bytes=peak,
+            predicted_bytes=room,
+            resident_bytes=held,
+        )
+    except torch.OutOfMemoryError as error:
+        print(f"{chosen}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    cuda = DEVICE == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="*", default=["7B", "14B", "32B"] if cuda else ["tiny"])
+    parser.add_argument("--cards", nargs="*", type=int, default=[141, 80, 24] if cuda else [8], help="GiB")
+    parser.add_argument("--tokens", type=int, default=16384 if cuda else 512, help="of the batch")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
+    for size in args.sizes:
+        for gib in args.cards:
+            measure(size, gib, args.tokens, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
