@@ -58,7 +58,7 @@ def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], 
         "rewards": [{"name": reward.rpartition(".")[2], "weight": 1.0, "reward": reward}],
         "sampling": {"num_completions": GROUP, "max_tokens": args.completion, "temperature": 1.0},
         "lora": {"rank": RANK, "alpha": RANK},
-        "gradient_checkpointing": True,
+        "gradient_checkpointing": "auto",
         "micro_batch_tokens": args.micro_batch_tokens,
     }
 
