@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.noise.fp32_norms import weights_replaced
-from qerl_pl.noise.norm_noise import noisy_norms
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.elementwise import PACKAGE, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.recompute import Recompute, ladder
@@ -57,7 +57,7 @@ def test_other_activations_keep_their_own_mlp():
 def test_noisy_norm_weights_act():
     policy = make()
     tokens, mask = torch.randint(256, (2, 9)), torch.arange(9).expand(2, 9) > 1
-    noisy = noisy_norms(policy.norm_weights(), 0.3, 1)
+    noisy = noisy_norms(policy.norm_weights(), NormNoise(0.3, 1))
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     with torch.no_grad():
         clean = policy.token_stats(tokens, mask, temperature=1.0).logprobs
