@@ -13,10 +13,10 @@ OVERHEAD = 600
 """Tokens that take as long as what a pass does once, whatever its size."""
 WHOLE = 0.33
 """Time of recomputing every block, as a share of a pass that keeps everything. A block's last product is not made."""
-SELECTIVE = 0.06
-"""Likewise of recomputing norms, rotations, activations and sums alone; an estimate."""
+SELECTIVE = 0.09
+"""Likewise of recomputing norms, rotations, activations and sums alone."""
 FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.03
-"""Likewise where norms, rotations and SwiGLU are single kernels."""
+"""Likewise where norms, rotations and SwiGLU are single kernels; the second is an estimate."""
 OFFLOAD = 0.07
 """Share by which a pass that recomputes every block gets slower when the blocks' inputs go to the host and back."""
 

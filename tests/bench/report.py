@@ -226,6 +226,7 @@ def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, labe
     for line in lines:
         found.setdefault(row(line), {})[column(line)] = value(line)
     columns = list(dict.fromkeys(column(line) for line in lines))
+    columns.sort(key=lambda each: each if isinstance(each, int) else 0)
     rows = [[name, *(cells.get(each, "") for each in columns)] for name, cells in found.items()]
     return table([label, *columns], rows)
 
@@ -357,6 +358,7 @@ def _quarters(name: str, digits: int, scale: float = 1) -> Column:
     return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
 
 
+PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 QUESTIONS = [
     Question(
         "How much faster does an NVFP4 base sample?",
@@ -383,7 +385,7 @@ QUESTIONS = [
         "Groups of 8 completions, prompts of 256 tokens. Another process holds the rest of the GPU's memory. `held` "
         "is the most that the run held, as that process saw it or, where it did not look, as the run logged it; "
         "`planned` is what `python -m qerl_pl plan` says beforehand. `too small` was refused.",
-        cards,
+        lambda lines: [line for line in cards(lines) if "Humming" not in _policy(line)],
         partial(
             rows_table,
             {
@@ -424,13 +426,12 @@ QUESTIONS = [
         "How fast is the training pass?",
         "Forward and backward over packed rows of up to 2048 tokens, gradient checkpointing, log-probabilities and "
         "entropies. `peft` is PEFT's LoRA layer with a bf16 adapter, `peft-fp32` with its default fp32 adapter; "
-        "`offload` keeps checkpoints in host memory. Peak memory comes on top of what is resident. `hidden states` is "
-        "the pass without the head, on packed rows and on padded ones with transformers' own attention.",
-        lambda lines: _of_kind("step/", lines) + _of_kind("padding/", lines),
+        "`offload` keeps checkpoints in host memory. Peak memory comes on top of what is resident.",
+        lambda lines: [line for line in _of_kind("step/", lines) if line["shape"]["model"] != "3B"],
         partial(
             rows_table,
             {
-                "policy": lambda line: ("hidden states, " if line["name"].startswith("pad") else "") + _variant(line),
+                "policy": _variant,
                 "model": _shape("model"),
                 "pass, s": _median(1),
                 "tokens/s": _number("tokens_per_s", 0),
@@ -438,6 +439,20 @@ QUESTIONS = [
                 "resident, GB": _number("resident_bytes", 2, 1e-9),
                 "peak, GB": _number("peak_bytes", 2, 1e-9),
             },
+        ),
+    ),
+    Question(
+        "What does recomputing less in backward gain?",
+        "The same pass of 16384 tokens of the 7B NVFP4 policy: tokens per second / GB at its peak, base included, by "
+        "`model.gradient_checkpointing`; a number is of blocks recomputed whole, the others selectively. `fused`: "
+        "with liger-kernel's norms, rotary embeddings and SwiGLU, `model.fused_elementwise`.",
+        partial(_of_kind, "rungs/"),
+        partial(
+            pivot,
+            lambda line: _variant(line).split("-")[0],
+            lambda line: _variant(line).split("-")[1],
+            lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
+            label="recomputed",
         ),
     ),
     Question(
@@ -477,11 +492,11 @@ QUESTIONS = [
     Question(
         "What does the exact arithmetic of the sampler cost?",
         "Microseconds per decoding step of a 7B NVFP4 engine by the number of sequences. `exact`: logits in fp32, and "
-        "noise on fp32 norm weights; `rounded`: both in bf16.",
+        "noise on fp32 norm weights; `rounded`: both in bf16. `norms alone`: all of a step, in one CUDA graph.",
         lambda lines: _of_kind("head/rollout", lines) + _of_kind("aqn-norm/", lines),
         partial(
             pivot,
-            lambda line: f"{line['name'].split('/')[0]}, {line['shape']['variant']}",
+            lambda line: f"{PARTS[line['name']]}, {line['shape']['variant']}",
             _shape("sequences"),
             _number("median_s", 0, 1e6),
             label="sequences",
@@ -491,7 +506,7 @@ QUESTIONS = [
         "How fast are the NVFP4 kernels of decoding?",
         "Microseconds of each fused linear alone: Humming's fastest schedule / the native kernel (`nvfp4_decode` for "
         "few tokens, `nvfp4_batch` for more); an engine chooses between them by a rule.",
-        lambda lines: [line for line in _of_kind("schedules/", lines) if line["shape"]["model"] in ("7B", "14B")],
+        lambda lines: [line for line in _of_kind("schedules/", lines) if line["shape"]["model"] == "7B"],
         kernels_table,
     ),
     Question(
@@ -499,7 +514,7 @@ QUESTIONS = [
         "Microseconds of the linears of one layer in a CUDA graph by the number of tokens. `fused`: the base GEMM "
         "adds the adapter, x A^T runs on SMs that it leaves idle. `separate` adds it with Triton kernels, `cuBLAS` by "
         "products.",
-        partial(_of_kind, "layer-ours/"),
+        lambda lines: [line for line in _of_kind("layer-ours/", lines) if line["shape"]["model"] == "7B"],
         partial(
             pivot,
             lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
