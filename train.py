@@ -20,17 +20,17 @@ from callbacks.rng_state import RNGState
 from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
-from qerl_pl.base_check import base_folder
+from qerl_pl.base.folder import base_folder
 from qerl_pl.checkpoint import LAST
 from qerl_pl.cli_errors import of_the_value
-from qerl_pl.config_changes import keep_old_config
 from qerl_pl.console import quieten
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
 from qerl_pl.objective.words import Parser, accept_words, spelt_out
 from qerl_pl.os_errors import in_words
 from qerl_pl.run_folder import keep_metrics, run_folder, run_named_after
-from qerl_pl.trainer_settings import check_trainer
+from qerl_pl.settings.changes import keep_old_config
+from qerl_pl.settings.trainer import check_trainer
 from qerl_pl.yaml_files import check_yaml_files, config_files
 
 BASE_CONFIG = Path(__file__).parent / "configs" / "base.yaml"

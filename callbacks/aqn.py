@@ -8,10 +8,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from qerl_pl.common.seeding import derive_seed
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, realized_sigma
 from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
-from qerl_pl.seeding import derive_seed
 
 
 class AdaptiveQuantizationNoise(Callback):

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from qerl_pl.loop import Rollout, RolloutLoop
+from qerl_pl.common.seeding import derive_seed
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy
@@ -19,7 +19,7 @@ from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import trained_norms
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.seeding import derive_seed
+from qerl_pl.rollout.loop import Rollout, RolloutLoop
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # rollouts ask for several too

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
+from qerl_pl.common.files import write_whole
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
 from qerl_pl.update import UpdateReport
-from qerl_pl.whole import write_whole
 
 
 class CompletionLogger(Callback):

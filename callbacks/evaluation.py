@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from qerl_pl.common.files import write_whole
 from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
 from qerl_pl.module import QeRLModule
-from qerl_pl.whole import write_whole
 
 
 class EvaluationReport(Callback):

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from qerl_pl.loop import Rollout
 from qerl_pl.module import QeRLModule
+from qerl_pl.rollout.loop import Rollout
 
 
 class GradientGuard(Callback):

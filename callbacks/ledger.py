@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from qerl_pl import ranks
-from qerl_pl.loop import Rollout
+from qerl_pl.common import ranks
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise
@@ -20,6 +19,7 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.rollout.loop import Rollout
 
 
 class MismatchLedger(Callback):

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from qerl_pl import ranks
-from qerl_pl.loop import Rollout
+from qerl_pl.common import ranks
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.module import QeRLModule
+from qerl_pl.rollout.loop import Rollout
 
 GIB = 2**30
 

@@ -14,15 +14,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from qerl_pl import ranks
-from qerl_pl.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
-from qerl_pl.loop import Rollout
+from qerl_pl.common import ranks
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
+from qerl_pl.policy.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.seeding import derive_seed
-from qerl_pl.types import Completion, Prompt
+from qerl_pl.rollout.loop import Rollout
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; healthy engines: docs/correctness.md
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; what is below is no jump
@@ -44,9 +44,9 @@ class RolloutEvidence(Callback):
     - ``evidence/copies``: evidence in nats that completions of one prompt, those of earlier rollouts included, are
       copies: the engine copies completions, or its seed does not change. All rows count.
 
-    Evidence is a likelihood ratio that goes on from rollout to rollout (``qerl_pl.evidence.accumulated``), so what does
-    not show in one rollout shows after some. A policy that is nearly certain of every token samples nearly the same at
-    any temperature, and nearly all of its completions are equal: little shows there.
+    Evidence is a likelihood ratio that goes on from rollout to rollout (``qerl_pl.policy.evidence.accumulated``), so
+    what does not show in one rollout shows after some. A policy that is nearly certain of every token samples nearly
+    the same at any temperature, and nearly all of its completions are equal: little shows there.
 
 
     Where no group had a signal for some rollouts a warning says what to do.

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
 from qerl_pl.module import QeRLModule
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qerl_pl.seeding import derive_seed
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Problem
 from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
-from qerl_pl.types import Problem
 
 
 class Arithmetic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from datamodules.rows import read_rows, text
-from qerl_pl.types import Problem
+from qerl_pl.common.types import Problem
 
 
 class _Place(NamedTuple):

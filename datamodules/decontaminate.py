@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
-from qerl_pl.types import Problem
+from qerl_pl.common.types import Problem
 
 
 class Overlap(NamedTuple):

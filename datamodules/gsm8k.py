@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datamodules.rows import Row, read_rows, text
-from qerl_pl.types import Problem
+from qerl_pl.common.types import Problem
 
 
 class GSM8K:

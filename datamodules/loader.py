@@ -14,8 +14,8 @@ from functools import cached_property
 
 import torch
 
-from qerl_pl.seeding import derive_seed
-from qerl_pl.types import Prompt
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Prompt
 
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from datamodules.decontaminate import find_overlaps
 from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.sources import PromptSource
-from qerl_pl import ranks
-from qerl_pl.seeding import derive_seed
-from qerl_pl.tokenizer_check import check_chat_template
-from qerl_pl.types import Problem, Prompt
+from qerl_pl.base.tokenizer import check_chat_template
+from qerl_pl.common import ranks
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Problem, Prompt
 
 
 class PromptDataModule(LightningDataModule):

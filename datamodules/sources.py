@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from qerl_pl.types import Problem
+from qerl_pl.common.types import Problem
 
 
 class PromptSource(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from datamodules.rows import Row, in_share, read_rows, text
+from qerl_pl.common.types import Problem
 from qerl_pl.rewards.answers import marked_answer
-from qerl_pl.types import Problem
 
 
 class Table:

@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from qerl_pl import checkpoint_file
-from qerl_pl.base_digest import base_digest
+from qerl_pl.base.digest import base_digest
 from qerl_pl.checkpoint_file import Damaged
 from qerl_pl.policy.lora import LoraSettings
 

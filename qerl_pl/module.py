@@ -17,31 +17,23 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
-from qerl_pl import ranks
-from qerl_pl.base_check import BaseFormat, base_folder, check_base
+from qerl_pl.base.folder import BaseFormat, base_folder, check_base
 from qerl_pl.checkpoint import check_identity, identity_of, run_identity
-from qerl_pl.dynamic_sampling import DynamicSampling
+from qerl_pl.common import ranks
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.evaluation import Evaluation
 from qerl_pl.evaluation.identity import described, evaluation_identity, open_cache
-from qerl_pl.loop import RolloutLoop
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.module_settings import check_counts, check_micro_batch, check_passes, check_sampling
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import mismatch
-from qerl_pl.optimization import (
-    Schedule,
-    check_groups,
-    group_settings,
-    lr_scheduler,
-    parameter_groups,
-    restore_settings,
-)
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
@@ -49,10 +41,18 @@ from qerl_pl.policy.recompute import Setting
 from qerl_pl.quant.families import check_window
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from qerl_pl.run_length import check_run_length
-from qerl_pl.seeding import derive_seed
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Prompt
+from qerl_pl.rollout.dynamic_sampling import DynamicSampling
+from qerl_pl.rollout.loop import RolloutLoop
+from qerl_pl.settings.model import check_counts, check_micro_batch, check_passes, check_sampling
+from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.training.optimization import (
+    Schedule,
+    check_groups,
+    group_settings,
+    lr_scheduler,
+    parameter_groups,
+    restore_settings,
+)
 from qerl_pl.update import improve
 
 

@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_pl.batch_terms import BatchTerms, batch_terms
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import less_penalty
 from qerl_pl.objective.losses import kl_estimate
-from qerl_pl.passes import Batch
 from qerl_pl.policy.policy import Policy
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Experience
-from qerl_pl.update_metrics import correction_metrics, update_metrics
+from qerl_pl.training.metrics import correction_metrics, update_metrics
+from qerl_pl.training.passes import Batch
+from qerl_pl.training.terms import BatchTerms, batch_terms
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl_pl.base_digest import KEPT, base_digest
+from qerl_pl.base.digest import KEPT, base_digest
 
 
 @pytest.fixture

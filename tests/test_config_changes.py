@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from qerl_pl.config_changes import changed_settings, keep_old_config
+from qerl_pl.settings.changes import changed_settings, keep_old_config
 
 
 def test_changes_are_listed_by_their_key():

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 import train
-from qerl_pl.base_check import base_folder
+from qerl_pl.base.folder import base_folder
 from qerl_pl.objective import Objective
 from qerl_pl.objective.words import accept_words
 from qerl_pl.run_folder import run_named_after

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_pl.dynamic_sampling import DynamicSampling, balanced
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.rewards.base import RewardTable
+from qerl_pl.rollout.dynamic_sampling import DynamicSampling, balanced
 from qerl_pl.rollout.scored import ScoredBatch
-from qerl_pl.types import Completion, Prompt
 from tests.two_ranks import on_two_ranks
 
 G = 3
@@ -59,7 +59,7 @@ def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
 
 def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Prompt]) -> tuple[Any, ...]:
     """Everything sampled, the refills, the chosen share (or None) and how many were asked for each time."""
-    from qerl_pl import ranks
+    from qerl_pl.common import ranks
 
     calls = []
 
@@ -170,7 +170,7 @@ CASES = [(seed, share, size, over) for seed in range(6) for share in (0.1, 0.3, 
 
 
 def on_every_case(rank: int) -> list[tuple[Any, ...]]:
-    from qerl_pl import ranks
+    from qerl_pl.common import ranks
 
     found = []
     for seed, share, size, oversample in CASES:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from callbacks.rollout_evidence import repeats
-from qerl_pl.evidence import (
+from qerl_pl.policy.evidence import (
     ALTERNATIVES,
     NUCLEI,
     OUTSIDE,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import SchedulerType, get_scheduler
 
-from qerl_pl.optimization import Schedule, check_groups, lr_factor, lr_scheduler, parameter_groups
+from qerl_pl.training.optimization import Schedule, check_groups, lr_factor, lr_scheduler, parameter_groups
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
 from tests.two_ranks import on_two_ranks
 
 

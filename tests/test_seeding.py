@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_pl.seeding import derive_seed
+from qerl_pl.common.seeding import derive_seed
 
 SEEDS, PURPOSES, INDICES = st.integers(-(2**63), 2**63), st.text(max_size=8), st.integers(0, 2**40)
 

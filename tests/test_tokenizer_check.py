@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qerl_pl.base_check import check_base
-from qerl_pl.tokenizer_check import check_chat_template, check_text_survives, load_tokenizer
+from qerl_pl.base.folder import check_base
+from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer
 from qerl_pl.tools.tiny import CHAT_TEMPLATE, VOCAB_SIZE, make_tiny, make_tokenizer
 
 CONFIG = {"vocab_size": VOCAB_SIZE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_pl.trainer_settings import check_trainer
+from qerl_pl.settings.trainer import check_trainer
 
 GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "max_steps": 8, "val_check_interval": 3}
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
@@ -17,9 +19,7 @@ from qerl_pl.objective.covariance import CovarianceControl
 from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.types import Experience
 from qerl_pl.update import improve
 from tests.two_ranks import on_two_ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.whole import write_whole
+from qerl_pl.common.files import write_whole
 
 
 def test_a_file_has_its_text_and_its_folder_is_made(tmp_path):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_pl.types import Prompt
-from qerl_pl.whole import write_whole
+from qerl_pl.common.files import write_whole
+from qerl_pl.common.types import Prompt
 
 
 class EvaluationCache:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torchmetrics import MeanMetric, MetricCollection
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
-from qerl_pl.loop import RolloutLoop
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Prompt
+from qerl_pl.rollout.loop import RolloutLoop
 
 
 class Evaluation:

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.finite import require_finite
+from qerl_pl.common.finite import require_finite
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora_product import lora_product
 from qerl_pl.quant.linear import FrozenLinear

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qerl_pl.evidence import alternative_logprobs
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
+from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, token_logprobs
 from qerl_pl.policy.lora import (
     BLOCK_NORM_MODULES,

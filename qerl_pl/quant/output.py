@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl_pl.common.files import allow_reading, write_whole
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
-from qerl_pl.whole import allow_reading, write_whole
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")

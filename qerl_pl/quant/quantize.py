@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
@@ -32,7 +33,6 @@ from qerl_pl.quant.plan import OutputFile, fused_groups, output_files, split_lin
 from qerl_pl.quant.report import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.writers import WRITERS, Writer
-from qerl_pl.tokenizer_check import load_tokenizer
 
 LARGEST_WEIGHT = 1e6  # squares of larger ones, summed over a layer, come near to what fp32 can hold
 VERSION = 1  # of the layout and arithmetic of the output; part of its metadata

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
-from qerl_pl.seeding import derive_seed
-from qerl_pl.types import Completion, Prompt
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qerl_pl.types import Completion, Prompt
+from qerl_pl.common.types import Completion, Prompt
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qerl_pl.types import Completion, Prompt
+from qerl_pl.common.types import Completion, Prompt
 
 
 class SoftOverlong:

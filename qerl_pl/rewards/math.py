@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer
 from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
 from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
-from qerl_pl.types import Completion, Prompt
 
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # of unknowns: no number
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from qerl_pl.finite import require_finite
+from qerl_pl.common.finite import require_finite
+from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.checksums import checksums
-from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from qerl_pl.policy.policy import Policy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_pl.types import Completion, Experience, Prompt
+from qerl_pl.common.types import Completion, Experience, Prompt
 
 
 def collate(

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from qerl_pl.seeding import derive_seed
+from qerl_pl.common.seeding import derive_seed
 
 PEFT_PREFIX = "base_model.model."
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.objective.advantages import group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
-from qerl_pl.types import Completion, Prompt
 
 
 @dataclass(frozen=True)

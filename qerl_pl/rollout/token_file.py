@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_pl.whole import allow_reading
+from qerl_pl.common.files import allow_reading
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.base_check import base_folder
+from qerl_pl.base.folder import base_folder
+from qerl_pl.common.files import write_whole
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
@@ -27,9 +28,8 @@ from qerl_pl.memory.shape import ModelShape, checkpoint_shape
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.policy import DTYPES
+from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.output_paths import output_file, picture_file
-from qerl_pl.trainer_settings import check_devices
-from qerl_pl.whole import write_whole
 
 GIB = 2**30
 BAR = 60

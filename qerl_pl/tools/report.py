@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.common.files import write_whole
 from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.tools.page.collect import collect
 from qerl_pl.tools.page.follow import make_server
 from qerl_pl.tools.page.render import render
-from qerl_pl.whole import write_whole
 
 CURVES = (
     ("val/accuracy", "accuracy on held-out problems"),

@@ -13,8 +13,8 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import Reward, judge_rows
-from qerl_pl.types import Completion, Prompt
 
 CHUNK = 1024  # rows in memory at once; a completion may have 100 kB
 NAMED = {

@@ -28,9 +28,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl_pl.seeding import derive_seed
+from qerl_pl.common.files import allow_reading
+from qerl_pl.common.seeding import derive_seed
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
-from qerl_pl.whole import allow_reading
 
 SFT_STEPS = 900  # at 450 the habit is there and the skill is not firm: RL stops at 0.77 on one seed in three
 BATCH_SIZE = 64

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from callbacks.canary import fixed_tokens, score_gaps, strange_adapter
-from qerl_pl.loop import RolloutLoop
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.tiny import make_tokenizer
 from tests.bench.checkpoints import DEVICE, FORMATS, write_random_checkpoint

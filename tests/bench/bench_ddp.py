@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.tools.curves import Curve, read_curves
-from qerl_pl.types import Completion, Prompt
 from tests.bench.bench_grpo import DTYPE, model_settings
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import PHASES, decoding_kernel, emit

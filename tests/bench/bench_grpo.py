@@ -29,9 +29,9 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.curves import Curve, read_curves
-from qerl_pl.types import Completion, Prompt
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import DECODING_KERNELS, PHASES, RANK, child_environment, decoding_kernel, emit
 from tests.bench.together import is_together

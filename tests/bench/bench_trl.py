@@ -30,11 +30,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Completion
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.vllm.setup import prepare_environment
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Completion
 from tests.bench.bench_grpo import DEVICE, GROUP, PROMPT_TOKENS, coin, peak_memory
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import RANK, emit

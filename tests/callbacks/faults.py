@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.types import Completion
 
 
 class Instead:

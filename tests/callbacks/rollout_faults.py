@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.common.types import Completion
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.types import Completion
 from tests.callbacks.faults import FAULTS, Instead
 
 Groups = list[list[Completion]]

@@ -12,11 +12,11 @@ from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
-from qerl_pl.loop import RolloutLoop
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import without_callback
 from tests.callbacks.faults import FAULTS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from callbacks.evaluation import summarize
+from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
-from qerl_pl.types import Prompt
 
 
 def row(score: float | None, *, finished: bool = True) -> dict:

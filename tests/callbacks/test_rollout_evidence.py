@@ -7,7 +7,7 @@ import math
 import pytest
 
 from callbacks.rollout_evidence import RolloutEvidence
-from qerl_pl.evidence import ALTERNATIVES
+from qerl_pl.policy.evidence import ALTERNATIVES
 from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import load_last

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.loader import EvaluationLoader, TrainLoader
-from qerl_pl.types import Prompt
+from qerl_pl.common.types import Prompt
 
 
 def prompts(num: int) -> list[Prompt]:

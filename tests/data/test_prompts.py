@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from datamodules.arithmetic import Arithmetic
 from datamodules.prompts import PromptDataModule, check_lengths, encode, hold_out, without_shared
 from datamodules.table import Table
+from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
-from qerl_pl.types import Problem, Prompt
 
 
 class Fixed:

@@ -12,7 +12,7 @@ import pytest
 from datamodules.arithmetic import Arithmetic
 from datamodules.gsm8k import GSM8K
 from datamodules.table import Table
-from qerl_pl.types import Problem
+from qerl_pl.common.types import Problem
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not in {DATA}; set QERL_DATA")

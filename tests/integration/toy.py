@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from callbacks.last_checkpoint import LastCheckpoint
-from qerl_pl.types import Completion, Prompt
+from qerl_pl.common.types import Completion, Prompt
 
 
 def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:

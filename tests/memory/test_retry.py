@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.objective import Objective
-from qerl_pl.passes import Batch
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.recompute import Recompute
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Experience
+from qerl_pl.training.passes import Batch
 from qerl_pl.update import UpdateReport, improve
 from tests.memory.conftest import policy_of, small_config
 

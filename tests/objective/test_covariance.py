@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from qerl_pl.batch_terms import held_back
+from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.covariance import CovarianceControl
-from qerl_pl.passes import Batch
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.run_length import check_run_length
+from qerl_pl.settings.run_length import check_run_length
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.types import Experience
+from qerl_pl.training.passes import Batch
+from qerl_pl.training.terms import held_back
 from tests.reference import covariance as reference
 
 ROWS, WIDTH, PROMPT, GROUP = 6, 12, 3, 2

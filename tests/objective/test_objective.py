@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import group_advantages
@@ -21,9 +23,7 @@ from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.stopwatch import Stopwatch
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.types import Experience
 from qerl_pl.update import UpdateReport, improve
 
 ROWS, WIDTH, PROMPT = 4, 9, 3

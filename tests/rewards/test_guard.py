@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.guard import RewardError
 from qerl_pl.rewards.math import MathAnswer
 from qerl_pl.rewards.verdict import Verdict
-from qerl_pl.types import Completion, Prompt
 
 PROMPTS = [Prompt((1,), "5")] * 3
 COMPLETIONS = [Completion((1,), (0.0,), True, "<answer>5</answer>")] * 3

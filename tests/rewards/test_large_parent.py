@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 held = bytearray(b"1") * (1200 * 2**20)  # resident: more than a worker may use itself
 from qerl_pl.rewards.math import MathAnswer
-from qerl_pl.types import Completion, Prompt
+from qerl_pl.common.types import Completion, Prompt
 completion = Completion((1,), (0.0,), True, text=r"<answer>\\frac{2}{4}</answer>")
 reward = MathAnswer()
 print("SCORE", reward([Prompt((1,), r"\\frac{1}{2}")], [completion]))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged, marked_answer
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.numbers import last_number, parse_number
-from qerl_pl.types import Completion, Prompt
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 

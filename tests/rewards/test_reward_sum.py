@@ -7,11 +7,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, ready_rewards, score_rewards
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.length import SoftOverlong
 from qerl_pl.rewards.math import NumericAnswer
-from qerl_pl.types import Completion, Prompt
 
 
 def completion(text: str = "", num_tokens: int = 1) -> Completion:

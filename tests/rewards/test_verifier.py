@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.math import MathAnswer
 from qerl_pl.rewards.verifier import Verifier
-from qerl_pl.types import Completion, Prompt
 
 HANGING = ("5", "9^{9^{9^{9}}}")
 

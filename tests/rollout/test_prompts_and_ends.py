@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig, Qwen2Config
 
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Completion
 from qerl_pl.rollout.base import Sampling, check_groups
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds
-from qerl_pl.seeding import derive_seed
-from qerl_pl.types import Completion
 from tests.rollout.conftest import END_TOKENS, VOCAB_SIZE
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
@@ -22,8 +24,6 @@ from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, tra
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
 from qerl_pl.rollout.vllm import memory, plugin, requests, setup, worker
 from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from qerl_pl.common.types import Completion
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.types import Completion
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.collate import micro_batches
-from qerl_pl.types import Experience
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
+from qerl_pl.common.types import Prompt
 from qerl_pl.rollout.scored import ScoredBatch
-from qerl_pl.types import Prompt
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl import ranks
-from qerl_pl.dynamic_sampling import DynamicSampling
+from qerl_pl.common import ranks
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
+from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.rollout.scored import ScoredBatch
-from qerl_pl.seeding import derive_seed
-from qerl_pl.stopwatch import Stopwatch
-from qerl_pl.types import Experience, Prompt
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
+from qerl_pl.common.seeding import derive_seed
 from qerl_pl.objective import Objective
 from qerl_pl.objective.covariance import CovarianceControl, held_back_number, largest_threshold, token_covariance
 from qerl_pl.objective.losses import count_divisor, entropy_threshold
-from qerl_pl.passes import Batch
-from qerl_pl.seeding import derive_seed
+from qerl_pl.training.passes import Batch
 
 
 @dataclass(frozen=True)

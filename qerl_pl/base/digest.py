@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from qerl_pl.whole import write_whole
+from qerl_pl.common.files import write_whole
 
 KEPT = ".qerl-pl-digests.json"
 """In the base's folder: a weight file's name to its size, times and digest."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from qerl_pl.base.tokenizer import check_text_survives, load_tokenizer
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import read_layout
-from qerl_pl.tokenizer_check import check_text_survives, load_tokenizer
 
 BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 

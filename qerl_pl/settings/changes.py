@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from qerl_pl.whole import write_whole
+from qerl_pl.common.files import write_whole
 
 NO_SETTING = ("ckpt_path", "config")  # they say where to go on, not how
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qerl_pl import ranks
+from qerl_pl.common import ranks
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import effective_share
-from qerl_pl.passes import Batch
+from qerl_pl.training.passes import Batch
 
 PER_TOKEN = {
     "policy/clipped_low_share": "clipped_low",

@@ -1,0 +1,1 @@
+"""What every other room uses: data types, collectives over ranks, seeds, time, files."""

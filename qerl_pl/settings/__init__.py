@@ -1,0 +1,1 @@
+"""Checks of settings that need no model, and what changed between two starts of a run."""
