@@ -1,12 +1,19 @@
-"""python -m qerl_pl COMMAND: the commands beside training."""
+"""All commands: ``qerl COMMAND``, and ``python -m qerl_pl COMMAND`` where the project is not installed."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
-from qerl_pl.os_errors import in_words
+from qerl_pl.common.os_errors import in_words
 
+TRAINING = {
+    "fit": "train a policy",
+    "validate": "evaluate a policy on the validation problems",
+    "test": "evaluate a policy, with intervals over problems",
+    "predict": "write the completions of a policy",
+}
 COMMANDS = {
     "tiny": "make a small warm-started policy for the quickstart and for tests",
     "quantize": "write a 4-bit copy of a checkpoint",
@@ -21,16 +28,25 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    commands = TRAINING | COMMANDS
     if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        print("usage: python -m qerl_pl COMMAND [--help]\n\ncommands:")
-        print("\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items()))
-        print("\nTraining and evaluation: python train.py --help")
+        width = max(map(len, commands))
+        print("usage: qerl COMMAND [--help], or python -m qerl_pl COMMAND\n\ncommands:")
+        print("\n".join(f"  {name:{width}}  {text}" for name, text in commands.items()))
+        print("\nTraining and evaluation take -c TASK -c MODEL -c ARM, files or the names of shipped configurations.")
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(f"unknown command {argv[0]!r}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
+    if argv[0] not in commands:
+        print(f"unknown command {argv[0]!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
         return 2
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # rewards and callbacks of the user's, which an installed program does not see
     # Imported on demand: `doctor` has to run where half of the packages are missing.
+    if argv[0] in TRAINING:
+        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            return 1
+        return status
     try:
         return importlib.import_module(f"qerl_pl.tools.{argv[0]}").main(argv[1:])
     except OSError as error:

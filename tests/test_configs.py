@@ -14,9 +14,9 @@ from jsonargparse import ArgumentParser
 
 import train
 from qerl_pl.base.folder import base_folder
+from qerl_pl.cli.words import accept_words
+from qerl_pl.common.run_folder import run_named_after
 from qerl_pl.objective import Objective
-from qerl_pl.objective.words import accept_words
-from qerl_pl.run_folder import run_named_after
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")

@@ -112,7 +112,8 @@ def test_links_between_keys_are_the_programs():
         re.MULTILINE,
     )
     said = {(source, target) for source, targets in rows for target in re.findall(r"`([\w.]+)`", targets)}
-    program = re.findall(r'link_arguments\(\(?"([\w.]+)"(?:, "[\w.]+"\))?, "([\w.]+)"', (ROOT / "train.py").read_text())
+    source = (ROOT / "qerl_pl" / "cli" / "training.py").read_text()
+    program = re.findall(r'link_arguments\(\(?"([\w.]+)"(?:, "[\w.]+"\))?, "([\w.]+)"', source)
     assert said == set(program)
 
 

@@ -8,8 +8,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from qerl_pl.os_errors import in_words
-from qerl_pl.run_folder import run_folder
+from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.run_folder import run_folder
 
 
 @pytest.mark.parametrize(

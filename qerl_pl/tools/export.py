@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
-from qerl_pl.os_errors import in_words
+from qerl_pl.common.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.tools.model_card import model_card
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.base.folder import base_folder
+from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
@@ -39,11 +40,11 @@ def main(argv: list[str]) -> int:
     """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 if there is nothing to plan."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl plan",
-        description=f"{__doc__} Reads the settings as train.py does, and of the base its config.json and the heads of "
-        "its weight files; a folder with config.json alone is enough. Further arguments are those of "
-        "`python train.py fit`, e.g. --model.lora.rank 64.",
+        description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
+        "its weight files; a folder with config.json alone is enough. Further arguments are those of `fit`, e.g. "
+        "--model.lora.rank 64.",
     )
-    parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for train.py; repeatable")
+    parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the card (default: model.gpu_memory, or this card's)")
     parser.add_argument("--json", type=output_file, help="write the plan there")
     parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
@@ -81,14 +82,12 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """The whole configuration of ``train.py fit`` with these arguments; nothing of it is built."""
-    import train
-
+    """Parse the whole configuration of ``fit`` with these arguments; builds nothing of it."""
     printed = StringIO()
     command_line = list(sys.argv)
     try:
         with redirect_stdout(printed):
-            train.main(["fit", *arguments, "--print_config"])
+            training(["fit", *arguments, "--print_config"])
     except SystemExit as stop:
         if stop.code:
             raise  # the parser has said what is wrong

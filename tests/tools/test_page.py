@@ -18,8 +18,8 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.run_folder import LOCK
 from qerl_pl.rollout.token_file import RowTokens, read_tokens, write_tokens
-from qerl_pl.run_folder import LOCK
 from qerl_pl.tools.page.follow import make_server
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028"

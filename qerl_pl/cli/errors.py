@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from qerl_pl.cli.yaml_files import config_files
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
@@ -58,17 +59,10 @@ def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str
     return f"there is no setting {key}{where}; {hint}"
 
 
-def config_files(arguments: Sequence[str]) -> list[Path]:
-    """The YAML files that a command line names."""
-    named = [after for before, after in pairwise(arguments) if before in ("-c", "--config")]
-    named += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
-    return [path for path in map(Path, named) if path.is_file()]
-
-
 def _settings(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return None
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.yaml_files import check_yaml, check_yaml_files
+from qerl_pl.cli.yaml_files import check_yaml, check_yaml_files
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

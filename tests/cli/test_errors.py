@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_pl.cli_errors import in_short, of_the_value
+from qerl_pl.cli.errors import in_short, of_the_value
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes

@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
-from qerl_pl.cli_errors import in_short
+from qerl_pl.cli.errors import in_short
 from qerl_pl.objective.published import completed
 
 OPTION = "--model.objective"

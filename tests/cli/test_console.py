@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from qerl_pl.console import MESSAGES, quieten
+from qerl_pl.cli.console import MESSAGES, quieten
 
 
 @pytest.fixture(autouse=True)

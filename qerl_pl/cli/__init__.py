@@ -1,0 +1,1 @@
+"""The command line: LightningCLI, shipped configurations by name, and errors that fit on a screen."""

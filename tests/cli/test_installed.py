@@ -1,0 +1,90 @@
+"""The wheel, used from an empty folder: every command, shipped configurations by name, the vLLM plug-in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_pl.__main__ import COMMANDS, TRAINING
+
+ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel was installed into; built in a copy of the sources, without network."""
+    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split("\0"):
+        if name and not name.startswith(("tests/", "docs/")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    alone = ["--no-deps", "--no-index"]
+    subprocess.run([*PIP, "wheel", *alone, "--no-build-isolation", "-w", str(wheels), str(source)], check=True)
+    [wheel] = wheels.glob("qerl_pl-*.whl")
+    subprocess.run([*PIP, "install", *alone, "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+@pytest.fixture
+def qerl(installed, tmp_path):
+    """``qerl("plan", ...)``: the console script, from an empty folder."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, str(installed / "bin" / "qerl"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_wheel_has_all_that_a_run_needs(installed):
+    for pattern in ("qerl_pl/**/*", "callbacks/**/*", "datamodules/**/*", "configs/**/*.yaml"):
+        paths = {path.relative_to(ROOT) for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
+        assert paths
+        assert [str(path) for path in paths if not (installed / path).exists()] == []
+    assert not (installed / "tests").exists()
+    [info] = installed.glob("qerl_pl-*.dist-info")
+    entries = {(entry.group, entry.name): entry.value for entry in PathDistribution(info).entry_points}
+    assert entries["vllm.general_plugins", "qerl_pl"] == "qerl_pl.rollout.vllm.plugin:register"
+    assert entries["console_scripts", "qerl"] == "qerl_pl.__main__:main"
+
+
+def test_shipped_configurations_are_found_by_name_and_own_code_in_the_folder_of_the_user(qerl, tmp_path, installed):
+    (tmp_path / "mine.py").write_text("def reward(prompts, completions):\n    return [0.0 for _ in prompts]\n")
+    reward = "--model.rewards=[{name: mine, reward: mine.reward}]"
+    done = qerl("fit", "--print_config", "-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "nvfp4_aqn", reward)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert config["run_dir"] == "runs/gsm8k_qwen2.5-7b_nvfp4_aqn"
+    assert config["model"]["base_format"] == "nvfp4"
+    assert config["model"]["rewards"][0]["reward"] == "mine.reward"
+    assert (installed / "configs" / "base.yaml").exists()
+
+
+def test_plan_needs_a_config_json_and_no_repository(qerl, tmp_path):
+    base = tmp_path / "models" / "qwen2.5-7b"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text(
+        '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 1000, "hidden_size": 64, '
+        '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}'
+    )
+    done = qerl("plan", "-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "bf16", "--gpu-memory", "24")
+    assert done.returncode == 0, done.stderr
+    assert "fits: the peak is" in done.stdout
+
+
+def test_help_lists_every_command(qerl):
+    done = qerl("--help")
+    assert done.returncode == 0, done.stderr
+    assert set(COMMANDS | TRAINING) <= set(done.stdout.split())
