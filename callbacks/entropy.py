@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
 from typing_extensions import override
 
+from qerl_pl.common.metrics import Pooled, over_ranks, quantile
 from qerl_pl.module import QeRLModule
 
 
@@ -36,20 +37,27 @@ class EntropyLogger(Callback):
             raise ValueError(f"entropy quantiles {bad} are outside [0, 1]")
         self.quantiles = quantiles
         self.histogram_every = histogram_every
+        self._metric = Pooled(self._statistics)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        entropy = outputs["entropy"]  # [T] fp32
+        update, index = outputs["update"], outputs["rollout_index"]
+        found = over_ranks(self._metric, update.entropy[update.experience.sampled])
+        entropy = found.pop("values")
         if not len(entropy):
             return
-        pl_module.log("policy/entropy", entropy.mean())
-        ordered = entropy.sort().values  # torch.quantile takes at most 16 million values
-        for q in self.quantiles:
-            pl_module.log(f"policy/entropy_p{q * 100:g}", ordered[round(q * (len(ordered) - 1))])
-        index = outputs["rollout_index"]
+        pl_module.log_dict({f"policy/entropy{name}": value for name, value in found.items()})
         if self.histogram_every and index % self.histogram_every == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_histogram("policy/entropy_histogram", torch.as_tensor(entropy), index)
+                    logger.experiment.add_histogram("policy/entropy_histogram", entropy, index)
+
+    def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
+        """By the ends of their names, and the values [T] themselves."""
+        if not len(entropy):
+            return {"values": entropy}
+        ordered = entropy.sort().values
+        quantiles = {f"_p{q * 100:g}": quantile(ordered, q) for q in self.quantiles}
+        return {"values": entropy, "": entropy.mean(), **quantiles}

@@ -13,7 +13,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from qerl_pl.evaluation.pass_at_k import accuracy, bootstrap_interval
 from qerl_pl.module import QeRLModule
 
 
@@ -78,16 +78,14 @@ def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) ->
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]
-    accuracy = {}
-    for k in sorted({1, n, *(2**power for power in range(n.bit_length()))} - {0}):
-        values = pass_at_k(right, n, k)
+    found = {}
+    for key, values in accuracy(right, n).items():
         low, high = bootstrap_interval(values, level=level)
-        key = f"avg@{n}" if k == 1 else f"pass@{k}"
-        accuracy[key] = {"mean": values.mean().item(), "low": low, "high": high}
+        found[key] = {"mean": values.mean().item(), "low": low, "high": high}
     return {
         "num_problems": len(right),
         "num_completions": n,
-        "accuracy": accuracy,
+        "accuracy": found,
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
         "unscored_share": sum(row["reward"] is None for row in rows) / len(rows),
         "mean_tokens": sum(row["num_tokens"] for row in rows) / len(rows),

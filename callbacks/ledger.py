@@ -11,15 +11,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
+from qerl_pl.common.metrics import over_ranks
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.objective.correction import mismatch
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.isolation import preserved_rng
 from qerl_pl.rollout.loop import Rollout
+from qerl_pl.training.metrics import gap
 
 
 class MismatchLedger(Callback):
@@ -62,6 +63,7 @@ class MismatchLedger(Callback):
         self.num_rows = num_rows
         self.max_tokens = max_tokens
         self.every = every
+        self._gap = gap()
         self._rollout: int | None = None
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
 
@@ -104,7 +106,7 @@ class MismatchLedger(Callback):
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
-        statistics = mismatch(ranks.gather(log_ratio[self._sampled]))._asdict()
+        statistics = over_ranks(self._gap, log_ratio[self._sampled])
         del statistics["count"]
         values = {f"ledger/{cause}/{name}": float(value) for name, value in statistics.items()}
         for logger in pl_module.trainer.loggers:  # ``log`` would repeat them at the rollouts between

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from qerl_pl.common import ranks
+from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
 from qerl_pl.module import QeRLModule
 
 
@@ -23,35 +23,32 @@ class RolloutStatistics(Callback):
             - class_path: callbacks.statistics.RolloutStatistics
     """
 
+    def __init__(self) -> None:
+        self._mean, self._sum = Mean(), total()
+        self._rewards = Pooled(lambda rewards: {"": rewards.mean(), "_std": rewards.std()})
+        self._lengths = Pooled(lambda lengths: {"": lengths.mean(), "_max": lengths.max()})
+
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         rollout = outputs["rollout"]
         table, completions = rollout.evaluation.table, rollout.evaluation.completions
-        lengths = torch.tensor([len(completion.tokens) for completion in completions])
-        finished = torch.tensor([completion.finished for completion in completions])
-        columns = (table.total, table.scored, lengths, finished, *table.components.values())
-        rows = ranks.gather(torch.stack([column.float() for column in columns], dim=1))
-        total, scored, lengths, finished, *components = rows.unbind(dim=1)
-        rewards = total[scored.bool()]
-        pl_module.log("train/reward", rewards.mean())
-        pl_module.log("train/reward_std", rewards.std())
-        for name, scores in zip(table.components, components, strict=True):
-            pl_module.log(f"train/{name}", scores.nanmean())
-        unscored = ranks.gather_values(table.causes())
-        for cause in table.causes():
-            pl_module.log(f"reward/unscored/{cause}", float(sum(counts[cause] for counts in unscored)))
-        signal = ranks.gather(rollout.signal.float())
-        discarded = len(signal) - sum(ranks.gather_values(rollout.chosen.num_groups))
-        pl_module.log_dict(
-            {
-                "rollout/completion_tokens": lengths.mean(),
-                "rollout/completion_tokens_max": lengths.max(),
-                "rollout/truncated_share": 1 - finished.mean(),
-                "rollout/unscored_share": 1 - scored.mean(),
-                "rollout/groups_with_signal": signal.mean(),
-                "rollout/groups_discarded": float(discarded),
-                "rollout/refills": float(rollout.num_refills),
-            }
-        )
+        logged = {
+            f"train/reward{name}": value for name, value in over_ranks(self._rewards, table.total[table.scored]).items()
+        }
+        for name, scores in table.components.items():
+            logged[f"train/{name}"] = over_ranks(self._mean, scores[~scores.isnan()])
+        for cause, count in table.causes().items():
+            logged[f"reward/unscored/{cause}"] = over_ranks(self._sum, torch.tensor(float(count)))
+        lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
+        for name, value in over_ranks(self._lengths, lengths).items():
+            logged[f"rollout/completion_tokens{name}"] = value
+        finished = torch.tensor([float(completion.finished) for completion in completions])
+        logged["rollout/truncated_share"] = over_ranks(self._mean, 1 - finished)
+        logged["rollout/unscored_share"] = over_ranks(self._mean, 1 - table.scored.float())
+        logged["rollout/groups_with_signal"] = over_ranks(self._mean, rollout.signal.float())
+        discarded = torch.tensor(float(len(rollout.signal) - rollout.chosen.num_groups))
+        logged["rollout/groups_discarded"] = over_ranks(self._sum, discarded)
+        logged["rollout/refills"] = float(rollout.num_refills)
+        pl_module.log_dict(logged)

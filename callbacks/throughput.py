@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from qerl_pl.common import ranks
+from qerl_pl.common.metrics import largest, over_ranks, total
 from qerl_pl.module import QeRLModule
 
 
@@ -67,10 +67,8 @@ class Throughput(Callback):
         rollout = outputs["rollout"]
         sampled = sum(len(completion.tokens) for completion in rollout.evaluation.completions)
         tokens = {"rollout": sampled, "train": int(rollout.experience.lengths.sum())}
-        everyone = ranks.gather_values((costs, tokens))
-        most = {name: max(costs[name] for costs, _ in everyone) for name in costs}
-        for name, value in most.items():
-            pl_module.log(name, value)
-        for phase in tokens:
-            rate = sum(tokens[phase] for _, tokens in everyone) / max(most[f"time/{phase}_s"], 1e-9)
-            pl_module.log(f"throughput/{phase}_tokens_per_s", rate)
+        most = {name: over_ranks(largest(), torch.tensor(value, dtype=torch.float64)) for name, value in costs.items()}
+        pl_module.log_dict(most)
+        for phase, number in tokens.items():
+            everywhere = over_ranks(total(), torch.tensor(float(number)))
+            pl_module.log(f"throughput/{phase}_tokens_per_s", everywhere / max(most[f"time/{phase}_s"], 1e-9))

@@ -33,7 +33,6 @@ from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective import Objective
-from qerl_pl.objective.correction import mismatch
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
@@ -332,16 +331,7 @@ class QeRLModule(LightningModule):
         )
         self.log_dict(report.metrics)
         self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
-        sampled = report.experience.sampled
-        log_ratio = ranks.gather((report.old_logprobs - report.experience.sampler_logprobs)[sampled])
-        self.log_dict({f"gap/{name}": value for name, value in mismatch(log_ratio)._asdict().items()})
-        return {
-            "rollout": rollout,
-            "rollout_index": index,
-            "update": report,
-            "entropy": ranks.gather(report.entropy[sampled]),
-            "seconds": dict(watch.seconds),
-        }
+        return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _optimizer_step(self) -> Tensor:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()

@@ -15,7 +15,7 @@ from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import less_penalty
 from qerl_pl.objective.losses import kl_estimate
 from qerl_pl.policy.policy import Policy
-from qerl_pl.training.metrics import correction_metrics, update_metrics
+from qerl_pl.training.metrics import correction_metrics, gap_metrics, update_metrics
 from qerl_pl.training.passes import Batch
 from qerl_pl.training.terms import BatchTerms, batch_terms
 
@@ -115,7 +115,7 @@ def improve(
         num_steps=num_updates * num_mini_batches,
         reference=batch.reference is not None,
     )
-    metrics |= correction_metrics(batch, objective) | _control_metrics(terms, bonus)
+    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | _control_metrics(terms, bonus)
     metrics["train/micro_batch_tokens"] = torch.tensor(float(batch.budget.tokens))
     return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens, following)
 

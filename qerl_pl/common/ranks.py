@@ -31,7 +31,7 @@ def mean(value: Tensor) -> Tensor:
     """Mean over ranks of a floating-point tensor that has the same shape on all of them."""
     if num_ranks() == 1:
         return value
-    total = value.detach().to(_device(), copy=True)
+    total = value.detach().to(device(), copy=True)
     dist.all_reduce(total)
     return (total / num_ranks()).to(value.device)
 
@@ -40,7 +40,7 @@ def gather(rows: Tensor) -> Tensor:
     """[N, ...] of each rank -> the rows of all, rank after rank; N may differ, the other sizes may not."""
     if num_ranks() == 1:
         return rows
-    return torch.cat(gather_all_tensors(rows.detach().to(_device()))).to(rows.device)
+    return torch.cat(gather_all_tensors(rows.detach().to(device()))).to(rows.device)
 
 
 def gather_values(value: T) -> list[T]:
@@ -83,6 +83,6 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         parameter.grad = gradient.view_as(parameter)
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     """Where the process group's collectives run."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

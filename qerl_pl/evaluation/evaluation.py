@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchmetrics import MeanMetric, MetricCollection
+from torch import Tensor
+from torchmetrics import MetricCollection
 
 from qerl_pl.common import ranks
+from qerl_pl.common.metrics import Mean, Pooled
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
+from qerl_pl.evaluation.pass_at_k import accuracy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.loop import RolloutLoop
 
@@ -39,8 +42,8 @@ class Evaluation:
         self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
         self._rows: list[dict[str, Any]] = []
         names = [*(term.name for term in loop.rewards), *_OF_ROWS]
-        self._means = MetricCollection({name: MeanMetric() for name in names}, compute_groups=False)
-        self._means.set_dtype(torch.float64).to(device)
+        self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
+        self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
         self._add([])  # a rank may get no prompt
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
@@ -58,14 +61,19 @@ class Evaluation:
         """The records of all ranks in the order of the prompts. Collective."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
-    def means(self) -> dict[str, torch.Tensor]:
+    def means(self) -> dict[str, Tensor]:
         """Means over the completions of all ranks, [] fp64 each; nothing where there is no completion. Collective.
 
-        Every reward by its name, the weighted sum (``reward``), and the shares that could not be scored or were cut
-        off at the longest length. A completion that could not be scored has earned 0.
+        Every reward by its name, the weighted sum (``reward``), the shares that could not be scored or were cut off at
+        the longest length, and with several completions per problem pass@k of those that the first reward gives 1. A
+        completion that could not be scored has earned 0.
         """
-        found = self._means.compute()
+        found = self._means.compute() | self._pass_at_k.compute()
         return {} if found["reward"].isnan() else found
+
+    def _mean_pass_at_k(self, num_right: Tensor) -> dict[str, Tensor]:
+        values = accuracy(num_right, self._sampling.num_completions)
+        return {name: each.mean() for name, each in values.items() if name.startswith("pass@")}
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         self._rows += rows
@@ -73,6 +81,8 @@ class Evaluation:
             of_row = _OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
             values = [of_row(row) for row in rows]
             metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))
+        right = [row["rewards"][self._loop.rewards[0].name] == 1 for row in rows]
+        self._pass_at_k.update(torch.tensor(right).view(-1, self._sampling.num_completions).sum(dim=1))
 
 
 _OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {

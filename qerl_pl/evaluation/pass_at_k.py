@@ -32,6 +32,14 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
     return 1 - ((wrong - steps).clamp(min=0) / (n - steps)).prod(dim=1)
 
 
+def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
+    """avg@n, then pass@k for k = 2, 4, 8, ... and n, by name: [P] fp64 each; with n = 1 avg@1 alone."""
+    powers = {2**power for power in range(1, n.bit_length())}
+    return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
+        f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})
+    }
+
+
 def bootstrap_interval(
     values: Tensor, *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:

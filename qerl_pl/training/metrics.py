@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
-from qerl_pl.common import ranks
+from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
 from qerl_pl.objective import Objective
-from qerl_pl.objective.correction import effective_share
+from qerl_pl.objective.correction import effective_share, mismatch
 from qerl_pl.training.passes import Batch
 
 PER_TOKEN = {
@@ -19,6 +20,25 @@ PER_TOKEN = {
     "policy/kl_old": "k3",
     "policy/kl_ref": "kl_ref",
 }
+
+
+class EffectiveShare(Metric):
+    """Effective sample size of the importance weights of all ranks, as a share of their number."""
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
+        """Add [] sums over some units."""
+        self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
+
+    def compute(self) -> Tensor:
+        """[] in [0, 1] (``objective.correction.effective_share``)."""
+        return effective_share(*self.sums)
 
 
 def update_metrics(
@@ -41,13 +61,14 @@ def update_metrics(
         reference: the KL to the base was measured.
     """
     zero = torch.zeros_like(num_tokens)
-    sums = [num_tokens, num_kept, *(totals.get(total, zero) for total in (*PER_TOKEN.values(), "loss"))]
-    num_tokens, num_kept, *sums, loss = ranks.mean(torch.stack([value.double() for value in sums]))
-    found = {"train/loss": loss / num_steps, "train/grad_norm": totals["grad_norm"] / num_steps}
-    for (name, total), value in zip(PER_TOKEN.items(), sums, strict=True):
-        count = num_tokens if total == "kl_ref" else num_kept
-        if count > 0 and (reference or total != "kl_ref"):
-            found[name] = value / (count * num_updates)
+    per_step = totals.get("loss", zero) / num_steps  # its divisors are means over ranks
+    found = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
+    carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}
+    carried |= {"policy/kl_ref": num_tokens} if reference else {}
+    for name, count in carried.items():
+        value = _share(totals.get(PER_TOKEN[name], zero) / num_updates, count)
+        if not value.isnan() or over_ranks(total(), count) > 0:
+            found[name] = value
     return found
 
 
@@ -57,12 +78,27 @@ def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
         return {}
     experience = batch.experience
     whole = objective.importance(batch.old - experience.sampler_logprobs, experience.mask)
-    sums = ranks.mean(torch.stack([value.double() for value in whole[1:]]))
-    units, outside, weights, squares, rows, rejected = sums
-    tiny = torch.finfo(units.dtype).tiny
-    found = {"correction/effective_share": effective_share(units, weights, squares)}
+    found = {
+        "correction/effective_share": over_ranks(EffectiveShare(), whole.num_units, whole.weight_sum, whole.square_sum)
+    }
     if objective.correction != "none":
-        found["correction/outside_share"] = outside / units.clamp(min=tiny)
+        found["correction/outside_share"] = _share(whole.num_outside, whole.num_units)
     if objective.rejection is not None:
-        found["correction/rejected_share"] = rejected / rows.clamp(min=tiny)
+        found["correction/rejected_share"] = _share(whole.num_rejected, whole.num_rows)
     return found
+
+
+def gap() -> Pooled:
+    """Statistics of log(trainer / sampler) over tokens, or of any part of it (``objective.correction.mismatch``)."""
+    return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
+
+
+def gap_metrics(batch: Batch) -> dict[str, Tensor]:
+    """``gap`` before the first update, over the sampled tokens."""
+    log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
+    found = over_ranks(gap(), log_ratio)
+    return {f"gap/{name}": value for name, value in found.items()}
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    return over_ranks(Mean(), part / whole.clamp(min=1), whole)
