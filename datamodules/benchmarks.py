@@ -46,4 +46,6 @@ class Benchmark:
         """The benchmark's problems."""
         place = _HUB[self.name]
         rows = read_rows(self.path or place.path, split=place.split)
-        return [Problem(text(row, place.question), text(row, "answer").removesuffix(".0")) for row in rows]
+        return [
+            Problem(text(row, place.question), text(row, "answer").removesuffix(".0"), row=row.columns) for row in rows
+        ]

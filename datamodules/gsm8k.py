@@ -35,4 +35,4 @@ def _problem(row: Row) -> Problem:
     answer = answer.strip().replace(",", "")
     if not mark or not answer:
         raise ValueError(f"{row.where}: the solution has no final answer after '####'")
-    return Problem(text(row, "question"), answer)
+    return Problem(text(row, "question"), answer, row=row.columns)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from datamodules.decontaminate import find_overlaps
 from datamodules.loader import EvaluationLoader, TrainLoader, numbered
+from datamodules.messages import chat_of, chat_text
 from datamodules.sources import PromptSource
 from qerl_pl.base.tokenizer import check_chat_template
 from qerl_pl.common import ranks
@@ -34,7 +35,7 @@ class PromptDataModule(LightningDataModule):
         batch_size: training prompts a rollout (P), over all ranks.
         max_prompt_tokens: longest prompt, in tokens, the chat template included.
         max_dropped_share: share of the prompts that may be dropped before the run refuses to start.
-        system_prompt: text of a system turn; None leaves the turn to the chat template.
+        system_prompt: text of a system turn where the data set has none; None leaves the turn to the chat template.
         question_template: text of the user turn; ``{question}`` stands for the question.
         held_out: so many training problems are taken out of training and validate in place of the source's validation
             problems; 0: none. They are chosen by the hash of the question, so they are the same in every run; training
@@ -129,8 +130,11 @@ class PromptDataModule(LightningDataModule):
         seed = derive_seed(self.seed, "refill", rollout_index)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
-        taken = {prompt._replace(copy=0) for prompt in served}
-        return numbered((self._train[row] for row in order if self._train[row] not in taken), served)
+        taken = {(prompt.tokens, prompt.answer) for prompt in served}
+        others = (
+            prompt for prompt in map(self._train.__getitem__, order) if (prompt.tokens, prompt.answer) not in taken
+        )
+        return numbered(others, served)
 
     def val_dataloader(self) -> EvaluationLoader:
         """The held-out prompts of this rank, or the validation prompts where none are held out."""
@@ -154,14 +158,16 @@ class PromptDataModule(LightningDataModule):
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str) -> list[Prompt]:
         if not problems:
             raise ValueError(f"{type(self.source).__name__} gives no {side} problems")
-        questions = [problem.question for problem in problems]
-        rows = encode(tokenizer, questions, system_prompt=self.system_prompt, question_template=self.question_template)
+        settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
+        chats = [chat_of(problem, **settings) for problem in problems]
+        texts = [chat_text(tokenizer, chat) for chat in chats]
+        rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has written the special tokens
         check_lengths(
             [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
         )
         prompts = [
-            Prompt(tuple(row), problem.answer)
-            for row, problem in zip(rows, problems, strict=True)
+            Prompt(tuple(row), problem.answer, text=text, messages=tuple(chat), row=problem.row)
+            for row, problem, text, chat in zip(rows, problems, texts, chats, strict=True)
             if len(row) <= self.max_prompt_tokens
         ]
         self.num_dropped[side] = len(rows) - len(prompts)
@@ -170,43 +176,6 @@ class PromptDataModule(LightningDataModule):
             f"{self.max_prompt_tokens} tokens"
         )
         return prompts
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[str],
-    *,
-    system_prompt: str | None = None,
-    question_template: str = "{question}",
-) -> list[list[int]]:
-    """Tokens of the chat prompt of each question, ready for the assistant's answer.
-
-    Args:
-        tokenizer: with a chat template.
-        questions: as the data set has them.
-        system_prompt: text of a system turn; None leaves the turn to the chat template.
-        question_template: text of the user turn; ``{question}`` stands for the question.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template; use an instruction-tuned model's"
-        )
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    texts = [
-        # replace, not format: a question or a template may hold braces of its own
-        str(
-            tokenizer.apply_chat_template(
-                [*system, {"role": "user", "content": question_template.replace("{question}", question)}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
-        for question in questions
-    ]
-    return tokenizer(texts, add_special_tokens=False).input_ids  # the template has written the special tokens
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:

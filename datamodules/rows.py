@@ -13,6 +13,16 @@ from lightning.pytorch.utilities import rank_zero_info
 MAX_TEXT = 1_000_000  # characters of a question or an answer: more is a broken row, and takes minutes to tokenise
 
 
+class Written(float):
+    """A number that is printed with the digits that the file has: 27.10 is an answer, 27.1 may be another one."""
+
+    def __init__(self, written: str) -> None:
+        self.written = written
+
+    def __str__(self) -> str:
+        return self.written
+
+
 class Row(NamedTuple):
     """One row as it was stored."""
 
@@ -112,7 +122,7 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
 
 def _parse(line: str, where: str) -> dict[str, object]:
     try:
-        row = json.loads(line, parse_float=str)
+        row = json.loads(line, parse_float=Written)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     except RecursionError:

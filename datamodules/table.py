@@ -1,35 +1,38 @@
-"""Any table with a question and an answer column: JSON Lines or Parquet files, or a data set of the hub."""
+"""Any table with a column of questions or chats: JSON Lines or Parquet files, or a data set of the hub."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from datamodules.messages import question_of, read_messages
 from datamodules.rows import Row, in_share, read_rows, text
-from qerl_pl.common.types import Problem
+from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
 
 class Table:
-    """Problems from two columns of a table.
+    """Problems from a table; a reward sees all of its columns as ``prompt.row``.
 
     Args:
         train_path: a .jsonl or .parquet file, or a hub name such as ``openai/gsm8k``.
         validation_path: the same for the validation rows; None takes them out of the training rows.
         validation_share: share of the training rows that validates where there is no validation_path, chosen by the
             question's hash: the same rows in every run, whatever their order.
-        question: column of the question.
-        answer: column of the verifiable answer.
+        question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``.
+        answer: column of the verifiable answer; None where the reward needs none.
         marker: how the answer is marked where that column holds a worked solution: "boxed" or "hash"; None takes the
             whole column.
         subset: of a hub data set.
         train_split: of a hub data set.
         validation_split: of a hub data set.
+        system: column of the system prompt of each row; None: there is none.
         only: columns to the values that are kept in training, e.g. ``{level: ["Level 4", "Level 5"]}``.
         between: columns to the lowest and highest number that is kept in training, e.g.
             ``{llama8b_solve_rate: [0.1, 0.9]}``.
 
     Raises:
-        ValueError: a share outside (0, 1), or both or none of validation_path and validation_share; when read, a row
+        ValueError: a share outside (0, 1), or both or none of validation_path and validation_share, a marker
+            without an answer; when read, a row
             lacks a column or a marked answer (file and line are named).
     """
 
@@ -39,14 +42,17 @@ class Table:
         validation_path: str | None = None,
         validation_share: float | None = None,
         question: str = "question",
-        answer: str = "answer",
+        answer: str | None = "answer",
         marker: Literal["boxed", "hash"] | None = None,
         subset: str | None = None,
         train_split: str = "train",
         validation_split: str = "test",
+        system: str | None = None,
         only: dict[str, list[str]] | None = None,
         between: dict[str, tuple[float, float]] | None = None,
     ) -> None:
+        if marker is not None and answer is None:
+            raise ValueError(f"marker is {marker!r} and answer is null; name the column that the answer is marked in")
         if (validation_path is None) == (validation_share is None):
             raise ValueError("give either validation_path or validation_share, one of them")
         if validation_share is not None and not 0 < validation_share < 1:
@@ -60,6 +66,7 @@ class Table:
         self.subset = subset
         self.train_split = train_split
         self.validation_split = validation_split
+        self.system = system
         self.only = only or {}
         self.between = between or {}
 
@@ -82,12 +89,23 @@ class Table:
         return [problem for problem in problems if in_share(problem.question, self.validation_share)]
 
     def _problem(self, row: Row) -> Problem:
-        answer = text(row, self.answer)
+        answer = "" if self.answer is None else text(row, self.answer)
         if self.marker is not None:
             answer = marked_answer(answer, self.marker)
             if not answer:
                 raise ValueError(f"{row.where}: no answer is marked ({self.marker}) in column {self.answer!r}")
-        return Problem(text(row, self.question), answer)
+        messages: tuple[Message, ...] = ()
+        if isinstance(row.columns.get(self.question), list):
+            messages = read_messages(row, self.question)
+            question = question_of(messages)
+        else:
+            question = text(row, self.question)
+        if self.system is not None:
+            asked = messages or ({"role": "user", "content": question},)
+            if asked[0]["role"] == "system":
+                raise ValueError(f"{row.where}: there are two system prompts, in {self.question!r} and {self.system!r}")
+            messages = ({"role": "system", "content": text(row, self.system)}, *asked)
+        return Problem(question, answer, messages, row.columns)
 
     def _keeps(self, row: Row) -> bool:
         return all(text(row, column) in values for column, values in self.only.items()) and all(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+Message = dict[str, str]
+"""A turn of a chat: ``{"role": "user", "content": "..."}``."""
+
 
 class Problem(NamedTuple):
-    """A question and its verifiable answer, as a data source gives them: plain text, no template."""
+    """A question and its verifiable answer, as a data source gives them, without a template."""
 
     question: str
     answer: str
+    messages: tuple[Message, ...] = ()
+    """What the policy is asked, where that is more than the question; the last is the user's."""
+    row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    """All columns of the row of the data set."""
 
 
 class Prompt(NamedTuple):
@@ -24,6 +31,12 @@ class Prompt(NamedTuple):
     answer: str
     copy: int = 0
     """How many prompts of the same tokens come before it in its rollout, or evaluation, over all ranks."""
+    text: str = ""
+    """The tokens as text, special tokens included."""
+    messages: tuple[Message, ...] = ()
+    """The chat that the text was made of, system prompt included."""
+    row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    """All columns of the row of the data set."""
 
 
 @dataclass(frozen=True)

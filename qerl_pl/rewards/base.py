@@ -53,8 +53,9 @@ class Reward(Protocol):
         """One score a row; ``None`` means unscored: the row is left out of the loss and counted, never taken as 0.
 
         Args:
-            prompts: [B] the prompt of each row, repeated for the rows of a group.
-            completions: [B] with their text filled in.
+            prompts: [B] the prompt of each row, repeated for the rows of a group: ``text``, ``messages``, ``tokens``,
+                ``answer``, and as ``row`` all columns of the row of the data set.
+            completions: [B] ``text``, ``tokens``, ``logprobs``, and whether it ``finished``.
         """
         ...
 

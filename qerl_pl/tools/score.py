@@ -79,7 +79,7 @@ def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[floa
         with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring") as bar:
             rows = read_rows(source)
             while chunk := list(islice(rows, CHUNK)):
-                prompts = [Prompt((), str(row["answer"])) for row in chunk]
+                prompts = [Prompt((), str(row["answer"]), row=row) for row in chunk]
                 completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
                 for row, verdict in zip(chunk, judge_rows(reward, prompts, completions, bar.update), strict=True):
                     file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoTokenizer
 
 from datamodules.arithmetic import Arithmetic
-from datamodules.prompts import PromptDataModule, check_lengths, encode, hold_out, without_shared
+from datamodules.messages import chat_of, chat_text
+from datamodules.prompts import PromptDataModule, check_lengths, hold_out, without_shared
 from datamodules.table import Table
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
@@ -62,7 +63,9 @@ def test_a_question_gives_the_same_tokens_in_training_and_in_evaluation(tokenize
 
 def test_prompts_are_what_the_chat_template_says(tokenizer_path):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    (row,) = encode(tokenizer, ["1+1=?"], system_prompt="Be brief.", question_template="Q: {question}")
+    problem = Problem("1+1=?", "2")
+    text = chat_text(tokenizer, chat_of(problem, system_prompt="Be brief.", question_template="Q: {question}"))
+    row = tokenizer(text, add_special_tokens=False).input_ids
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 1+1=?"}]
     assert row == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(row).endswith("<|im_start|>assistant\n")
@@ -70,8 +73,9 @@ def test_prompts_are_what_the_chat_template_says(tokenizer_path):
 
 def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    (row,) = encode(tokenizer, [r"\frac{1}{2} {question} {0}"], question_template=r"\boxed{} {x}: {question}")
-    assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in tokenizer.decode(row)
+    problem = Problem(r"\frac{1}{2} {question} {0}", "")
+    text = chat_text(tokenizer, chat_of(problem, question_template=r"\boxed{} {x}: {question}"))
+    assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in text
 
 
 def test_long_prompts_are_dropped_whole_and_counted(tokenizer_path):
@@ -135,11 +139,63 @@ def test_a_batch_larger_than_the_data_is_refused(tokenizer_path):
         data.train_dataloader()
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        encode(tokenizer, ["1+1=?"])
+def test_chats_of_the_data_set_reach_the_policy_and_all_columns_the_reward(tokenizer_path, tmp_path):
+    chat = [
+        {"role": "user", "content": "1+1=?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+1?"},
+    ]
+    rows = [
+        {"question": [{"role": "system", "content": "Own."}, *chat], "answer": 3, "difficulty": {"steps": [1, 2]}},
+        {"question": "2+2=?", "answer": "4", "difficulty": None},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Table(str(path), str(path))
+    data = PromptDataModule(source, tokenizer_path, system_prompt="Usual.", question_template="Q: {question}")
+    data.setup("test")
+    (first, second), *_ = data.test_dataloader()
+    asked = {"role": "user", "content": "Q: +1?"}
+    assert list(first.messages) == [{"role": "system", "content": "Own."}, *chat[:-1], asked]
+    assert [message["content"] for message in second.messages] == ["Usual.", "Q: 2+2=?"]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    for prompt, row in zip((first, second), rows, strict=True):
+        assert prompt.row == row
+        assert tokenizer.decode(prompt.tokens) == prompt.text
+        assert prompt.tokens == tuple(
+            tokenizer.apply_chat_template([*prompt.messages], add_generation_prompt=True, return_dict=False)
+        )
+    assert source.validation()[0].question == "1+1=?\n\n2\n\n+1?", "equal chats are found by all that is said"
+
+
+def test_a_column_of_system_prompts_goes_before_the_question(tokenizer_path, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1+1=?", "s": "Be brief."}\n')
+    source = Table(str(path), str(path), question="q", answer=None, system="s")
+    [problem] = source.validation()
+    assert [message["role"] for message in problem.messages] == ["system", "user"]
+    assert problem.answer == ""
+    path.write_text('{"q": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "s": "z"}\n')
+    with pytest.raises(ValueError, match="two system prompts, in 'q' and 's'"):
+        source.validation()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "expected text, or a list of messages"),
+        (["hello"], r"message 0 is 'hello'; expected role"),
+        ([{"role": "human", "content": "hello"}], r"expected role \(system, user, assistant\)"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0: column 'content' is"),
+        ([{"role": "user"}], "message 0: no column 'content'"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "the last message is of role"),
+    ],
+)
+def test_a_list_that_is_no_chat_is_refused_with_its_line(tmp_path, value, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": value, "answer": "1"}) + "\n")
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*{said}"):
+        Table(str(path), str(path)).train()
 
 
 @pytest.mark.parametrize(
@@ -312,8 +368,8 @@ def test_training_problems_that_resemble_a_held_out_one_are_in_neither_part():
     for num in range(1, 4):
         kept, held = hold_out([*alike, *others], num)
         assert len(held) == num
-        assert not (set(alike) & set(kept) and set(alike) & set(held))
-        assert set(others) <= set(kept) | set(held)
+        assert not (any(problem in kept for problem in alike) and any(problem in held for problem in alike))
+        assert all(problem in kept or problem in held for problem in others)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from datamodules.arithmetic import Arithmetic
 from datamodules.gsm8k import GSM8K
 from datamodules.table import Table
-from qerl_pl.common.types import Problem
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not in {DATA}; set QERL_DATA")
@@ -50,13 +49,13 @@ def test_gsm8k_has_its_published_size_and_numeric_answers():
     train, validation = source.train(), source.validation()
     assert (len(train), len(validation)) == (7473, 1319)
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in train + validation)
-    assert train[0] == Problem(train[0].question, "72")
+    assert train[0][:2] == (train[0].question, "72")
     assert train[0].question.startswith("Natalia sold clips to 48 of her friends")
 
 
 def test_gsm8k_takes_the_last_marked_answer_without_commas(tmp_path):
     path = write(tmp_path / "t.jsonl", row(question="q", answer="#### 5 is not it\n#### 1,234 "))
-    assert GSM8K(path, path).train() == [Problem("q", "1234")]
+    assert [problem[:2] for problem in GSM8K(path, path).train()] == [("q", "1234")]
 
 
 def test_a_gsm8k_solution_without_an_answer_is_named(tmp_path):
@@ -74,7 +73,8 @@ def test_a_table_reads_the_named_columns_and_keeps_digits_as_written(tmp_path):
         row(ask="e", gold=7),
     )
     found = Table(path, path, question="ask", answer="gold").train()
-    assert found == [Problem("a {b} \u2028 c", "x"), Problem("d", "27.10"), Problem("e", "7")]
+    assert [problem[:2] for problem in found] == [("a {b} \u2028 c", "x"), ("d", "27.10"), ("e", "7")]
+    assert found[1].row == {"ask": "d", "gold": 27.1}, "a number is a number to a reward"
 
 
 def test_blank_lines_are_counted(tmp_path, capsys, caplog):
@@ -124,8 +124,8 @@ def test_a_validation_share_splits_by_question_whatever_the_order(tmp_path):
     train, validation = source.train(), source.validation()
     assert len(train) + len(validation) == 1000
     assert 140 < len(validation) < 260
-    assert not set(train) & set(validation)
-    assert set(backwards.validation()) == set(validation)
+    assert not {problem.question for problem in train} & {problem.question for problem in validation}
+    assert {problem.question for problem in backwards.validation()} == {problem.question for problem in validation}
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
