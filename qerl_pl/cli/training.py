@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from callbacks.close_engine import CloseEngine
 from callbacks.graceful_stop import GracefulStop
@@ -25,6 +25,7 @@ from qerl_pl.checkpoint import LAST
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_the_value
 from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
+from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
 from qerl_pl.common.os_errors import in_words
@@ -61,6 +62,7 @@ class QeRLCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"
         parser.add_argument("--run_dir", type=run_folder, default="runs/default", help=text)
+        parser.add_argument("--smoke", action="store_true", help=HELP)
         parser.link_arguments("run_dir", "trainer.default_root_dir")
         parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
         parser.link_arguments("seed_everything", "model.seed")
@@ -81,6 +83,11 @@ class QeRLCLI(LightningCLI):
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and folders of a run are its logger's: leave that on")
         check_trainer(config.trainer, command=command)
+        self._smoke = config.pop("smoke")
+        if self._smoke:
+            if command != "fit":
+                raise ValueError(f"--smoke tries a training and not {command}; for few problems: --data.val_limit 4")
+            shorten(config)
         if command == "fit":
             last = Path(config.run_dir, "checkpoints", LAST)
             if config.ckpt_path is None and last.exists():
@@ -98,6 +105,14 @@ class QeRLCLI(LightningCLI):
         folder = str(Path(config.run_dir, command, name.lower() + policy))
         config.trainer.default_root_dir = folder
         self._log_to(folder, loggers)
+
+    def after_fit(self) -> None:
+        """Say how a smoke run ended."""
+        if self._smoke and not self.trainer.interrupted:
+            rank_zero_info(
+                f"smoke: {self.trainer.global_step} optimizer steps with validation and checkpoint went well; see "
+                f"{self.config[str(self.subcommand)].run_dir}"
+            )
 
     @staticmethod
     def _log_to(folder: str, loggers: Sequence[Namespace]) -> None:

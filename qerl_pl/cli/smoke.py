@@ -1,0 +1,74 @@
+"""``fit --smoke``: every part of a configuration once, small, before anything long is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jsonargparse import Namespace
+
+MOST_TOKENS = 64  # of a completion
+MOST_COMPLETIONS = 4  # per prompt
+VALIDATION_PROMPTS = 4
+HELP = (
+    "try the configuration: two small rollouts (three where there is noise), each with a validation and a checkpoint, "
+    f"completions of at most {MOST_TOKENS} tokens, in a folder of its own beside run_dir; says nothing about memory, "
+    "which is what `plan` is for"
+)
+
+
+def shorten(config: Namespace) -> None:
+    """Change a parsed configuration of ``fit`` into that of a smoke run.
+
+    Truncated completions stay in the loss, since all may be truncated, and a refill of dynamic sampling happens once.
+    """
+    trainer, model, data = config.trainer, config.model, config.data
+    noisy = [
+        callback.init_args for callback in trainer.callbacks or () if "num_stages" in callback.get("init_args", {})
+    ]
+    for settings in noisy:
+        settings.num_stages = 3
+    steps = max(1, model.updates_per_rollout) * max(1, model.mini_batches)
+    trainer.max_steps = steps * (3 if noisy else 2)
+    trainer.val_check_interval = 1
+    model.warmup_steps = min(model.warmup_steps, 1)
+    model.objective.filter_truncated = False
+    for sampling in filter(None, (model.sampling, model.val_sampling)):
+        sampling.max_tokens = min(sampling.max_tokens, MOST_TOKENS)
+        sampling.num_completions = min(sampling.num_completions, MOST_COMPLETIONS)
+    if model.dynamic_sampling is not None:
+        model.dynamic_sampling.max_refills = 1
+        model.dynamic_sampling.when_short = "smaller"
+    for term in model.rewards:
+        if isinstance(term.reward, Namespace) and term.reward.class_path.endswith(".SoftOverlong"):
+            term.reward.init_args.max_tokens = None
+            term.reward.init_args.buffer = min(term.reward.init_args.buffer, model.sampling.max_tokens)
+    ranks = _num_devices(trainer) * trainer.num_nodes
+    data.batch_size = _few(data.batch_size, ranks, max(1, model.mini_batches))
+    data.val_limit = min(data.val_limit or VALIDATION_PROMPTS, max(VALIDATION_PROMPTS, ranks))
+    config.run_dir = trainer.default_root_dir = free_folder(f"{config.run_dir}-smoke")
+    config.ckpt_path = None
+
+
+def free_folder(folder: str) -> str:
+    """The folder, or where it exists folder-2, folder-3 and so on: the first that does not."""
+    number, free = 1, folder
+    while Path(free).exists():
+        number += 1
+        free = f"{folder}-{number}"
+    return free
+
+
+def _few(batch_size: int, ranks: int, mini_batches: int) -> int:
+    """The smallest part of a batch, of more than one prompt, that ranks and mini-batches can share equally."""
+    parts = (size for size in range(2, batch_size) if batch_size % size == 0)
+    return next((size for size in parts if not size % ranks and not size % mini_batches), batch_size)
+
+
+def _num_devices(trainer: Namespace) -> int:
+    devices = trainer.devices
+    if isinstance(devices, list):
+        return len(devices)
+    if str(devices).isdigit():
+        return max(1, int(devices))
+    return max(1, torch.cuda.device_count() if trainer.accelerator != "cpu" else 1)

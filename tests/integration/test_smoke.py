@@ -1,0 +1,62 @@
+"""``fit --smoke`` runs every part of a configuration, small, beside the run that it is of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from qerl_pl.cli.smoke import free_folder
+from tests.integration.conftest import load_last
+
+OVERLONG = {"class_path": "qerl_pl.rewards.length.SoftOverlong", "init_args": {"buffer": 200, "max_tokens": 1000}}
+LOW = "tests.integration.toy.low_tokens"
+
+
+@pytest.mark.slow
+def test_a_long_run_with_everything_on_is_tried_in_seconds(run, tmp_path):
+    rewards = [{"name": "low", "reward": LOW}, {"name": "overlong", "weight": 0.5, "reward": OVERLONG}]
+    changes = {
+        "trainer": {"max_steps": 4000, "val_check_interval": 100},
+        "model": {
+            "rewards": rewards,
+            "sampling": {"num_completions": 16, "max_tokens": 1000},
+            "objective": {"preset": "dapo", "filter_truncated": True},
+            "dynamic_sampling": {"metric": "low", "when_short": "error"},
+            "updates_per_rollout": 2,
+            "mini_batches": 2,
+            "warmup_steps": 100,
+            "micro_batch_tokens": 2000,
+        },
+        "data": {"batch_size": 8, "held_out": 6},
+    }
+    config = tmp_path / "changes.yaml"
+    config.write_text(yaml.safe_dump(changes))
+    more = ("-c", str(config), "--smoke", "--ckpt_path", "last")
+    run("fit", tmp_path / "run", *more)
+    assert not (tmp_path / "run").exists()
+    folder = tmp_path / "run-smoke"
+    assert load_last(folder)["global_step"] == 12, "three rollouts, as noise has at least three stages"
+    assert (folder / "checkpoints" / "best.ckpt").exists()
+    names = sorted(path.name for path in (folder / "completions").glob("*.jsonl"))
+    assert sum(name.startswith("train-") for name in names) == 3
+    assert sum(name.startswith("validate-") for name in names) >= 3
+    rows = [json.loads(line) for line in (folder / "completions" / "train-000000.jsonl").read_text().splitlines()]
+    assert len(rows) <= 8
+    assert all(row["num_tokens"] <= 64 for row in rows)
+    assert "smoke" not in yaml.safe_load((folder / "config.yaml").read_text())
+    assert free_folder(str(folder)) == f"{folder}-2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["{metric: zero, when_short: error}", "null"])
+def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path, sampling):
+    reward = "[{name: zero, reward: qerl_pl.rewards.format.think_answer_format}]"
+    run("fit", tmp_path / "run", "--smoke", f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}")
+    assert load_last(tmp_path / "run-smoke")["global_step"] == 3
+
+
+def test_smoke_is_for_training(run, tmp_path):
+    with pytest.raises(ValueError, match=r"--smoke tries a training and not test; .* --data\.val_limit"):
+        run("test", tmp_path, "--smoke")
