@@ -12,7 +12,7 @@ import yaml
 
 import train
 from docs.make_tables import filled
-from qerl_pl.__main__ import COMMANDS
+from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.__main__ import main as command
 
 ROOT = Path(__file__).parent.parent
@@ -63,18 +63,21 @@ def test_every_make_target_exists():
 
 
 def test_every_command_and_option_exists(capsys):
-    found = [shlex.split(piece) for _, piece in pieces(r"python -m qerl_pl \w+")]
-    assert {words[3] for words in found} == set(COMMANDS), "the documents name every command, and no other"
+    lines = [re.sub(r"^(python -m qerl_pl|qerl) ", "", piece) for _, piece in pieces(r"(python -m qerl_pl|qerl) \w+")]
+    found = [words for line in lines if (words := shlex.split(line))[0] not in TRAINING]
+    assert {words[0] for words in found} == set(COMMANDS), "the documents name every command, and no other"
     for words in found:
         with pytest.raises(SystemExit):
-            command([words[3], "--help"])
+            command([words[0], "--help"])
         known = capsys.readouterr().out
         for option in (word for word in words if word.startswith("--")):
-            assert re.search(rf"{option}\b", known), f"{words[3]} has no {option}"
+            assert re.search(rf"{option}\b", known), f"{words[0]} has no {option}"
 
 
 def training_commands() -> list[str]:
     commands = {piece for _, piece in pieces(r"python train\.py \w+ ")}
+    named = (piece for _, piece in pieces(rf"qerl ({'|'.join(TRAINING)}) ") if "mine.yaml" not in piece)
+    commands |= {piece.replace("qerl", "python train.py", 1) for piece in named}
     # Options that stand alone in the text are tried together with a recipe.
     commands |= {f"python train.py fit RECIPE {piece}" for _, piece in pieces(r"--(model|data|trainer)\.\S+ \S+")}
     return sorted(commands)

@@ -1,0 +1,58 @@
+"""The page on own data, rewards and callbacks: its files, run as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.tools.curves import read_curves
+from tests.integration.conftest import ROOT, load_last
+
+PAGE = ROOT / "docs" / "extending.md"
+
+
+def files() -> dict[str, str]:
+    """The files on the page, by name: each block begins with its name in a comment."""
+    return dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files in a folder, with the quickstart's base."""
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    shutil.copytree(bases["nvfp4"], tmp_path / "models" / "tiny-0-nvfp4")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_own_data_reward_and_callback_train_as_the_page_says(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    [line] = re.findall(r"^qerl (fit .* --smoke)$", PAGE.read_text(), re.MULTILINE)
+    train.main([*shlex.split(line), "--model.engine", "qerl_pl.rollout.hf.TransformersEngine"])
+    run_dir = folder / "runs" / "quickstart-smoke"
+    assert load_last(run_dir)["global_step"] == 3
+    rows = [json.loads(line) for path in run_dir.glob("completions/train-*.jsonl") for line in path.open()]
+    assert {row["answer"] for row in rows} <= {"7", "42", "9", "30", "4", "26"}
+    assert any(row["rewards"]["closeness"] > 0 for row in rows)
+    curves = read_curves(run_dir)
+    assert min(curves["rollout/longest"].values) >= 2
+    assert "train/closeness" in curves
+
+
+def test_the_reward_on_the_page_scores_by_the_row():
+    names: dict[str, Any] = {}
+    exec(files()["my_reward.py"], names)
+    prompt = Prompt((1,), "42", row={"level": 2})
+    right, near, empty = (Completion((1,) * length, (), True, text) for text, length in (("42", 2), ("43", 2), ("", 1)))
+    assert names["closeness"]([prompt] * 3, [right, near, empty]) == [2.0, 1.0, 0.0]
