@@ -24,12 +24,12 @@ from qerl_pl.rollout.loop import Rollout, RolloutLoop
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # rollouts ask for several too
 NUM_PROMPTS = 16
-STRENGTH = 0.5  # of the strange adapter: it adds about a third of the input to the output of a linear, in rms
+STRENGTH = 0.5  # of the probe adapter: it adds about a third of the input to the output of a linear, in rms
 SEED = 0
 
 WITH_ADAPTER = "scores with the adapter"
 WITHOUT_ADAPTER = "scores without the adapter"
-STRANGE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
+PROBE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
 CHANGE = "what that adapter changes in the trainer's own scores of the samples"
 
 
@@ -40,11 +40,11 @@ class SyncCanary(Callback):
 
     1. Checksums. Adapter slots and norms are read back from the engine and compared with the trainer's adapter and with
        its norms under the noise that is due. This is exact, in any dtype and however small the last update was.
-    2. Samples under a strange adapter. An engine may hold the right tensors and compute with others: cached prefixes of
+    2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: cached prefixes of
        an older policy, or no adapter at all. Early in a run B is near 0, and no score tells such policies apart. So a
        few tokens are sampled, a random adapter is loaded, and what is sampled after the same prompts must be what the
        trainer's model says under that adapter, within half of what it changes there at the most
-       (``canary/strange_share`` is the share). Then the engine is synced as before every rollout.
+       (``canary/probe_share`` is the share). Then the engine is synced as before every rollout.
     3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with the adapter and
        without. (Alone they are no test of the cache: vLLM computes the tokens that it scores anew.)
 
@@ -56,7 +56,7 @@ class SyncCanary(Callback):
         num_tokens: fixed tokens, cut to the engine's longest sequence. Should be more than a block of its cache (16
             tokens on a GPU, 128 on a CPU by default): of less, no prefix is ever cached.
         tolerance: mean difference of log-probabilities, in nats, above which engine and trainer disagree; null: 1e-4
-            where both compute in float32, 0.3 where one of them does in bfloat16. For samples under a strange adapter
+            where both compute in float32, 0.3 where one of them does in bfloat16. For samples under a probe adapter
             half of its change is the limit, and a tolerance below 0.3 if that is less.
 
     Raises:
@@ -104,11 +104,11 @@ class SyncCanary(Callback):
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
         # What the first rollout has beyond its turn is left out: a straight run and a resumed one log the same.
         change = gaps.pop(CHANGE)
-        pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[STRANGE])
-        pl_module.log("canary/strange_share", gaps[STRANGE] / max(change, 1e-9))
+        pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[PROBE])
+        pl_module.log("canary/probe_share", gaps[PROBE] / max(change, 1e-9))
 
     def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
-        """What was compared -> mean difference in nats. The strange adapter is a function of the seed.
+        """What was compared -> mean difference in nats. The probe adapter is a function of the seed.
 
         Raises:
             RuntimeError: the engine does not hold the policy, or does not compute with it.
@@ -184,13 +184,13 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
 def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
     """Which of ``score_gaps`` tell of a fault -> the most that each may be.
 
-    An engine that does not use the strange adapter is wrong by what that adapter changes, a healthy one by a small
+    An engine that does not use the probe adapter is wrong by what that adapter changes, a healthy one by a small
     share of it, whatever the dtype and the model. Half of it tells them apart. A tolerance that is as wide as that of
     bf16 says nothing more: roundings add up with the layers, and so does what the adapter changes.
     """
     limits = {what: tolerance for what in gaps if what != CHANGE}
     half = gaps[CHANGE] / 2
-    limits[STRANGE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
+    limits[PROBE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
     return {what: limit for what, limit in limits.items() if not gaps[what] <= limit}
 
 
@@ -204,7 +204,7 @@ def score_gaps(
         policy: the trainer's.
         noise: of the current rollout; the trainer's model gets the same for the length of the call.
         tokens: to score and to sample after.
-        seed: of the strange adapter. Not that of the check before, whose prefixes may still be in the cache.
+        seed: of the probe adapter. Not that of the check before, whose prefixes may still be in the cache.
         with_scores: compare scores too, and not samples alone.
     """
     engine, adapter = loop.engine, policy.adapter_state()
@@ -219,15 +219,15 @@ def score_gaps(
                 engine.score([tokens], adapter=False), oracle.score([tokens], adapter=False)
             )
         scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
-        strange = strange_adapter(adapter, scale=scale, seed=seed)
-        gaps[STRANGE], gaps[CHANGE] = strange_adapter_gap(engine, oracle, strange, tokens)
+        probe = probe_adapter(adapter, scale=scale, seed=seed)
+        gaps[PROBE], gaps[CHANGE] = probe_adapter_gap(engine, oracle, probe, tokens)
     finally:
         oracle.close()
     loop.sync(adapter, noise)
     return gaps
 
 
-def strange_adapter_gap(
+def probe_adapter_gap(
     engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
 ) -> tuple[float, float]:
     """Mean |engine - oracle| in nats, of one token sampled after each of some beginnings of the tokens.
@@ -255,7 +255,7 @@ def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:
     return torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-def strange_adapter(adapter: Mapping[str, Tensor], *, scale: float, seed: int) -> dict[str, Tensor]:
+def probe_adapter(adapter: Mapping[str, Tensor], *, scale: float, seed: int) -> dict[str, Tensor]:
     """The adapter with B drawn anew, N(0, scale^2)."""
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)

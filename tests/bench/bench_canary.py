@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from callbacks.canary import fixed_tokens, score_gaps, strange_adapter
+from callbacks.canary import fixed_tokens, probe_adapter, score_gaps
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
     """State of the engine -> comparison -> mean difference in nats, for one adapter."""
-    adapter = strange_adapter(policy.adapter_state(), scale=TRAINED_STD, seed=seed)
+    adapter = probe_adapter(policy.adapter_state(), scale=TRAINED_STD, seed=seed)
     policy.load_adapter_state(adapter)
     old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}
 

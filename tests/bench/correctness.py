@@ -258,11 +258,11 @@ log-probabilities would be those of another distribution.
 After every rollout, before anything is learned from it, and before every batch of an evaluation, {tensors} tensors of
 this policy are read back from the engine (the adapter's slots, both norms of every block) and their checksums are
 compared with those of the trainer's adapter and norms, the noise of the rollout included. Then tokens are sampled under
-a strange adapter, which shows cached prefixes of an older policy and adapters that are not used, even while B is still
+a probe adapter, which shows cached prefixes of an older policy and adapters that are not used, even while B is still
 0; and every tenth rollout fixed tokens are scored with the adapter and without.
 
 In these healthy runs engine and trainer differ on the fixed tokens by {canary_fp32} nats in fp32 and by {canary_bf16}
-in bf16 at most (means over tokens); a run stops above 1e-4 and 0.3, and under the strange adapter above half of what it
+in bf16 at most (means over tokens); a run stops above 1e-4 and 0.3, and under the probe adapter above half of what it
 changes. `tests/callbacks/test_canary.py` puts these faults into the engine of a run, transformers and vLLM, and sees it
 stop at the rollout at which the fault appears: an old adapter, one update that is lost, no adapter, one wrong matrix,
 an adapter that is held and not used, noise left behind, noise that is missing, noise of another seed, stale prefixes.

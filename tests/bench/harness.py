@@ -44,7 +44,7 @@ SIZES = {
 }
 RANK = 32
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  # of a step, as runs log them
-DECODING_KERNELS = ("auto", "ours", "humming")
+DECODING_KERNELS = ("auto", "native", "humming")
 PROJECTION_INPUTS = {  # the activation that each linear of a block reads
     "q_proj": "attention",
     "k_proj": "attention",
@@ -219,8 +219,8 @@ def check(errors: Iterable[tuple[str, float, float]]) -> None:
 
 
 def decoding_kernel(
-    wanted: Literal["auto", "ours", "humming"], base: str, dtype: torch.dtype
-) -> Literal["ours", "humming"]:
+    wanted: Literal["auto", "native", "humming"], base: str, dtype: torch.dtype
+) -> Literal["native", "humming"]:
     """What an engine decodes with, by its option; a base that is not "nvfp4" has no choice, and vLLM's kernels."""
     return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 

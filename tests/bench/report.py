@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
 GIB = 2**30
 HEADLINE = (8, 32, 256)
-KERNEL_NAMES = {"ours": "native", "humming": "Humming"}
+KERNEL_NAMES = {"native": "native", "humming": "Humming"}
+OLDER_NAMES = {"ours": "native"}  # of kernels, in lines of earlier commits
 KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
 LAYER_NAMES = {"none": "no adapter", "together": "fused", "apart": "separate", "matmul": "cuBLAS"}
 LEAD = """\
@@ -102,11 +103,11 @@ def rollouts(lines: list[Line]) -> list[Line]:
     Models that were measured with the native decoding kernel appear with it alone.
     """
     usual = [line for line in _of_kind("rollout/generate", lines) if _has_usual_settings(line["shape"])]
-    native = {line["shape"]["model"] for line in usual if _kernel(line) == "ours"}
+    native = {line["shape"]["model"] for line in usual if _kernel(line) == "native"}
     engines = {(*_engine(line), _adapted(line)): line for line in usual}
     found: dict[tuple[str, int, bool], list[Line]] = {}
     for (model, base, kernel, commit, count, adapted), line in engines.items():
-        if base == "nvfp4" and (kernel == "ours" or model not in native):
+        if base == "nvfp4" and (kernel == "native" or model not in native):
             other = engines.get((model, "bf16", "", commit, count, True) if adapted else (*_engine(line), True))
             if other:
                 found[model, count, adapted] = [other, line]
@@ -145,7 +146,7 @@ def whole_steps(lines: list[Line]) -> list[Line]:
         for line in _of_kind("grpo/", lines)
         if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
     ]
-    native = {line["shape"]["model"] for line in runs if _kernel(line) == "ours"}
+    native = {line["shape"]["model"] for line in runs if _kernel(line) == "native"}
     chosen = [line for line in runs if _kernel(line) != "humming" or line["shape"]["model"] not in native]
     return sorted(_last(chosen, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
 
@@ -280,7 +281,8 @@ def _kernel(line: Line) -> str:
     shape = line["shape"]
     if shape.get("base", "nvfp4") != "nvfp4":
         return ""
-    return shape.get("decoding") or shape.get("decoding_kernel") or "humming"
+    found = shape.get("decoding") or shape.get("decoding_kernel") or "humming"
+    return OLDER_NAMES.get(found, found)
 
 
 def _engine(line: Line) -> tuple[str, str, str, str, int]:

@@ -54,10 +54,10 @@ def step(base: str, seconds: float, commit: str, *, finished: bool = True, **sha
 OLD = [rollout("bf16", 100, "a"), rollout("nvfp4", 120, "a"), step("bf16", 20, "a"), step("nvfp4", 16, "a")]
 NEW = [
     rollout("bf16", 100, "b", decoding="humming"),
-    rollout("nvfp4", 150, "b", decoding="ours"),
+    rollout("nvfp4", 150, "b", decoding="native"),
     rollout("nvfp4", 130, "b", decoding="humming"),
     step("bf16", 20, "b", decoding_kernel="humming"),
-    step("nvfp4", 10, "b", decoding_kernel="ours"),
+    step("nvfp4", 10, "b", decoding_kernel="native"),
     step("nvfp4", 12, "b", decoding_kernel="humming"),
 ]
 

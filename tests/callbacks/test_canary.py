@@ -121,7 +121,7 @@ class TestChecks:
             loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
         assert dtype_held(loop.engine.fingerprint(), policy, NormNoise()) is dtype
         wrong = canary.too_far(gaps(loop, policy, NormNoise()), canary.TOLERANCE[dtype])
-        assert set(wrong) == ({canary.STRANGE} if fault else set())
+        assert set(wrong) == ({canary.PROBE} if fault else set())
 
     @pytest.mark.parametrize("block", [16, 32, 64, 128])
     def test_samples_follow_a_cached_block_at_once_and_after_some_tokens(self, bases, block):
@@ -137,7 +137,7 @@ class TestChecks:
         for each in (engine, oracle):
             each.start(policy, max_model_len=200)
         tokens = fixed_tokens(policy, SyncCanary().num_tokens)
-        canary.strange_adapter_gap(engine, oracle, policy.adapter_state(), tokens)
+        canary.probe_adapter_gap(engine, oracle, policy.adapter_state(), tokens)
         [cached], sampled = lengths
         assert cached == max(sampled)
         assert min(sampled) > block, "each has a whole block in the cache"
@@ -158,8 +158,8 @@ class TestChecks:
         ids=["deep and healthy", "deep and wrong", "little changed", "float32"],
     )
     def test_samples_may_differ_by_half_of_what_the_adapter_changes(self, gap, change, tolerance, limit):
-        wrong = canary.too_far({canary.WITH_ADAPTER: 1e-5, canary.STRANGE: gap, canary.CHANGE: change}, tolerance)
-        assert wrong == ({} if limit is None else {canary.STRANGE: limit})
+        wrong = canary.too_far({canary.WITH_ADAPTER: 1e-5, canary.PROBE: gap, canary.CHANGE: change}, tolerance)
+        assert wrong == ({} if limit is None else {canary.PROBE: limit})
 
     @pytest.mark.parametrize(
         ("settings", "said"),

@@ -349,7 +349,7 @@ def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog)
     def chosen(fmt: Any = NVFP4, dtype: torch.dtype = torch.bfloat16) -> str:
         return vllm_setup.decoding_kernel(VLLMEngine().decoding_kernel, fmt, dtype)
 
-    assert chosen() == "ours"
+    assert chosen() == "native"
     with caplog.at_level(logging.INFO):
         vllm_setup.log_decoding_lacks(torch.bfloat16)
     assert not caplog.text
@@ -394,7 +394,7 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
 
     policy = make_policy(checkpoints["nvfp4"])
     keys = set()
-    for kernel in ("ours", "humming"):
+    for kernel in ("native", "humming"):
         arguments = policy_arguments(policy, dtype=torch.bfloat16, max_model_len=64, decoding_kernel=kernel)
         keys.add(VllmConfig(additional_config=arguments["additional_config"]).compute_hash())
     assert len(keys) == 2
@@ -403,5 +403,7 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_asking_for_it_where_it_cannot_run_is_an_error_before_anything_is_loaded(checkpoints):
     policy = make_policy(checkpoints["dense"])
-    with pytest.raises(ValueError, match=r"decoding_kernel is 'ours', which needs a Hopper GPU .* and a base in NVFP4"):
-        VLLMEngine(decoding_kernel="ours").start(policy, max_model_len=64)
+    with pytest.raises(
+        ValueError, match=r"decoding_kernel is 'native', which needs a Hopper GPU .* and a base in NVFP4"
+    ):
+        VLLMEngine(decoding_kernel="native").start(policy, max_model_len=64)

@@ -25,7 +25,7 @@ def llm_arguments(
     *,
     dtype: torch.dtype,
     max_model_len: int,
-    kernel: Literal["ours", "humming"],
+    kernel: Literal["native", "humming"],
     on_cpu: bool,
     fp32_norms: bool,
     fp32_head: bool,
@@ -64,7 +64,7 @@ def llm_arguments(
 
 
 def policy_arguments(
-    policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["ours", "humming"]
+    policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that follow from the policy.
 
@@ -76,7 +76,7 @@ def policy_arguments(
     # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
-        **(early if decoding_kernel == "ours" else {}),
+        **(early if decoding_kernel == "native" else {}),
         "model": policy.base,
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
@@ -151,7 +151,7 @@ def _cache_bytes(
 
 
 def decoding_kernels(
-    kernel: Literal["ours", "humming"], policy: Policy, dtype: torch.dtype
+    kernel: Literal["native", "humming"], policy: Policy, dtype: torch.dtype
 ) -> AbstractContextManager[None]:
     """In it vLLM loads linears with the decoding kernel that they are to have."""
     if kernel == "humming":

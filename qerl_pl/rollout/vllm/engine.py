@@ -80,13 +80,13 @@ class VLLMEngine:
         enable_prefix_caching: bool = True,
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
-        decoding_kernel: Literal["auto", "ours", "humming"] = "auto",
+        decoding_kernel: Literal["auto", "native", "humming"] = "auto",
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         self.dtype = dtype
         self.sleep_level = sleep_level
-        self.decoding_kernel: Literal["auto", "ours", "humming"] = decoding_kernel
+        self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """As planned."""
@@ -122,7 +122,7 @@ class VLLMEngine:
         """Load vLLM with the policy's base and adapter. Every request carries its own seed.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "ours" where our kernel cannot run.
+            ValueError: ``decoding_kernel`` is "native" where our kernel cannot run.
         """
         if self._llm is not None:
             return

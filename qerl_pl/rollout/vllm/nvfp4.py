@@ -41,7 +41,7 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
         ValueError: the GPU, the base's format or the dtype is another one, or a package is missing.
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
-        raise ValueError(f"decoding_kernel is 'ours', which needs {', and '.join(missing)}; set it to 'auto'")
+        raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
     with patches.native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
         yield
 

@@ -88,12 +88,12 @@ def lacks(fmt: Format | None) -> bool:
 
 
 def decoding_kernel(
-    wanted: Literal["auto", "ours", "humming"], fmt: Format | None, dtype: torch.dtype
-) -> Literal["ours", "humming"]:
+    wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
+) -> Literal["native", "humming"]:
     """What "auto" is here, for a base of a format (None: dense) and a compute dtype; "humming" is what vLLM chooses."""
     if wanted != "auto":
         return wanted
-    return "humming" if decoding_lacks(fmt, dtype) else "ours"
+    return "humming" if decoding_lacks(fmt, dtype) else "native"
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
