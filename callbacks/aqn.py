@@ -83,9 +83,9 @@ class AdaptiveQuantizationNoise(Callback):
         )
         purpose = f"aqn/rank {trainer.global_rank}" if self.per_rank else "aqn"
         rounded = self.noise_precision == "compute"
-        noise = pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.seed, purpose, index), rounded)
+        noise = pl_module.norm_noise = NormNoise(sigma, derive_seed(pl_module.settings.seed, purpose, index), rounded)
         pl_module.log("aqn/sigma", sigma)
-        kept_in = noise.kept_in(pl_module.compute_dtype)
+        kept_in = noise.kept_in(pl_module.settings.compute_dtype)
         realized = realized_sigma(pl_module.policy.norm_weights(), noise, dtype=kept_in)
         pl_module.log("aqn/sigma_realized", realized)
         if realized < sigma / 2 and not self._warned:

@@ -120,7 +120,7 @@ class SyncCanary(Callback):
             fault = describe_fault(held, policy, noise, before=self._held_before)
             raise RuntimeError(f"the rollout engine does not hold the current policy: {fault}")
         self._held_before = held
-        num_tokens = min(self.num_tokens, pl_module.max_model_len - 1)
+        num_tokens = min(self.num_tokens, pl_module.settings.max_model_len - 1)
         gaps = score_gaps(loop, policy, noise, fixed_tokens(policy, num_tokens), seed=seed, with_scores=with_scores)
         tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
         if wrong := too_far(gaps, tolerance):

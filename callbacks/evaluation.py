@@ -48,7 +48,7 @@ class EvaluationReport(Callback):
     def _report(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         if not trainer.is_global_zero:
             return
-        n, name = pl_module.val_sampling.num_completions, pl_module.rewards[0].name
+        n, name = pl_module.settings.evaluation.num_completions, pl_module.rewards[0].name
         checkpoint = trainer.ckpt_path and str(trainer.ckpt_path)
         summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name, level=self.level)}
         path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"

@@ -102,7 +102,7 @@ class MismatchLedger(Callback):
             self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
     def _trainer(self, pl_module: QeRLModule) -> Tensor:
-        limit = check_limit(pl_module.longest_row)
+        limit = check_limit(pl_module.settings.longest_row)
         return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:

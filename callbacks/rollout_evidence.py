@@ -140,7 +140,7 @@ class RolloutEvidence(Callback):
         prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
         rank = pl_module.global_rank
         generator = torch.Generator().manual_seed(
-            derive_seed(pl_module.seed, f"evidence/{rank}", pl_module.rollout_index)
+            derive_seed(pl_module.settings.seed, f"evidence/{rank}", pl_module.rollout_index)
         )
         order = torch.randperm(len(completions), generator=generator).tolist()
         limit = self.max_tokens / ranks.num_ranks()
@@ -246,10 +246,10 @@ def _alternative_logprobs(
     sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
     found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     oracle, noise = TransformersEngine(), pl_module.norm_noise
-    oracle.start(pl_module.policy, max_model_len=pl_module.max_model_len)
+    oracle.start(pl_module.policy, max_model_len=pl_module.settings.max_model_len)
     try:
         oracle.set_norm_noise(noise)
-        for rows in micro_batches(lengths, check_limit(pl_module.longest_row)):
+        for rows in micro_batches(lengths, check_limit(pl_module.settings.longest_row)):
             width, device = int(lengths[rows].max()), pl_module.device
             mask = sampled[rows, :width]
             values = oracle.alternative_logprobs(

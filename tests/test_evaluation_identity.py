@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from qerl_pl.evaluation.identity import open_cache
@@ -31,10 +32,9 @@ def base(tmp_path_factory) -> Path:
 
 
 def module_of(base: Path, engine: RolloutEngine | None = None, reward: Reward = think_answer_format) -> QeRLModule:
-    module = QeRLModule(
-        str(base), engine or TransformersEngine(), [WeightedReward("it", reward)], lora=LoraSettings(2), dtype="float32"
-    )
-    module.policy = load_policy(str(base), dtype=module.compute_dtype, lora=module.lora, seed=0)
+    lora, rewards = LoraSettings(2), [WeightedReward("it", reward)]
+    module = QeRLModule(engine or TransformersEngine(), rewards, base=str(base), lora=lora, dtype="float32")
+    module.policy = load_policy(str(base), dtype=torch.float32, lora=lora, seed=0)
     return module
 
 

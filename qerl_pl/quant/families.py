@@ -50,7 +50,7 @@ def check_family(path: str | Path) -> Mapping:
 
 
 def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
-    """Refuse a sliding window of attention that is shorter than the longest row: the trainer attends to whole rows.
+    """Refuse rows longer than a model's positions, or than its sliding window: the trainer attends to whole rows.
 
     Args:
         path: checkpoint folder, for the message.
@@ -58,8 +58,14 @@ def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
         longest: tokens of the longest prompt and completion.
 
     Raises:
-        ValueError: rows may be longer than the window.
+        ValueError: rows may be longer than one of the two.
     """
+    limit = config.get("max_position_embeddings", longest)
+    if longest > limit:
+        raise ValueError(
+            f"prompts and completions may reach {longest} tokens and the model has {limit} positions; lower "
+            "data.max_prompt_tokens or model.sampling.max_tokens"
+        )
     window = config.get("sliding_window")
     used = config.get("use_sliding_window", "layer_types" in config)  # Qwen's configs have a window that is off
     layers = config.get("layer_types") or ["sliding_attention"] * (

@@ -1,13 +1,156 @@
-"""Checks of the module's settings that need no model, so that a mistake is found before anything is loaded."""
+"""The settings of the section ``model`` but engine and rewards, checked before anything is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+
+from qerl_pl.base.folder import BaseFormat, base_folder, check_base
 from qerl_pl.memory.device import check_gpu_memory
+from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
+from qerl_pl.objective import Objective
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.recompute import Setting, recompute_of
+from qerl_pl.quant.families import check_window
 from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.dynamic_sampling import DynamicSampling
+from qerl_pl.training.optimization import Schedule
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The default optimizer; the learning rate is the paper's for a quantised base (arXiv 2510.11696, table 4)."""
+    return torch.optim.AdamW(params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSettings:
+    """How the policy is loaded, sampled from and trained.
+
+    Args:
+        base: checkpoint folder of the base, dense or quantised.
+        base_format: take the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
+            BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: the base as it is.
+        sampling: of training rollouts.
+        val_sampling: of validation; null: greedy, one completion per prompt, as long as in training.
+        lora: the adapter.
+        objective: the loss.
+        optimizer: over the adapter's parameters; trained norms are without weight decay.
+        lr_schedule: of the learning rate over trainer.max_steps.
+        warmup_steps: optimizer steps of linear warm-up before it; the first has lr / warmup_steps.
+        max_grad_norm: gradients are clipped to this norm; 0: not.
+        updates_per_rollout: passes over each rollout; each is one optimizer step on all of it, or ``mini_batches``.
+        mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches). More than 1
+            costs a forward pass before the first. trainer.max_steps counts all of them.
+        micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
+            memory runs out the run goes on with half of them.
+        dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
+        gradient_checkpointing: what backward recomputes: none, selective (element-wise work), so many blocks, blocks
+            (all), offload (all, from host memory); auto: what trains fastest on this GPU, and on a CPU none.
+        offload_checkpoints: true means offload.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, where it is installed.
+        gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
+        dynamic_sampling: replace groups that teach nothing; null: keep them (they give no gradient).
+        max_unscored_share: above this share of completions that no reward could score the run stops.
+        max_prompt_tokens: longest prompt (linked from the data module).
+        seed: of everything that is drawn (linked from seed_everything).
+
+    Raises:
+        ValueError: a value is out of its range, or they do not fit one another or the base.
+    """
+
+    base: str
+    base_format: BaseFormat | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    val_sampling: Sampling | None = None
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    objective: Objective = field(default_factory=Objective)
+    optimizer: OptimizerCallable = adamw
+    lr_schedule: Schedule = "constant_with_warmup"
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    updates_per_rollout: int = 1
+    mini_batches: int = 1
+    micro_batch_tokens: int | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    gradient_checkpointing: Setting = "auto"
+    offload_checkpoints: bool = False
+    fused_elementwise: FusedSetting = "auto"
+    gpu_memory: float | None = None
+    dynamic_sampling: DynamicSampling | None = None
+    max_unscored_share: float = 0.05
+    max_prompt_tokens: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        config = check_base(self.folder)
+        check_counts(
+            updates_per_rollout=self.updates_per_rollout,
+            mini_batches=self.mini_batches,
+            warmup_steps=self.warmup_steps,
+            max_grad_norm=self.max_grad_norm,
+            max_unscored_share=self.max_unscored_share,
+            gpu_memory=self.gpu_memory,
+        )
+        check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
+        check_sampling(self.sampling)
+        check_micro_batch(
+            self.micro_batch_tokens,
+            prompt_tokens=self.max_prompt_tokens,
+            completion_tokens=self.sampling.max_tokens,
+        )
+        check_window(self.folder, config, longest=self.max_model_len)
+
+    @property
+    def folder(self) -> str:
+        """The base's folder, in the format that is asked for."""
+        return base_folder(self.base, self.base_format)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """``dtype`` as torch has it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def evaluation(self) -> Sampling:
+        """How evaluations sample."""
+        return self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and completion that are ever sampled."""
+        return self.max_prompt_tokens + max(self.sampling.max_tokens, self.evaluation.max_tokens)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that may be trained on."""
+        return self.max_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def first_micro_batch(self) -> int:
+        """Most tokens of a training pass where no plan of the memory says otherwise."""
+        return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of an RL iteration."""
+        return self.updates_per_rollout * self.mini_batches
+
+    @property
+    def of_policy(self) -> dict[str, Any]:
+        """What loading the policy and planning its memory both need."""
+        return {
+            "dtype": self.compute_dtype,
+            "lora": self.lora,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "offload_checkpoints": self.offload_checkpoints,
+            "fused_elementwise": self.fused_elementwise,
+        }
 
 
 def check_counts(

@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
-from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
+from qerl_pl.memory.run import run_memory
+from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
-from qerl_pl.policy.elementwise import fused_wanted
-from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import DTYPES
+from qerl_pl.rollout.base import Sampling
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.output_paths import output_file, picture_file
 
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
     try:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
-        run = run_memory(config)
+        run = planned_run(config)
         base = base_folder(config["model"]["base"], config["model"]["base_format"])
         shape = checkpoint_shape(base, DTYPES[config["model"]["dtype"]])
         run.recompute(shape.num_layers)  # refuses more blocks than there are
@@ -110,38 +112,32 @@ def card_bytes(gib: float | None) -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def run_memory(config: Mapping[str, Any]) -> RunMemory:
+def planned_run(config: Mapping[str, Any]) -> RunMemory:
     """The part of a parsed configuration that decides its memory, on one of its GPUs.
 
     Raises:
-        ValueError: the rollout engine is none of ours.
+        ValueError: a number that no run has, or an engine that cannot be built.
     """
-    model, data, trainer = config["model"], config["data"], config["trainer"]
-    engine = model["engine"].get("init_args") or {}
-    kind = model["engine"]["class_path"].rpartition(".")[2]
-    if kind not in ("VLLMEngine", "TransformersEngine"):
-        raise ValueError(f"model.engine is {kind}, whose memory is not known; VLLMEngine and TransformersEngine are")
-    vllm = {field.name: engine[field.name] for field in fields(EngineMemory) if field.name in engine}
-    optimizer = model["optimizer"]  # a path alone where it is a function, as the default is
     check_counts(config)
     check_devices(config["trainer"])
-    num_devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
-    return RunMemory(
-        rows=-(-data["batch_size"] // (num_devices * trainer["num_nodes"])) * model["sampling"]["num_completions"],
-        prompt_tokens=data["max_prompt_tokens"],
-        completion_tokens=model["sampling"]["max_tokens"],
-        evaluation_tokens=(model["val_sampling"] or model["sampling"])["max_tokens"],
-        itemsize=DTYPES[model["dtype"]].itemsize,
-        rank=model["lora"]["rank"],
-        targets=tuple(model["lora"]["targets"]),
-        train_norms=model["lora"]["train_norms"],
-        state_bytes=state_bytes(optimizer if isinstance(optimizer, str) else optimizer["class_path"]),
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    optimizer = model["optimizer"]  # a path alone where it is a function, as the default is
+    sampling = Sampling(**model["sampling"])
+    engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
+    return run_memory(
+        num_prompts=data["batch_size"],
+        num_ranks=(trainer["devices"] if isinstance(trainer["devices"], int) else 1) * trainer["num_nodes"],
+        sampling=sampling,
+        evaluation=Sampling(**model["val_sampling"]) if model["val_sampling"] else sampling,
+        max_prompt_tokens=data["max_prompt_tokens"],
+        dtype=DTYPES[model["dtype"]],
+        lora=LoraSettings(**model["lora"]),
+        optimizer=optimizer if isinstance(optimizer, str) else optimizer["class_path"],
         micro_batch_tokens=model["micro_batch_tokens"],
         gradient_checkpointing=model["gradient_checkpointing"],
         offload_checkpoints=model["offload_checkpoints"],
-        fused=fused_wanted(model["fused_elementwise"]),
-        engine=EngineMemory(**vllm) if kind == "VLLMEngine" else None,
-        batch_tokens=engine.get("batch_tokens", 0),
+        fused_elementwise=model["fused_elementwise"],
+        engine=engine,
     )
 
 

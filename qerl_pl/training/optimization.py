@@ -7,9 +7,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from qerl_pl.common import ranks
 
 Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
@@ -87,18 +91,13 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_settings(
-    optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    """Give an optimizer its own settings back after a checkpoint brought others with its moments.
+def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
+    """Give an optimizer its own settings back after a checkpoint brought others with its moments; say which.
 
     Args:
         optimizer: with the checkpoint's settings.
         scheduler: at the checkpoint's step.
         settings: from ``group_settings`` before the checkpoint was loaded.
-
-    Returns:
-        Names of the settings that the checkpoint had otherwise, to its value and the one that holds from here on.
     """
     changed = {}
     groups = optimizer.param_groups
@@ -106,4 +105,24 @@ def restore_settings(
         changed |= {name: (group.get(name), value) for name, value in own.items() if group.get(name) != value}
         group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
     scheduler.base_lrs = [group["initial_lr"] for group in groups]
-    return changed
+    for name, (before, now) in changed.items():
+        name = "lr" if name == "initial_lr" else name
+        rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {before}")
+
+
+def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
+    """Average the gradients over ranks and clip them. Collective.
+
+    Args:
+        parameters: all of the policy's.
+        max_norm: largest norm of the gradient over all parameters; 0: it is not clipped.
+
+    Returns:
+        [] the norm before clipping.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    ranks.average_gradients(trained)
+    moved = [parameter for parameter in trained if parameter.grad is not None]
+    if not moved:
+        return torch.zeros((), device=trained[0].device)
+    return torch.nn.utils.clip_grad_norm_(moved, max_norm or float("inf"))

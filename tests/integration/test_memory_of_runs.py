@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from qerl_pl.rollout.vllm import memory as vllm_memory
 from qerl_pl.tools.curves import read_curves
-from qerl_pl.tools.plan import read_settings, run_memory
+from qerl_pl.tools.plan import planned_run, read_settings
 from tests.integration.conftest import VLLM, arguments, load_last
 from tests.rollout.leaks import held_in_vllms_pool
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, tmp_path):
 def test_the_command_plans_what_a_run_plans(more, bases, run, tmp_path):
     cli = run("fit", tmp_path, *SHORT, *more)
     _, *settings = arguments("fit", bases["nvfp4"], tmp_path, *SHORT, *more)
-    assert run_memory(read_settings(settings)) == cli.model.run_memory("fit")
+    assert planned_run(read_settings(settings)) == cli.model._run_memory("fit")
 
 
 @pytest.mark.gpu

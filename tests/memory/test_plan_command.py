@@ -12,7 +12,7 @@ import yaml
 from qerl_pl.__main__ import main as command
 from qerl_pl.memory.plan import MOMENTS
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.tools.plan import read_settings, run_memory
+from qerl_pl.tools.plan import planned_run, read_settings
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "integration" / "toy.yaml")
@@ -78,7 +78,7 @@ def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_an_engine_in_the_settings_has_the_memory_of_the_engine_that_they_make(bases, dtype):
     options = ("--model.engine.init_args.dtype", dtype, "--model.engine.init_args.max_num_seqs", "5")
-    found = run_memory(read_settings(["-c", TOY, "--model.base", str(bases["dense"]), *VLLM, *options]))
+    found = planned_run(read_settings(["-c", TOY, "--model.base", str(bases["dense"]), *VLLM, *options]))
     assert found.engine == VLLMEngine(dtype, max_num_seqs=5).memory
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -53,25 +56,32 @@ def test_an_engine_tells_what_its_memory_depends_on():
     assert engine.memory.kv_cache_bytes == 5
 
 
+def module_of(bases, **settings: Any) -> QeRLModule:
+    """A module that samples with transformers, not set up."""
+    rewards = [WeightedReward("format", think_answer_format)]
+    return QeRLModule(TransformersEngine(), rewards, base=str(bases["dense"]), **settings)
+
+
 @pytest.mark.parametrize(("longest", "expected"), [(100, USUAL_MICRO_BATCH), (20000, 20064)])
-def test_micro_batches_without_a_plan_are_the_usual_or_hold_the_longest_row(longest, expected, bases):
-    module = QeRLModule(
-        str(bases["dense"]),
-        TransformersEngine(),
-        [WeightedReward("format", think_answer_format)],
-        sampling=Sampling(num_completions=2, max_tokens=longest),
-        max_prompt_tokens=64,
-    )
+def test_micro_batches_without_a_plan_are_the_usual_or_hold_the_longest_row(longest, expected, bases, tmp_path):
+    base = shutil.copytree(bases["dense"], tmp_path / "long")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32768}))
+    sampling = Sampling(num_completions=2, max_tokens=longest)
+    module = module_of({"dense": base}, sampling=sampling, max_prompt_tokens=64)
     assert module.micro_batch_tokens == expected
+
+
+def test_rows_longer_than_the_models_positions_are_refused(bases):
+    with pytest.raises(ValueError, match=r"may reach 20064 tokens and the model has \d+ positions"):
+        module_of(bases, sampling=Sampling(num_completions=2, max_tokens=20000), max_prompt_tokens=64)
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0])
 def test_a_limit_of_no_memory_is_refused(gib, bases):
     with pytest.raises(ValueError, match="gpu_memory"):
-        QeRLModule(
-            str(bases["dense"]),
-            TransformersEngine(),
-            [WeightedReward("format", think_answer_format)],
+        module_of(
+            bases,
             gpu_memory=gib,
         )
 
@@ -87,13 +97,11 @@ def test_a_limit_of_no_memory_is_refused(gib, bases):
 )
 def test_what_cannot_be_recomputed_is_refused_before_anything_is_loaded(wrong, bases):
     with pytest.raises(ValueError, match=r"model\.gradient_checkpointing"):
-        QeRLModule(str(bases["dense"]), TransformersEngine(), [WeightedReward("format", think_answer_format)], **wrong)
+        module_of(bases, **wrong)
 
 
 def test_the_frozen_base_is_not_copied_to_the_host_when_a_run_ends(bases):
-    module = QeRLModule(
-        str(bases["dense"]), TransformersEngine(), [WeightedReward("format", think_answer_format)], max_prompt_tokens=64
-    )
+    module = module_of(bases, max_prompt_tokens=64)
     base, adapter = nn.Linear(4, 4, device="meta").requires_grad_(False), nn.Linear(4, 4)
     base.register_buffer("scales", torch.ones(4, device="meta"))
     module.policy = nn.Sequential(base, adapter)  # pyright: ignore[reportAttributeAccessIssue]

@@ -426,5 +426,5 @@ def test_what_the_settings_accept_the_update_accepts(policy, objective):
 def test_training_on_a_cut_distribution_is_refused(base, cut, said):
     rewards = [WeightedReward("format", think_answer_format, 1.0)]
     with pytest.raises(ValueError, match=f"{said}.*val_sampling"):
-        QeRLModule(base, TransformersEngine(), rewards, sampling=cut)
-    QeRLModule(base, TransformersEngine(), rewards, val_sampling=cut)
+        QeRLModule(TransformersEngine(), rewards, base=base, sampling=cut)
+    QeRLModule(TransformersEngine(), rewards, base=base, val_sampling=cut)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.module import DTYPES
+from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_family, check_window
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.quantize import quantize_checkpoint

@@ -1,0 +1,63 @@
+"""What a run's settings say about its memory: the same for a run that starts and for one that is planned."""
+
+from __future__ import annotations
+
+import torch
+
+from qerl_pl.memory.settings import RunMemory, state_bytes
+from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.recompute import Setting
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+
+
+def run_memory(
+    *,
+    num_prompts: int,
+    sampling: Sampling,
+    evaluation: Sampling,
+    max_prompt_tokens: int,
+    dtype: torch.dtype,
+    lora: LoraSettings,
+    optimizer: str,
+    micro_batch_tokens: int | None,
+    gradient_checkpointing: Setting,
+    offload_checkpoints: bool,
+    fused_elementwise: FusedSetting,
+    engine: RolloutEngine,
+    num_ranks: int = 1,
+) -> RunMemory:
+    """The settings that decide the memory of a run on one of its GPUs.
+
+    Args:
+        num_prompts: of a rollout, over all ranks.
+        sampling: of training rollouts.
+        evaluation: of evaluations.
+        max_prompt_tokens: longest prompt.
+        dtype: compute dtype of the policy.
+        lora: the adapter.
+        optimizer: name of its class.
+        micro_batch_tokens: most tokens of a training pass; None where the plan chooses.
+        gradient_checkpointing: what backward recomputes.
+        offload_checkpoints: keep what it recomputes from in host memory.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel.
+        engine: what samples; it need not have started.
+        num_ranks: that share the prompts.
+    """
+    return RunMemory(
+        rows=-(-num_prompts // num_ranks) * sampling.num_completions,
+        prompt_tokens=max_prompt_tokens,
+        completion_tokens=sampling.max_tokens,
+        evaluation_tokens=evaluation.max_tokens,
+        itemsize=dtype.itemsize,
+        rank=lora.rank,
+        targets=tuple(lora.targets),
+        train_norms=lora.train_norms,
+        state_bytes=state_bytes(optimizer),
+        micro_batch_tokens=micro_batch_tokens,
+        gradient_checkpointing=gradient_checkpointing,
+        offload_checkpoints=offload_checkpoints,
+        fused=fused_wanted(fused_elementwise),
+        engine=engine.memory,
+        batch_tokens=0 if engine.memory else engine.batch_tokens,
+    )
