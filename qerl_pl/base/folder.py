@@ -44,6 +44,11 @@ def check_base(path: str | Path) -> Mapping:
     Raises:
         ValueError: in one line that names the file and the value.
     """
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"model.base: there is no folder {path}; download a checkpoint (hf download NAME --local-dir FOLDER), make "
+            "the 4-bit copy of one by `qerl quantize`, or the quickstart's by `qerl tiny` and `qerl quantize`"
+        )
     checkpoint = Checkpoint(path)
     config = check_family(checkpoint.path)
     read_layout(checkpoint.path)

@@ -1,7 +1,10 @@
-"""What the command line says where jsonargparse would print a page: the value, what was expected, the nearest key."""
+"""What the command line says where jsonargparse would print a page: the value, what was expected, the nearest name."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,6 +18,9 @@ from qerl_pl.cli.yaml_files import config_files
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
 """What jsonargparse says of the types that a value is not meant to be."""
+TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
+UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
+"""Classes whose messages name their settings as the command line does."""
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
@@ -23,7 +29,7 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     Args:
         message: what jsonargparse says.
         keys: every setting there is, with dots.
-        arguments: the command line; its YAML files are looked through for a key that is not known.
+        arguments: the command line; its YAML files are looked through for what is wrong.
 
     Returns:
         At most five lines; the message itself where nothing in it is known to be superfluous.
@@ -31,29 +37,149 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
     if unknown and ("accept" in message or "unrecognized" in message):
         return _unknown_key(unknown[1].rstrip("+"), keys, arguments)
-    if "Subtypes:" in message:
-        return of_the_value(message)
+    if linked := re.match(r'Linked "([^"]+)" must be given via "?([^"]+)"?\.', message):
+        return f"{linked[1]} cannot be set: it follows from {linked[2]}; set that"
+    if "arser key" in message:
+        return of_the_value(message, arguments)
     return "\n".join(line[:300] for line in message.splitlines()[:MOST_LINES])
 
 
-def of_the_value(message: str) -> str:
-    """What is wrong with a value that may have several types, without what jsonargparse says of the types themselves.
+def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
+    """What is wrong with a value, without what jsonargparse says of types that it might have had.
 
     A message of another kind is returned as it is.
     """
-    if "Subtypes:" not in message:
-        return message
-    errors = message.partition("Errors:")[2].partition("Given value type:")[0]
-    causes = [" ".join(cause.split()) for cause in re.split(r"^\s*- ", errors, flags=re.MULTILINE)]
-    said = [cause for cause in causes if cause and not cause.startswith(GENERIC)]
     subject = re.search(r'[Pp]arser key "([^"]+)"', message)
-    place = f"{subject[1]}: " if subject else ""
-    return "\n".join(place + cause[:300] for cause in dict.fromkeys(said[:MOST_LINES])) or message
+    if subject is None and "Subtypes:" not in message:
+        return message
+    place = subject[1] if subject else ""
+    given = re.search(r"Given value: (.*)", message)
+    body = message[subject.end() :] if subject else message
+    body = body.partition("Errors:")[2].partition("Given value type:")[0] if "Errors:" in body else body
+    causes = [" ".join(cause.split()) for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
+    causes = [cause for cause in causes if cause.strip(" :") and not cause.startswith("Expected a path but")]
+    said = [cause.strip(": ") for cause in causes if not cause.startswith(GENERIC)]
+    if said:
+        return _in_words(place, said[0], arguments)
+    expected = [cause.strip(": ").removeprefix("Expected a ") for cause in causes]
+    value = re.search(r"Got value: (.*)", message) or given
+    if not expected or value is None:
+        return message
+    kinds = [kind.partition(". Got value:")[0] for kind in expected]
+    return _expected(place, value[1], " or ".join(map(_kind, dict.fromkeys(kinds))), arguments)
+
+
+def of_error(error: Exception, arguments: Sequence[str]) -> str:
+    """What an exception says, behind the name of the configured class whose constructor raised it."""
+    said, name = of_the_value(str(error), arguments), _constructor_of(error)
+    return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
+
+
+def _constructor_of(error: BaseException) -> str:
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code, names = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        if "jsonargparse" in code.co_filename:
+            found = ""
+        elif not found and code.co_name in ("__init__", "__post_init__") and "self" in names:
+            found = type(names["self"]).__name__
+        trace = trace.tb_next
+    earlier = error.__cause__ or error.__context__
+    return _constructor_of(earlier) if found in ("", "QeRLCLI") and earlier is not None else found
+
+
+def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
+    """One cause, with the class that it is about and the nearest of what there is."""
+    classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
+    inner = re.findall(r'Parser key "([^"]+)":', cause)
+    named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
+    place = ": ".join(filter(None, [place, *named, *inner[-1:]]))
+    if option := re.search(r"Option '([\w.]+)' is not accepted", cause):
+        known = _parameters(classes[-1]) if classes else []
+        where = _where(rf"\b{option[1]}\s*:", arguments)
+        return f"{place} has no setting {option[1]}{where}; {_nearest(option[1], known)}"
+    if name := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", cause):
+        where = _where(re.escape(f"{name[1]}.{name[2]}"), arguments)
+        return f"{place}: there is no {name[2]!r} in {name[1]}{where}; {_nearest(name[2], _members(name[1]))}"
+    if module := re.search(r"No module named '([\w.]+)'", cause):
+        where = _where(re.escape(module[1]), arguments)
+        return (
+            f"{place}: there is no module {module[1]}{where}; it is looked for in the folder that the program was "
+            "started from and among the installed packages"
+        )
+    if missing := re.search(r"the following arguments are required: (.+)", cause):
+        return f"{place} needs {missing[1]} (under init_args)"
+    if value := re.search(r"Expected a (.+)\. Got value: (.*)", cause):
+        return _expected(place, value[2], _kind(value[1]), arguments)
+    if classes:
+        cause = re.sub(r"^Problem with given class_path '[\w.]+': ", "", cause)
+    return f"{place}: {cause[:300]}" if place else cause[:300]
+
+
+def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> str:
+    if value == "None":
+        return f"{place} is not given; expected {kinds}"
+    where = _where(rf"\b{re.escape(place.rpartition('.')[2])}\s*:.*{re.escape(value)}", arguments)
+    near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{place} is {value[:100]!r}{where}; expected {kinds}{hint}"
+
+
+def _kind(text: str) -> str:
+    """A type in words."""
+    if literal := re.fullmatch(r"typing\.Literal\[(.*)\]", text):
+        return literal[1]
+    if builtin := re.fullmatch(r"<class '(\w+)'>", text):
+        return "null" if builtin[1] == "NoneType" else TYPES.get(builtin[1], builtin[1])
+    return text
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=2, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"there are {', '.join(known)[:200]}" if known else "--help lists those that there are"
+
+
+def _parameters(path: str) -> list[str]:
+    """Names of what a class or function takes."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []
+    return [each for each in found if each not in ("self", "args", "kwargs", "params")]
+
+
+def _members(path: str) -> list[str]:
+    """Names of the public classes, functions and modules in a module."""
+    try:
+        module = importlib.import_module(path)
+    except ImportError:
+        return []
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "").startswith(path)
+    ]
+    inside = [each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))]
+    return [name for name in dict.fromkeys(own + inside) if not name.startswith("_")]
+
+
+def _where(pattern: str, arguments: Sequence[str]) -> str:
+    """File and line in the YAML files of a command line that a pattern is first found in, as `` (FILE, line 3)``."""
+    for path in config_files(arguments):
+        if path.is_file():
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+                if re.search(pattern, line.partition("#")[0]):
+                    return f" ({path}, line {number})"
+    return ""
 
 
 def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    places = [str(path) for path in config_files(arguments) if _has(_settings(path), key.split("."))]
-    where = f" (in {', '.join(places)})" if places else ""
+    places = [path for path in config_files(arguments) if _has(_settings(path), key.split("."))]
+    leaf = rf"\b{re.escape(key.rpartition('.')[2])}\+?[\"']?\s*:"
+    where = _where(leaf, [argument for path in places for argument in ("-c", str(path))])
     near = get_close_matches(key, list(keys), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "--help lists those that there are"
     return f"there is no setting {key}{where}; {hint}"

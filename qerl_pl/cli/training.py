@@ -23,7 +23,7 @@ from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
 from qerl_pl.checkpoint import LAST
 from qerl_pl.cli.console import quieten
-from qerl_pl.cli.errors import of_the_value
+from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
@@ -168,7 +168,7 @@ def exit_status(args: list[str]) -> int | str:
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except (ValueError, ArgumentTypeError) as error:
-        return f"error: {of_the_value(str(error))}"
+        return f"error: {of_error(error, sys.argv[1:])}"
     except OSError as error:
         return f"error: {in_words(error)}"
     callbacks: list[object] = getattr(cli.trainer, "callbacks", [])

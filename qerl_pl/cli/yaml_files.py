@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -66,7 +67,9 @@ def check_yaml(path: Path) -> None:
     _check_node(path, root, ())
     for key, value in root.value:
         if key.value.removesuffix("+") not in KEYS:
-            raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; expected one of {', '.join(KEYS)}")
+            near = get_close_matches(key.value, KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
+            raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
         if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:
             raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
 

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
     [
         ("model: {}\ntrainer: {}\nmodel: {}\n", "line 3: 'model' is given a second time .first in line 1."),
         ("model:\n  lora:\n    rank: 3\n    rank: 4\n", "line 4: 'rank' is given a second time .first in line 3."),
-        ("modell: {}\n", "line 1: 'modell' is no setting; expected one of run_dir, model"),
+        ("modell: {}\n", r"line 1: 'modell' is no setting; did you mean model\?"),
+        ("x: {}\n", "line 1: 'x' is no setting; expected one of run_dir, model"),
         ("model:\n", "line 1: model has no value"),
         ("data: {}\nrun_dir: null\n", "line 2: run_dir has no value"),
         ("model: &a\n  lora: *a\n", "line 1: an alias"),
