@@ -23,7 +23,7 @@ import torch
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.tools.curves import Curve, read_curves
-from tests.bench.bench_grpo import DTYPE, model_settings
+from tests.bench.bench_grpo import DTYPE, GROUP, model_settings
 from tests.bench.checkpoints import written_apart
 from tests.bench.harness import PHASES, decoding_kernel, emit
 from tests.bench.together import run_together
@@ -115,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
+    parser.set_defaults(group=GROUP, updates=1, plain=False)
     args = parser.parse_args(argv)
     base = written_apart(args.folder, args.size, "nvfp4")
     numbers = sorted(set(args.gpus))

@@ -4,6 +4,11 @@ The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long
 ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
 process holds all but so much of the GPU's memory: what the run gets is a smaller card, and a card that was too small is
 a result. Results are appended to ``--output``, and what is there already is not measured again.
+
+With ``--mean`` the completions are as long as a recipe's: each has a limit of its own, drawn once from a lognormal
+distribution with this mean that ends at ``--completion``, the same for every base and setting. GSM8K's steps are
+``--prompts 16 --mean 250 --completion 4096 --updates 4``, Big-Math's ``--prompts 8 --group 16 --mean 2000 --completion
+8192``. ``--plain`` trains as before kernels were fused: every block is recomputed, by transformers' chains of kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+from lightning.pytorch import Callback
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
@@ -49,6 +55,35 @@ def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[f
     return [float(zlib.crc32(str(completion.tokens).encode()) & 1) for completion in completions]
 
 
+def lengths(mean: int, longest: int, number: int) -> list[int]:
+    """Limits of so many completions, in tokens: lognormal with sigma 0.8, scaled to the mean, from 8 to the longest."""
+    drawn = torch.randn(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(0.8).exp()
+    for _ in range(50):  # cutting the tail off lowers the mean
+        drawn = (drawn * mean / drawn.clamp(8, longest).mean()).clamp(min=8)
+    return drawn.clamp(8, longest).round().int().tolist()
+
+
+class Lengths(Callback):
+    """Gives each completion of a training rollout its own limit."""
+
+    def __init__(self, mean: int) -> None:
+        self._mean = mean
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        from qerl_pl.rollout.vllm import requests
+
+        whole = requests.sampling_params
+
+        def limited(sampling: Any, seeds: Iterable[int], end_tokens: list[int]) -> list[Any]:
+            found = whole(sampling, seeds, end_tokens)
+            if sampling == pl_module.sampling:
+                for each, limit in zip(found, lengths(self._mean, sampling.max_tokens, len(found)), strict=True):
+                    each.max_tokens = limit
+            return found
+
+        requests.sampling_params = limited
+
+
 def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
     """Of the policy in a benchmark of whole steps; the engine's arguments and the reward, by its path, are its own."""
     return {
@@ -56,9 +91,11 @@ def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], 
         "dtype": str(DTYPE).removeprefix("torch."),
         "engine": {"class_path": "qerl_pl.rollout.vllm.VLLMEngine", "init_args": engine},
         "rewards": [{"name": reward.rpartition(".")[2], "weight": 1.0, "reward": reward}],
-        "sampling": {"num_completions": GROUP, "max_tokens": args.completion, "temperature": 1.0},
+        "sampling": {"num_completions": args.group, "max_tokens": args.completion, "temperature": 1.0},
         "lora": {"rank": RANK, "alpha": RANK},
-        "gradient_checkpointing": "auto",
+        "updates_per_rollout": args.updates,
+        "gradient_checkpointing": "blocks" if args.plain else "auto",
+        "fused_elementwise": False if args.plain else "auto",
         "micro_batch_tokens": args.micro_batch_tokens,
     }
 
@@ -71,11 +108,12 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     source = {"train_path": str(rows), "validation_share": 0.1}
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": STAGES}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
-    engine = {"sleep_level": args.sleep_level, "max_num_seqs": GROUP * args.prompts, "enforce_eager": args.eager}
+    engine = {"sleep_level": args.sleep_level, "max_num_seqs": args.group * args.prompts, "enforce_eager": args.eager}
     engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
-    trainer = {"max_steps": args.steps, "limit_val_batches": 0}
+    trainer = {"max_steps": args.steps * args.updates, "limit_val_batches": 0}
+    own = [{"class_path": "tests.bench.bench_grpo.Lengths", "init_args": {"mean": args.mean}}] if args.mean else []
     turn = [{"class_path": "tests.bench.together.Turn"}]
-    trainer["callbacks+"] = [*(aqn if args.aqn else []), *(turn if is_together() else [])]
+    trainer["callbacks+"] = [*own, *(aqn if args.aqn else []), *(turn if is_together() else [])]
     return {
         "run_dir": str(folder / "run"),
         "trainer": trainer,
@@ -125,12 +163,12 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     if is_together():  # what the GPU's driver counts is everybody's
         memory, peak = {}, {"bytes": None}
     emit(
-        "grpo/step",
+        "recipe/step" if args.mean else "grpo/step",
         shape_of(args),
         "bfloat16",
         sorted(steps),
         phases_s={phase: statistics.median(values) for phase, values in phases.items()},
-        tokens=curves["rollout/completion_tokens"].values[-1] * GROUP * args.prompts,
+        tokens=curves["rollout/completion_tokens"].values[-1] * args.group * args.prompts,
         gap=curves["gap/mean_abs"].values[-1],
         peak_bytes=peak["bytes"],
         logged=memory,
@@ -207,6 +245,8 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """What tells a line from the others."""
     names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
     names += "micro_batch_tokens", "eager"
+    if args.mean:
+        names += "group", "mean", "updates", "plain"
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
     return {**shape, "decoding_kernel": decoding_kernel(args.decoding_kernel, args.base, DTYPE)}
 
@@ -253,7 +293,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--completion", type=int, default=2048 if DEVICE == "cuda" else 32)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--group", type=int, default=GROUP, help="completions per prompt")
+    parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
+    parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
+    parser.add_argument("--plain", action="store_true", help="recompute every block, by chains of kernels")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts")
     parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
     parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)

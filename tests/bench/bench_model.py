@@ -162,8 +162,15 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
         del policy
 
 
-def run_rungs(size: str, tokens: int, repeats: int) -> None:
-    """Every rung of gradient checkpointing on one model, from the least memory to the most, plain and fused."""
+def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
+    """Every rung of gradient checkpointing on one model, from the least memory to the most, plain and fused.
+
+    Args:
+        size: of the model.
+        tokens: of a pass.
+        repeats: of each measurement.
+        only: of the rungs by name, such as ``fused-none``; none: all.
+    """
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     shape = config_shape(config, NVFP4, DTYPE)
@@ -173,6 +180,8 @@ def run_rungs(size: str, tokens: int, repeats: int) -> None:
         if fused and (DEVICE == "cpu" or not fused_wanted("auto")):
             print("rungs, fused: left out, they need a GPU and liger-kernel", file=sys.stderr)
             return
+        if only and not any(name.startswith(kind) for name in only):
+            continue
         clear()
         torch.manual_seed(0)
         policy = ours(random_model(config, NVFP4, dtype=DTYPE, device=DEVICE), fused_elementwise=fused)
@@ -183,6 +192,8 @@ def run_rungs(size: str, tokens: int, repeats: int) -> None:
         held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         for how in reversed(ladder(config.num_hidden_layers)):
             name = f"rungs/{kind}-{how.setting(config.num_hidden_layers)}"
+            if only and name.removeprefix("rungs/") not in only:
+                continue
             try:
                 policy.set_recompute(how)
                 clear()
@@ -264,11 +275,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rungs", action="store_true", help="measure gradient checkpointing, and nothing else")
+    parser.add_argument("--only", nargs="*", default=[], help="with --rungs: these, such as fused-none")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
     if args.rungs:
         for size in args.sizes:
-            run_rungs(size, args.tokens, args.repeats)
+            run_rungs(size, args.tokens, args.repeats, args.only)
         return
     first = args.sizes[0]
     check(errors(first))
