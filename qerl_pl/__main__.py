@@ -21,7 +21,7 @@ COMMANDS = {
     "score": "score a file of completions with a reward",
     "export": "write a run's adapter as a PEFT folder",
     "report": "table and curves of a run from its event files",
-    "doctor": "say what this machine can run, and why not",
+    "doctor": "say what this machine can run, and with -c what would stop a configuration",
 }
 
 

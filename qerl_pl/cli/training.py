@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -57,7 +58,20 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI with one folder per run and each value given once."""
+    """LightningCLI with one folder per run and each value given once.
+
+    Args:
+        run_now: False builds everything and runs nothing.
+        more: arguments of LightningCLI, as ``named`` are.
+    """
+
+    def __init__(self, *more: Any, run_now: bool, **named: Any) -> None:
+        self._run_now = run_now
+        super().__init__(*more, **named)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self._run_now:
+            super()._run_subcommand(subcommand)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"
@@ -114,22 +128,21 @@ class QeRLCLI(LightningCLI):
                 f"{self.config[str(self.subcommand)].run_dir}"
             )
 
-    @staticmethod
-    def _log_to(folder: str, loggers: Sequence[Namespace]) -> None:
+    def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
             logger.init_args.save_dir = folder
             name, version = logger.init_args.get("name"), logger.init_args.get("version")
-            if logger.class_path.endswith("CSVLogger") and isinstance(version, str):
+            if self._run_now and logger.class_path.endswith("CSVLogger") and isinstance(version, str):
                 keep_metrics(Path(folder, name or "", version))
 
     def _parse_ckpt_path(self) -> None:
         """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""
 
 
-def main(args: list[str]) -> QeRLCLI:
-    """Run one subcommand."""
+def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
+    """Run one subcommand, or only build what it needs."""
     args = with_paths(args)
     check_yaml_files(args)
     quieten()
@@ -138,6 +151,7 @@ def main(args: list[str]) -> QeRLCLI:
     return QeRLCLI(
         QeRLModule,
         PromptDataModule,
+        run_now=run_now,
         parser_class=Parser,
         seed_everything_default=0,
         auto_configure_optimizers=False,

@@ -1,4 +1,4 @@
-"""python -m qerl_pl doctor: what this machine can run, and why not."""
+"""python -m qerl_pl doctor: what this machine can run, or would stop a configuration, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 PACKAGES = (
     "torch",
@@ -36,32 +36,54 @@ TESTED = {
 
 
 def main(argv: list[str]) -> int:
-    """Print one line a check; returns 0 if the quickstart can run, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m qerl_pl doctor", description=__doc__)
-    parser.parse_args(argv)
+    """Print one line a check; returns 0 if the quickstart, or the given configuration, can run, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl doctor",
+        description="Say what this machine can run, and why not. With -c: also what would stop that configuration; "
+        "further arguments are those of `fit`.",
+    )
+    parser.add_argument("-c", "--config", action="append", default=[], help="as for `fit`; repeatable")
+    options, more = parser.parse_known_args(argv)
+    arguments = [argument for name in options.config for argument in ("-c", name)] + more
+    if more and not options.config:
+        parser.error(f"{' '.join(more)}: give the configuration that this belongs to by -c")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("Python", _python),
         *((name, lambda name=name: _package(name)) for name in PACKAGES),
         ("GPU", _gpu),
         ("vLLM rollouts", _vllm),
         ("NVFP4 rollouts", _nvfp4),
-        ("NF4 and 8-bit AdamW", lambda: _package("bitsandbytes")),
+        ("8-bit AdamW", lambda: _package("bitsandbytes")),
         ("fused training", lambda: _package("liger-kernel")),
         ("memory", _memory),
         ("disk", _disk),
     ]
-    optional = {"GPU", "NF4 and 8-bit AdamW", "fused training"}
+    optional = {"GPU", "8-bit AdamW", "fused training"}
+    failed = _print_checks(checks, optional)
+    _print_patches()
+    if options.config:
+        print(f"\nfit {' '.join(arguments)}:")
+        # Imported here: it needs all packages, and the lines above say which is missing.
+        failed += _print_checks(
+            importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(arguments)
+        )
+    ready = f"fit {' '.join(arguments)}" if options.config else "make quickstart"
+    print(f"\nready: {ready}" if not failed else f"\n{failed} of the above must be mended before training runs")
+    return 1 if failed else 0
+
+
+def _print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Collection[str] = ()) -> int:
+    """Print a line a check; returns how many failed that must not."""
     failed = 0
     for name, check in checks:
         try:
             mark, said = "ok", check()
         except Exception as error:
-            mark, said = "no", f"{type(error).__name__}: {error}".splitlines()[0]
+            kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+            mark, said = "no", f"{kind}{error}".splitlines()[0]
             failed += name not in optional
         print(f"[{mark}] {name:20} {said}")
-    _print_patches()
-    print("\nready: make quickstart" if not failed else f"\n{failed} of the above must be mended before training runs")
-    return 1 if failed else 0
+    return failed
 
 
 def _print_patches() -> None:

@@ -1,0 +1,143 @@
+"""What would stop a configuration after its start: all is built, data are read and scored, nothing is trained."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from qerl_pl.base.folder import base_folder
+from qerl_pl.cli.errors import of_error
+from qerl_pl.cli.training import QeRLCLI
+from qerl_pl.cli.training import main as training
+from qerl_pl.common.types import Completion
+from qerl_pl.memory.fitting import fitted, usable
+from qerl_pl.memory.parts import adapter_values
+from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.policy.policy import DTYPES
+from qerl_pl.rewards.base import check_answers, score_rewards
+from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.tools.plan import card_bytes, planned_run, read_settings
+
+GIB = 2**30
+SCORED = 8
+"""Training problems whose known answers are given to the rewards."""
+CHECKPOINTS = 4
+"""Files that are on the disk at once: last, previous, best, and the one that is written."""
+
+
+def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], str]]]:
+    """Checks of ``fit`` with these arguments, each a name and what says that it is well or raises.
+
+    The first builds callbacks, loggers, rewards, engine and data source, and looks at the base's files; the others need
+    it.
+    """
+    built: dict[str, QeRLCLI] = {}
+
+    def build() -> str:
+        command_line, said = list(sys.argv), StringIO()
+        try:
+            with redirect_stderr(said):
+                built["cli"] = cli = training(["fit", *arguments], run_now=False)
+        except (ValueError, OSError) as error:
+            raise ValueError(of_error(error, sys.argv[1:])) from error
+        except SystemExit:
+            raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's
+        finally:
+            sys.argv = command_line
+        model = cli.model
+        rewards = ", ".join(term.name for term in model.rewards)
+        return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
+
+    def after(check: Callable[[Any], str]) -> Callable[[], str]:
+        def run() -> str:
+            if "cli" not in built:
+                raise ValueError("not looked at: the configuration comes first")
+            return check(built["cli"])
+
+        return run
+
+    return [
+        ("configuration", build),
+        ("length of the run", after(_length)),
+        ("data and template", after(_data)),
+        ("rewards", after(_rewards)),
+        ("memory of the run", after(lambda cli: _memory(read_settings(arguments)))),
+        ("disk of the run", after(lambda cli: _disk(read_settings(arguments)))),
+    ]
+
+
+def _length(cli: Any) -> str:
+    settings, max_steps = cli.model.settings, cli.trainer.max_steps
+    check_run_length(
+        max_steps=max_steps,
+        updates_per_rollout=settings.updates_per_rollout,
+        mini_batches=settings.mini_batches,
+        warmup_steps=settings.warmup_steps,
+        objective=settings.objective,
+        batch_size=cli.datamodule.batch_size,
+    )
+    rollouts = max_steps // settings.steps_per_rollout
+    for callback in cli.trainer.callbacks:
+        stages = getattr(callback, "num_stages", 0)
+        if stages > rollouts:
+            raise ValueError(f"{rollouts} rollouts for {stages} noise stages; lower num_stages or raise max_steps")
+    return f"{rollouts} rollouts, {max_steps} optimizer steps"
+
+
+def _data(cli: Any) -> str:
+    cli.datamodule.setup("fit")
+    cli.datamodule.train_dataloader()
+    prompts = cli.datamodule.some_train_prompts(256)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    first = prompts[0].text.replace("\n", "\\n")
+    return f"longest of {len(prompts)} prompts {longest} tokens; the first ends with ...{first[-60:]}"
+
+
+def _rewards(cli: Any) -> str:
+    prompts, rewards = cli.datamodule.some_train_prompts(), cli.model.rewards
+    if not prompts:
+        raise ValueError("not looked at: the data come first")
+    check_answers(rewards, prompts)
+    prompts = prompts[:SCORED]
+    texts = [f"<think>known</think><answer>{prompt.answer}</answer>" for prompt in prompts]
+    table = score_rewards(rewards, prompts, [Completion((0, 0), (0.0, 0.0), True, text) for text in texts])
+    means = (f"{name} {scores.nanmean().item():.2f}" for name, scores in table.components.items())
+    return f"a completion of the known answer alone, in <answer>, earns on average: {', '.join(means)}"
+
+
+def _memory(config: dict[str, Any]) -> str:
+    model, run = config["model"], planned_run(config)
+    base = base_folder(model["base"], model["base_format"])
+    if not torch.cuda.is_available():
+        size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors")) / GIB
+        free = psutil.virtual_memory().available / GIB
+        if 2 * size > free:
+            raise ValueError(
+                f"no GPU; trainer and engine each hold the base of {size:.1f} GiB, {free:.1f} GiB are free"
+            )
+        return f"no GPU: trains on the CPU, base of {size:.2f} GiB, {free:.0f} GiB free"
+    card = card_bytes(model["gpu_memory"])
+    peak = fitted(checkpoint_shape(base, DTYPES[model["dtype"]]), run, card).peak
+    if peak > usable(card):
+        raise ValueError(f"the peak is {peak / GIB:.1f} GiB of {usable(card) / GIB:.1f}; `plan` says what to change")
+    return f"peak of {peak / GIB:.1f} GiB as planned, {usable(card) / GIB:.1f} GiB may be used"
+
+
+def _disk(config: dict[str, Any]) -> str:
+    model, run = config["model"], planned_run(config)
+    shape = checkpoint_shape(base_folder(model["base"], model["base_format"]), DTYPES[model["dtype"]])
+    values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
+    needed = CHECKPOINTS * values * (4 + run.state_bytes) / GIB
+    folder = Path(config["run_dir"]).absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free / GIB
+    if free < needed + 1:
+        raise ValueError(f"{free:.1f} GiB are free for {folder}; checkpoints take {needed:.1f}, logs about 1")
+    return f"{free:.0f} GiB free for {config['run_dir']}, checkpoints take {needed:.2f} GiB"

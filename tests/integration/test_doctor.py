@@ -1,0 +1,72 @@
+"""The doctor tries a configuration without training: what would stop it later is said now, nothing is written."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from qerl_pl.__main__ import main as command
+from tests.integration.conftest import arguments
+
+MINE = "def level(prompts, completions):\n    return [float(prompt.row['level']) for prompt in prompts]\n"
+AQN = {"trainer": {"callbacks+": [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise"}]}}
+NUMBERS = {"model": {"rewards": [{"name": "number", "reward": "qerl_pl.rewards.math.NumericAnswer"}]}}
+WORDS = {"class_path": "datamodules.table.Table", "init_args": {"train_path": "rows.jsonl", "validation_share": 0.5}}
+
+
+def diagnosed(base, folder, capsys, changes, *more):
+    """Exit status, and the lines on the configuration by the name of their check."""
+    (folder / "rows.jsonl").write_text("".join(f'{{"question": "a{n}", "answer": "word"}}\n' for n in range(40)))
+    (folder / "level_of_rows.py").write_text(MINE)
+    (folder / "changes.yaml").write_text(yaml.safe_dump(changes))
+    given = arguments("fit", base, folder / "run", "-c", str(folder / "changes.yaml"), *more)[1:]
+    status = command(["doctor", *given])
+    lines = capsys.readouterr().out.partition("\nfit ")[2].splitlines()
+    assert not (folder / "run").exists(), "nothing is written"
+    return status, {line[5:25].strip(): line[:4] + line[25:] for line in lines if line.startswith("[")}
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_configuration_that_will_run_is_well_in_every_part(bases, tmp_path, capsys):
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS)
+    assert list(said) == [
+        "configuration",
+        "length of the run",
+        "data and template",
+        "rewards",
+        "memory of the run",
+        "disk of the run",
+    ]
+    assert all(line.startswith("[ok]") for line in said.values()), said
+    assert "TransformersEngine; rewards number" in said["configuration"]
+    assert said["length of the run"].endswith("8 rollouts, 8 optimizer steps")
+    assert "number " in said["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "why"),
+    [
+        (AQN, "length of the run", "8 rollouts for 10 noise stages"),
+        ({"data": {"batch_size": 4000}}, "data and template", "only 40 training prompts"),
+        ({"data": {"max_prompt_tokens": 5}}, "data and template", "set max_prompt_tokens to"),
+        ({"data": {"source": WORDS}, **NUMBERS}, "rewards", "can read none of the first"),
+        ({"model": {"rewards": [{"name": "mine", "reward": "level_of_rows.level"}]}}, "rewards", "KeyError: 'level'"),
+        ({"model": {"lora": {"targets": ["query"]}}}, "memory of the run", "['query']; expected some"),
+        (
+            {"model": {"rewards": [{"name": "mine", "reward": "rows.level"}]}},
+            "configuration",
+            "there is no module rows",
+        ),
+    ],
+    ids=["noise", "batch", "length", "answers", "column", "target", "module"],
+)
+def test_what_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes, where, why):
+    status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, changes)
+    assert status == 1
+    assert said[where].startswith("[no]"), said
+    assert why in said[where]
