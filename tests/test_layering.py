@@ -75,7 +75,7 @@ def test_triton_stays_in_the_kernels():
     assert all(path.parent == Path("kernels") for path in users), users
 
 
-LONGER_FILES = {"rollout/vllm/engine.py": 349, "kernels/lora.py": 335}
+LONGER_FILES = {"rollout/vllm/engine.py": 349}
 """Files of more lines than others may have, and how many: none may be added, and these may not grow."""
 TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}
 PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]

@@ -1,4 +1,4 @@
-"""CUDA sources for Hopper: compiled by NVRTC, kept on disk, started by the driver. No compiler has to be installed."""
+"""Compile CUDA C++ for Hopper with NVRTC, cache the binaries on disk and launch them; no CUDA toolkit is needed."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ ARCHITECTURE = "sm_90a"
 
 
 class Kernel(NamedTuple):
-    """One instance of a template, under a plain name."""
+    """One instance of a CUDA template, exported under a plain C name."""
 
     source: str
-    """A file beside this one."""
+    """File name in this folder."""
     name: str
+    """Exported name."""
     code: str
-    """What defines it, after the source."""
+    """CUDA code appended to the source: the exported function."""
     shared_bytes: int
-    """Shared memory of a block."""
+    """Dynamic shared memory of a thread block, in bytes."""
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the GPU has the instructions, and the machine what starts kernels."""
+    """Whether the GPU has compute capability 9.0 and the package cuda-bindings is installed."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return _has_bindings()
 
 
 def has_compiler() -> bool:
-    """Whether cuda-bindings is there and finds NVRTC, which is a package of its own."""
+    """Whether cuda-bindings is installed and finds NVRTC, which is a package of its own."""
     if not _has_bindings():
         return False
     try:
         import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    except RuntimeError:  # names the places where it looked
+    except RuntimeError:  # lists the paths that were searched
         return False
     return True
 
 
 def compiled(kernel: Kernel) -> bytes:
-    """Its cubin; NVRTC takes about a second for it, and needs no GPU.
+    """Compile a kernel to a cubin. NVRTC takes about a second and needs no GPU.
 
     Raises:
-        RuntimeError: the source does not compile, and why.
+        RuntimeError: the source does not compile; holds the compiler's log.
     """
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
@@ -72,9 +73,9 @@ def compiled(kernel: Kernel) -> bytes:
 
 
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
-    """Compile, several at a time, and load them, which must not happen while a CUDA graph is captured."""
+    """Compile kernels in parallel threads and load them; not to be called while a CUDA graph is captured."""
     kernels = list(dict.fromkeys(kernels))
-    with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter
+    with ThreadPoolExecutor() as pool:  # NVRTC releases the GIL
         list(pool.map(_cubin, kernels))
     for kernel in kernels:
         load(kernel, device.index)
@@ -82,11 +83,11 @@ def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """What ``launch`` starts. Nothing may be captured in a CUDA graph meanwhile."""
+    """The driver's function handle of a kernel on a device; not to be called first while a CUDA graph is captured."""
     driver: Any = import_module("cuda.bindings.driver")
     path = _cubin(kernel)
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # CUDA is initialised
+        torch.cuda.current_stream().synchronize()  # initialises CUDA
         [module] = checked(driver.cuModuleLoadData(path.read_bytes()))
         [function] = checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
         shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -102,22 +103,22 @@ def launch(
     cluster: int,
     device: torch.device,
     arguments: Sequence[Any],
-    early: bool = False,
+    pdl: bool = False,
 ) -> None:
-    """Start a kernel on the current stream.
+    """Launch a kernel on the current stream.
 
     Args:
-        kernel: loaded before, where the call is captured in a CUDA graph.
-        grid: blocks in x, y and z.
-        threads: of a block.
-        cluster: blocks in y that share their shared memory.
-        device: of the tensors.
+        kernel: must be loaded already (``prepare``) if a CUDA graph is being captured.
+        grid: thread blocks in x, y and z.
+        threads: threads of a block.
+        cluster: thread blocks in y that form a cluster.
+        device: device of the tensors.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
-        early: it may start before the kernel that was launched last has ended, if that one allows it (programmatic
-            dependent launch), and waits for it itself.
+        pdl: programmatic dependent launch: the kernel may start before the one launched last has ended, if that one
+            allows it, and waits for it itself before it reads its results.
 
     Raises:
-        RuntimeError: CUDA refuses it.
+        RuntimeError: the driver refuses the launch.
     """
     driver: Any = import_module("cuda.bindings.driver")
     config = driver.CUlaunchConfig()
@@ -131,24 +132,24 @@ def launch(
     dimension = shape.value.clusterDim
     dimension.x, dimension.y, dimension.z = 1, cluster, 1
     start.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    start.value.programmaticStreamSerializationAllowed = int(early)
+    start.value.programmaticStreamSerializationAllowed = int(pdl)
     config.attrs, config.numAttrs = [shape, start], 2
     values, types = zip(*map(_argument, arguments), strict=True)
     checked(driver.cuLaunchKernelEx(config, load(kernel, device.index), (values, types), 0))
 
 
 def cache_folder() -> str:
-    """Where Triton keeps what it compiles, and this module with it."""
+    """Triton's cache folder, in which cubins are kept too."""
     from triton import knobs
 
     return knobs.cache.dir
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """What a call of CUDA gave.
+    """Values returned by a call of the CUDA bindings, without its status.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the call failed.
     """
     error, *values = result
     if int(error):
@@ -158,7 +159,7 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Path:
-    """Its file, compiled once a machine."""
+    """Path of a kernel's cubin, compiled once per machine."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
@@ -176,7 +177,7 @@ def _text(kernel: Kernel) -> str:
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
-    """A value and its type, as the driver's bindings take them."""
+    """A kernel argument and its ctypes type, as the driver's bindings expect them."""
     if value is None or isinstance(value, Tensor):
         return (0 if value is None else value.data_ptr()), ctypes.c_void_p
     return value, ctypes.c_int if isinstance(value, int) else None

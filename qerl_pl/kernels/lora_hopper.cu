@@ -1,9 +1,9 @@
-// h = x A^T of an adapter's slices, on Hopper. See lora_hopper.py for what it is given.
+// h = x A^T for the slices of one LoRA adapter on Hopper. lora_hopper.py documents the arguments.
 //
-// A chunk is 32 inputs, of which a lane has 8 side by side: two products of the tensor cores, whose inputs may come in
-// any order. Each slice has eight warps of a block. Blocks that share tokens and ranks, and split the inputs by chunks,
-// are one cluster, which adds its sums up in shared memory: [warps][TOKENS][36] sums.
-template <int TOKENS, int SLICES, int AHEAD>
+// A chunk is 32 inputs, of which a lane has 8 contiguous ones: two mma instructions, which take inputs in any order.
+// Each slice has eight warps of a thread block. Thread blocks that share tokens and ranks, and split the inputs by
+// chunks, form a cluster, which adds its sums up in shared memory: [warps][TOKENS][36] sums.
+template <int TOKENS, int SLICES, int IN_FLIGHT>
 FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices,
                           u16 *hidden, int tokens, int K, int rank, int splits) {
   extern __shared__ __align__(16) uint4 shared[];
@@ -14,23 +14,23 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
   const u16 *a = slice == 0 ? a0 : slice == 1 ? a1 : a2;
   const int chunks = K / 32, step = splits * WARPS;
 
-  if (blockIdx.z == 0) {  // so that A is near when x is there
+  if (blockIdx.z == 0) {  // bring A to L2 before x is complete
     constexpr int LINE = 64, OF_SLICE = WARPS * 32;
     const int size = min(rank - first_rank, RANKS) * K;
     for (int i = (blockIdx.y * OF_SLICE + thread % OF_SLICE) * LINE; i < size; i += splits * OF_SLICE * LINE)
       prefetch_to_l2(a + (size_t)first_rank * K + i);
   }
-  wait_for_kernel_before();  // it wrote x
+  wait_for_kernel_before();  // it may have written x
   let_next_kernel_start();
 
   for (int first_token = blockIdx.z * TOKENS; first_token < tokens; first_token += gridDim.z * TOKENS) {
-    float sums[2][TILES][4];  // of 16 ranks and 8 tokens
+    float sums[2][TILES][4];  // each 16 ranks x 8 tokens
 #pragma unroll
     for (int i = 0; i < 2 * TILES * 4; i++) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
-    for (int chunk = blockIdx.y * WARPS + warp % WARPS; chunk < chunks; chunk += AHEAD * step) {
-      uint4 rows[AHEAD][4], columns[AHEAD][TILES];
+    for (int chunk = blockIdx.y * WARPS + warp % WARPS; chunk < chunks; chunk += IN_FLIGHT * step) {
+      uint4 rows[IN_FLIGHT][4], columns[IN_FLIGHT][TILES];
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
+      for (int i = 0; i < IN_FLIGHT; i++) {
         const int at = chunk + i * step, k = at * 32 + c * 8;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -44,7 +44,7 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
         }
       }
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
+      for (int i = 0; i < IN_FLIGHT; i++)
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
           multiply_chunk(sums[0][j], rows[i][0], rows[i][1], columns[i][j]);
@@ -62,7 +62,7 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
           warp_sums[(j * 8 + c * 2 + (k & 1)) * PITCH + i * 16 + (k >> 1) * 8 + g] = sums[i][j][k];
     __syncthreads();
     constexpr int FOURS = RANKS / 4;
-    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // of a slice's warps, to the first one
+    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // sum over the slice's warps
       const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS;
       float4 *four = (float4 *)((float *)shared + (of_slice * WARPS * TOKENS + token) * PITCH + part % FOURS * 4);
       float4 sum = *four;
@@ -84,6 +84,6 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
         *(uint2 *)to = with_adapter ? four_to_bf16(sum) : make_uint2(0, 0);
       }
     }
-    synchronize_cluster();  // others may still read this block's sums
+    synchronize_cluster();  // other thread blocks may still read this one's sums
   }
 }

@@ -1,4 +1,4 @@
-// What the NVFP4 kernels for Hopper share: instructions, and weights to bf16.
+// Shared by the NVFP4 kernels for Hopper: PTX instructions, dequantisation, the fused adapter, storing the sums.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -8,7 +8,7 @@ typedef unsigned long long u64;
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
-FUNCTION u32 multiply_pair(u32 a, u32 b) {  // bf16 x 2; subnormals are kept
+FUNCTION u32 multiply_pair(u32 a, u32 b) {  // two bf16 products; subnormals are kept
   u32 result;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
   return result;
@@ -34,7 +34,7 @@ FUNCTION u16 to_bf16(float value) {
 
 FUNCTION float from_bf16(u16 value) { return __uint_as_float((u32)value << 16); }
 
-FUNCTION void copy_async(u32 to, const void *from) {  // 16 bytes, to shared memory
+FUNCTION void copy_async(u32 to, const void *from) {  // 16 bytes, global to shared memory
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
@@ -105,7 +105,7 @@ FUNCTION void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // of the same address in the block of that rank
+FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // from the same address in the thread block of that rank
   u32 there;
   float4 r;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -116,7 +116,7 @@ FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // of the same addre
   return r;
 }
 
-// With a launch that may be early: all before this reads nothing that the kernel before this one writes.
+// Under programmatic dependent launch, nothing that the previous kernel writes may be read before this call.
 FUNCTION void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 FUNCTION void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -140,13 +140,13 @@ FUNCTION void mma(float &c0, float &c1, float &c2, float &c3, u32 a0, u32 a1, u3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// c [16 rows, 8 columns] += 32 inputs of rows g and g + 8 and of column g, of which a lane has 8 each side by side
+// c [16 rows, 8 columns] += a product over 32 inputs; a lane has 8 contiguous ones of rows g and g + 8 and of column g.
 FUNCTION void multiply_chunk(float *c, uint4 row, uint4 row_8, uint4 column) {
   mma(c[0], c[1], c[2], c[3], row.x, row_8.x, row.y, row_8.y, column.x, column.y);
   mma(c[0], c[1], c[2], c[3], row.z, row_8.z, row.w, row_8.w, column.z, column.w);
 }
 
-// The compiler must neither move what an unfinished wgmma reads or writes nor compute an address anew in the loop.
+// Keeps the compiler from moving registers that an unfinished wgmma reads or writes, and from recomputing an address.
 FUNCTION void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
 FUNCTION void keep(u32 (&fragment)[4]) {
@@ -168,7 +168,7 @@ FUNCTION void keep(float (&sums)[SIZE]) {
 #define FOUR(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(c, i) FOUR(c, i), FOUR(c, i + 4)
 
-// c [64 outputs, tokens] += a (registers) times x (shared memory, inputs contiguous, swizzled by 128 bytes)
+// c [64 outputs, tokens] += a (registers) times x (shared memory, inputs contiguous, 128-byte swizzle)
 FUNCTION void wgmma(float (&c)[4], const u32 (&a)[4], u64 x) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
@@ -222,9 +222,10 @@ FUNCTION void wgmma(float (&c)[64], const u32 (&a)[4], u64 x) {
 
 // ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
-// A lane's eight weights of a fragment, times 2^-14: rows g and g + 8 of it have the scales of ``row`` and ``row_8``.
-// A product moves a nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16; the moved bits do
-// not overlap, so nothing carries. These are the values times 2^-126, subnormal ones too, and the scale does the rest.
+// Converts a lane's eight weights of a fragment to bf16, times 2^-14; rows g and g + 8 have the scales ``row`` and
+// ``row_8``. An integer product moves a nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16;
+// the moved bits do not overlap, so nothing carries. The result is the value times 2^-126, subnormals included; the
+// scale carries 2^112.
 FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
   const u32 kept = 0x81C081C0u, high = word >> 8;
   fragment[0] = multiply_pair(((word & 0x000F000Fu) * 0x1040u) & kept, row);
@@ -235,8 +236,8 @@ FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
 
 constexpr float TO_VALUE = 16384.f;  // 2^14
 
-// Four e4m3 without sign to bf16, times 2^112: bytes 0 and 2 to ``even``, 1 and 3 to ``odd``. Exact, as all values are
-// multiples of 2^-9 below 2^9; 2^232 is no bf16, so it is multiplied by twice.
+// Converts four non-negative e4m3 to bf16, times 2^112: bytes 0 and 2 to ``even``, 1 and 3 to ``odd``. Exact, because
+// all values are multiples of 2^-9 below 2^9. The factor 2^232 is out of bf16's range, so two products apply it.
 FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
   const u32 two_127 = 0x7F007F00u, two_105 = 0x74007400u;
   even = multiply_pair(multiply_pair((bytes << 4) & 0x07F007F0u, two_127), two_105);
@@ -245,10 +246,10 @@ FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
 
 // ---- an adapter ----------------------------------------------------------------------------------------------------
 
-struct Adapter {  // y += h B^T; see lora_hopper.py
+struct Adapter {  // y += h B^T; lora_hopper.py computes h
   const u16 *hidden;  // [slices, tokens, rank]; null without an adapter
   const u16 *b0, *b1, *b2;  // [outputs of a slice, rank]
-  int first1, first2;  // outputs of the second and of the third slice; N or more where there is none
+  int first1, first2;  // first output of slices 2 and 3; N or more if there is none
   int rank;
 };
 
@@ -260,17 +261,18 @@ FUNCTION const u16 *row_of_b(const Adapter &adapter, int n) {
   return b + (size_t)(n - (slice == 0 ? 0 : slice == 1 ? adapter.first1 : adapter.first2)) * adapter.rank;
 }
 
-// So that B is near when the base's product is done: the rows of outputs n to n + OUTPUTS.
+// Brings the rows of B for outputs n to n + OUTPUTS to L2 while the base's product is computed.
 template <int OUTPUTS, int THREADS>
 FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
   for (int i = threadIdx.x; i < OUTPUTS && n + i < N; i += THREADS) prefetch_to_l2(row_of_b(adapter, n + i));
 }
 
-// To a warp's sums of COUNT times 16 outputs, from n on, of one slice, and TILES times 8 tokens. Blocks of a cluster share
-// them: of 16 outputs one block adds the product. Memory is asked for at a time, B before h is there, then AHEAD tiles.
-template <int COUNT, int TILES, int AHEAD>
+// Adds h B^T to a warp's sums of COUNT x 16 outputs, from n on and of one slice, and TILES x 8 tokens. Thread blocks of
+// a cluster share the work: one of them adds the product for each 16 outputs. B is loaded before h is complete, then h
+// in groups of IN_FLIGHT tiles.
+template <int COUNT, int TILES, int IN_FLIGHT>
 FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits) {
-  static_assert(TILES % AHEAD == 0, "");
+  static_assert(TILES % IN_FLIGHT == 0, "");
   const int lane = threadIdx.x & 31, g = lane >> 2, rank = adapter.rank;
   if (blockIdx.y >= COUNT) return;
   const u16 *row = row_of_b(adapter, n + g);
@@ -283,27 +285,27 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
 #pragma unroll
       for (int j = 0; j < 2; j++)
         rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && i % splits == blockIdx.y);
-    wait_for_kernel_before();  // it wrote h
+    wait_for_kernel_before();  // it writes h
 #pragma unroll
-    for (int first = 0; first < TILES; first += AHEAD) {
-      uint4 columns[AHEAD];
+    for (int first = 0; first < TILES; first += IN_FLIGHT) {
+      uint4 columns[IN_FLIGHT];
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
+      for (int i = 0; i < IN_FLIGHT; i++)
         columns[i] = load_16_or_zero(hidden + (first + i) * 8 * rank + r,
                                      r < rank && first_token + (first + i) * 8 + g < tokens);
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
         if (i % splits == blockIdx.y)
 #pragma unroll
-          for (int j = 0; j < AHEAD; j++)
+          for (int j = 0; j < IN_FLIGHT; j++)
             multiply_chunk(sums + (i * TILES + first + j) * 4, rows[i][0], rows[i][1], columns[j]);
     }
   }
 }
 
-// ---- what all blocks do with their sums ----------------------------------------------------------------------------
+// ---- sums to y ----------------------------------------------------------------------------------------------------
 
-FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // at that address of all its blocks, in their order
+FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // over all thread blocks, in their order
   float4 sum = load_from_cluster(address, 0);
 #pragma unroll 4
   for (int rank = 1; rank < blocks; rank++) {
@@ -317,10 +319,10 @@ FUNCTION uint2 four_to_bf16(float4 v) {
   return make_uint2((u32)to_bf16(v.x) | ((u32)to_bf16(v.y) << 16), (u32)to_bf16(v.z) | ((u32)to_bf16(v.w) << 16));
 }
 
-// Four outputs of a token, from n on, to y [tokens, N]; none where n is past the end.
+// Stores four outputs of a token, from n on, to y [tokens, N]; nothing if n is past the end.
 FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, float4 sum) {
   if (n >= N) return;
-  if (bias) {  // Humming's order: of 32 outputs those whose remainder by 8 is 0 or 1, then 2 or 3, ...
+  if (bias) {  // Humming's order: of 32 outputs first those with n % 8 in (0, 1), then (2, 3), ...
     const u16 *from = bias + (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2;
     sum.x += from_bf16(from[0]), sum.y += from_bf16(from[1]);
     sum.z += from_bf16(from[8]), sum.w += from_bf16(from[9]);
@@ -328,7 +330,7 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// A block's share of what its cluster has summed up: FOURS fours of outputs of each token, the first of them at ``n``.
+// Stores a thread block's share of its cluster's sums: of each token FOURS groups of four outputs, from ``n`` on.
 template <int FOURS, int THREADS>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
   for (int part = blockIdx.y * THREADS + threadIdx.x; part < tokens * FOURS; part += splits * THREADS) {

@@ -1,13 +1,13 @@
-// y = x W^T for NVFP4 weights and a batch of tokens, on Hopper. See nvfp4_batch.py for what it is given.
+// GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper; nvfp4_batch.py documents arguments.
 //
-// Names: a slab is 16 inputs, a column 64 outputs, a stage 8 slabs of all columns of a block of threads. Each column
-// has a warpgroup, of which a warp turns 16 outputs of a slab to bf16: one wgmma takes the four warps' outputs from
-// registers and all the block's tokens from shared memory. Warpgroups wait for stages and not for each other, so the
-// tensor cores multiply for some while others convert. Blocks that share columns and tokens, and split the inputs, are
-// one cluster, which adds its sums up in shared memory. Where inputs are not split, the first ``wide`` blocks along the
-// outputs have all their columns, and the others one fewer.
+// Names: a k-block is 16 inputs, a tile 64 outputs, a stage 8 k-blocks of all tiles of a thread block. Each tile has a
+// warpgroup, of which each warp converts 16 outputs of a k-block to bf16. One wgmma takes the 64 outputs of the four
+// warps from registers and all tokens of the thread block from shared memory. Warpgroups wait for stages and not for
+// each other, so the tensor cores multiply for some while others convert. Thread blocks that share outputs and tokens,
+// and split the inputs, form a cluster, which adds its sums up in shared memory. Without splits, the first ``wide``
+// thread blocks along the outputs have all TILES tiles, and the others one fewer.
 
-struct alignas(64) TensorMap {  // of the driver: a tensor in memory, and the boxes that are copied of it
+struct alignas(64) TensorMap {  // the TMA descriptor: a tensor in memory, and the boxes in which it is copied
   char bytes[128];
 };
 
@@ -31,7 +31,7 @@ FUNCTION void wait_for(u32 barrier, u32 parity) {
 
 FUNCTION void prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // zeros past the tensor's end
+FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // zeros past the end
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -39,44 +39,44 @@ FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 ba
       : "memory");
 }
 
-// Shared memory: STAGES times [x: two tiles of 64 inputs, [TOKENS][128 bytes]; weights [8][COLUMNS][512 bytes]; scales
-// [8][COLUMNS][64 bytes]], then of each warp 8 slabs x 32 bytes of bf16 scales, then of each stage a barrier that opens
-// when it is full and one that opens when it has been read. Sums take the place of the stages at the end.
-template <int TOKENS, int COLUMNS, int STAGES>
+// Shared memory: STAGES times [x: two boxes of 64 inputs, [TOKENS][128 bytes]; weights [8][TILES][512 bytes]; scales
+// [8][TILES][64 bytes]], then for each warp 8 k-blocks x 32 bytes of bf16 scales, then for each stage one barrier that
+// opens when it is filled and one that opens when it has been read. At the end the sums take the place of the stages.
+template <int TOKENS, int TILES, int STAGES>
 FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const TensorMap *scale,
                           const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits,
                           int wide, Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
-  constexpr int WARPS = COLUMNS * 4, THREADS = WARPS * 32, SLABS = 8;
-  constexpr int TILE = TOKENS * 128, WEIGHTS = 2 * TILE, SCALES = WEIGHTS + SLABS * COLUMNS * 512;
-  constexpr int BYTES = SCALES + SLABS * COLUMNS * 64, STAGE = (BYTES + 1023) / 1024 * 1024, CONVERTED = SLABS * 32;
-  constexpr int BUFFERS = COLUMNS < 5 ? 4 : 2;  // of converted weights: one is filled while others are multiplied
+  constexpr int WARPS = TILES * 4, THREADS = WARPS * 32, K_BLOCKS = 8;
+  constexpr int X_TILE_BYTES = TOKENS * 128, WEIGHTS = 2 * X_TILE_BYTES, SCALES = WEIGHTS + K_BLOCKS * TILES * 512;
+  constexpr int BYTES = SCALES + K_BLOCKS * TILES * 64, STAGE = (BYTES + 1023) / 1024 * 1024, CONVERTED = K_BLOCKS * 32;
+  constexpr int BUFFERS = TILES < 5 ? 4 : 2;  // of converted weights: one is filled while the others are multiplied
 
   const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), column = warp / 4;
-  const int stages = K / (SLABS * 16);
+  const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), tile = warp / 4;
+  const int stages = K / (K_BLOCKS * 16);
   const int first = (int)((long long)stages * blockIdx.y / splits);
   const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
-  const int first_column = blockIdx.x * (COLUMNS - 1) + min((int)blockIdx.x, wide), first_token = blockIdx.z * TOKENS;
-  const int columns = blockIdx.x < wide ? COLUMNS : COLUMNS - 1;  // the last warpgroup of a narrow block has none
+  const int first_tile = blockIdx.x * (TILES - 1) + min((int)blockIdx.x, wide), first_token = blockIdx.z * TOKENS;
+  const int tiles = blockIdx.x < wide ? TILES : TILES - 1;  // the last warpgroup of a narrow block has no tile
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
   const u32 full = memory + STAGES * STAGE + WARPS * CONVERTED, read = full + STAGES * 8;
 
-  auto copy_stage = [&](int stage, u32 slot) {  // one thread asks for it
+  auto copy_stage = [&](int stage, u32 slot) {  // called by one thread
     const u32 to = memory + slot * STAGE, barrier = full + slot * 8;
     arrive_and_expect(barrier, BYTES);
-    copy_box(to, x, 0, first_token, stage * (SLABS / 4), barrier);
-    copy_box(to + WEIGHTS, weight, 0, first_column, stage * SLABS, barrier);
-    copy_box(to + SCALES, scale, 0, first_column, stage * SLABS, barrier);
+    copy_box(to, x, 0, first_token, stage * (K_BLOCKS / 4), barrier);
+    copy_box(to + WEIGHTS, weight, 0, first_tile, stage * K_BLOCKS, barrier);
+    copy_box(to + SCALES, scale, 0, first_tile, stage * K_BLOCKS, barrier);
   };
   if (thread == 0) {
     prefetch(x), prefetch(weight), prefetch(scale);
-    for (int i = 0; i < STAGES; i++) begin_barrier(full + i * 8, 1), begin_barrier(read + i * 8, columns * 4);
+    for (int i = 0; i < STAGES; i++) begin_barrier(full + i * 8, 1), begin_barrier(read + i * 8, tiles * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    make_visible_to_wgmma();  // and to copies
+    make_visible_to_wgmma();  // and to TMA
     for (int i = 0; i < STAGES && first + i < last; i++) copy_stage(first + i, i);
   }
-  if (adapter.hidden && blockIdx.y == 0) prefetch_b<COLUMNS * 64, THREADS>(adapter, first_column * 64, N);
+  if (adapter.hidden && blockIdx.y == 0) prefetch_b<TILES * 64, THREADS>(adapter, first_tile * 64, N);
   __syncthreads();
 
   float sums[TOKENS / 2];
@@ -86,19 +86,19 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll
   for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][i % 4] = 0;
 
-  // A lane reads its word of the warp's 16 outputs; it converts scales of slab lane / 4 and two rows of those outputs.
-  u32 word_at = memory + WEIGHTS + column * 512 + lane * 16 + warp % 4 * 4;
-  const u32 scale_at = memory + SCALES + (lane >> 2) * (COLUMNS * 64) + column * 64 + (lane & 3) * 16 + warp % 4 * 2;
+  // A lane reads its word of the warp's 16 outputs; it converts the scales of k-block lane / 4 for four of them.
+  u32 word_at = memory + WEIGHTS + tile * 512 + lane * 16 + warp % 4 * 4;
+  const u32 scale_at = memory + SCALES + (lane >> 2) * (TILES * 64) + tile * 64 + (lane & 3) * 16 + warp % 4 * 2;
   const u32 converted = memory + STAGES * STAGE + warp * CONVERTED;
   const u32 pair_to = converted + lane * 8;
-  u32 pair_at = converted + (lane >> 2) * 4;  // of rows g and g + 8
+  u32 pair_at = converted + (lane >> 2) * 4;  // scales of outputs g and g + 8
   keep(word_at), keep(pair_at);
-  // wgmma's description of x: its address, 1024 bytes from 8 tokens to the next 8, swizzled by 128 bytes
+  // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
   const u32 x_low = ((memory & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
 
   u32 slot = 0, parity = 0;
 #pragma unroll 1
-  for (int stage = column < columns ? first : last; stage < last; stage++) {
+  for (int stage = tile < tiles ? first : last; stage < last; stage++) {
     const u32 base = slot * STAGE, before = slot ? slot - 1 : STAGES - 1;
     wait_for(full + slot * 8, parity);
     u32 even, odd;
@@ -107,23 +107,23 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     __syncwarp();
     u32 next_word = load_shared_4(word_at + base), next_pair = load_shared_4(pair_at);
 #pragma unroll
-    for (int i = 0; i < SLABS; i++) {
+    for (int i = 0; i < K_BLOCKS; i++) {
       const u32 word = next_word, pair = next_pair;
-      if (i + 1 < SLABS) {
-        next_word = load_shared_4(word_at + base + (i + 1) * (COLUMNS * 512));
+      if (i + 1 < K_BLOCKS) {
+        next_word = load_shared_4(word_at + base + (i + 1) * (TILES * 512));
         next_pair = load_shared_4(pair_at + (i + 1) * 32);
       }
       u32(&fragment)[4] = fragments[i % BUFFERS];
       dequantize(fragment, word, low_twice(pair), high_twice(pair));
       keep(fragment);
       begin_wgmmas();
-      wgmma(sums, fragment, ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (TILE >> 4) + (i & 3) * 2));
+      wgmma(sums, fragment, ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (X_TILE_BYTES >> 4) + (i & 3) * 2));
       end_wgmmas();
       wait_for_wgmmas<BUFFERS - 1>();
       keep(fragments[(i + 1) % BUFFERS]);
       if (i == BUFFERS - 2 && lane == 0 && stage > first) arrive(read + before * 8);
     }
-    __syncwarp();  // this stage's pairs have been read
+    __syncwarp();  // all lanes have read this stage's scales
     if (thread == 0 && stage > first && stage - 1 + STAGES < last) {
       wait_for(read + before * 8, slot ? parity : parity ^ 1);
       copy_stage(stage - 1 + STAGES, before);
@@ -136,12 +136,12 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) sums[i] *= factor;
   __syncthreads();  // all stages have been read
-  const int n = first_column * 64 + warp * 16;
-  constexpr int AHEAD = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : COLUMNS < 5 ? 8 : 4;  // as registers allow
-  if (adapter.hidden && n < N && column < columns)
-    add_adapter<1, TOKENS / 8, AHEAD>(sums, adapter, n, first_token, tokens, splits);
+  const int n = first_tile * 64 + warp * 16;
+  constexpr int IN_FLIGHT = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : TILES < 5 ? 8 : 4;  // as many as registers allow
+  if (adapter.hidden && n < N && tile < tiles)
+    add_adapter<1, TOKENS / 8, IN_FLIGHT>(sums, adapter, n, first_token, tokens, splits);
 
-  constexpr int PITCH = COLUMNS * 64 + 4, FOURS = COLUMNS * 16;
+  constexpr int PITCH = TILES * 64 + 4, FOURS = TILES * 16;
   float *block_sums = (float *)shared;
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) {
@@ -155,13 +155,13 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll 4
     for (int part = thread; part < here * FOURS; part += THREADS) {
       const int token = part / FOURS, output = part % FOURS * 4;
-      if (output >= columns * 64) continue;  // they are the next block's
-      store_outputs(y, bias, token, first_column * 64 + output, N,
+      if (output >= tiles * 64) continue;  // they belong to the next block
+      store_outputs(y, bias, token, first_tile * 64 + output, N,
                     *(const float4 *)(block_sums + token * PITCH + output));
     }
     return;
   }
   synchronize_cluster();
-  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_column * 64, N, splits);
-  synchronize_cluster();  // others may still read this block's sums
+  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_tile * 64, N, splits);
+  synchronize_cluster();  // other thread blocks may still read this one's sums
 }

@@ -1,10 +1,13 @@
-"""y = x W^T for NVFP4 weights and up to 256 tokens: the decoding of large batches, on Hopper.
+"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper: decoding of large batches.
 
-So many tokens keep the tensor cores busy, if turning weights into bf16 does not hold them up. So each warpgroup has
-outputs of its own, converts them in registers and waits for no other one; the copy engine (TMA) brings tokens, weights
-and scales. Sums are fp32 and added up in a fixed order: equal inputs give equal bits. T tokens, K inputs, N outputs.
+With so many tokens the tensor cores can be kept busy, provided that converting the weights to bf16 does not hold them
+up. Each warpgroup therefore has outputs of its own, converts their weights in registers and waits for no other
+warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and added in a fixed order: equal
+inputs give equal bits.
 
-Weights lie as Humming 0.1.17 lays them out: see ``nvfp4_decode.fragments``.
+Names: a k-block is 16 inputs, a tile 64 outputs (those of a warpgroup), a token tile the tokens of a thread block, a
+wave as many thread blocks as the GPU runs at a time. Letters: T tokens, K inputs, N outputs. The weight layout is that
+of ``nvfp4_decode.fragments``; `docs/kernels.md` has the overview.
 """
 
 from __future__ import annotations
@@ -18,182 +21,178 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qerl_pl.kernels import hopper, lora_hopper
+from qerl_pl.kernels import costs, hopper, lora_hopper
 
 MOST_TOKENS = 256
-COLUMN, SLAB, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; of what is copied at a time
-SHARED_BYTES = 227 * 1024  # of a block, at most
-TILES, MOST_ROUNDS = 2, 8  # of tokens, at most
-
-# What costs how much on an H200. A sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens found these:
-# for each of them the rule chooses the fastest schedule or one 1 % from it.
-SLAB_CYCLES = {64: 48, 96: 61, 128: 74}  # by a block's tokens: a warpgroup's share of a multiprocessor for a slab
-HERTZ, FEW_COLUMNS = 1.755e9, 1.2  # two warpgroups do not keep a multiprocessor busy
-BLOCK_S, CLUSTER_S, SUM_S = 3e-6, 1e-6, 4e-6  # of any block; of a cluster; of its sums, for 4 columns of 128 tokens
-# Clusters of so many blocks that run at a time, where a multiprocessor has room for one block.
-AT_A_TIME = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
-BESIDE = {**AT_A_TIME, 2: 66, 8: 15}  # the same where clusters of another kernel have the rest
-# What an adapter's part adds to a block, where registers are few and so less of it is loaded at a time.
-ADAPTER_S = {(128, 5): 2.5e-6}
-# A large linear of more tokens than a block has is left to Humming where blocks would leave more of the GPU idle than
-# this: Humming's share what is left over (`bench_schedules`, 14B with 256 tokens).
-LARGE, FULL = 50e6, 0.83  # N x K; of the multiprocessors
+TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; inputs of a pipeline stage
+SHARED_BYTES = 227 * 1024  # most shared memory of a thread block
+MOST_TOKEN_TILES, MOST_WAVES = 2, 8
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """Template parameters of the kernel."""
 
     tokens: int
-    """64, 96 or 128: of a block."""
-    columns: int
-    """2 to 5, each 64 outputs: of a block. Each has a warpgroup."""
+    """Tokens of a thread block: 64, 96 or 128."""
+    tiles: int
+    """Tiles of 64 outputs of a thread block, 2 to 5. Each has a warpgroup."""
 
-    def tiles(self, num_tokens: int) -> int:
-        """Blocks for the tokens of one range of outputs."""
+    def token_tiles(self, num_tokens: int) -> int:
+        """Thread blocks that cover all tokens for the same outputs."""
         return -(-num_tokens // self.tokens)
 
     @property
     def stage_bytes(self) -> int:
-        """What is copied at a time: 128 inputs of tokens, weights and scales."""
-        return -(-(self.tokens * 2 * STAGE_INPUTS + self.columns * 576 * STAGE_INPUTS // SLAB) // 1024) * 1024
+        """Bytes of a pipeline stage: 128 inputs of tokens, weights and scales."""
+        return -(-(self.tokens * 2 * STAGE_INPUTS + self.tiles * 576 * STAGE_INPUTS // K_BLOCK) // 1024) * 1024
 
     @property
     def stages(self) -> int:
-        """In shared memory at a time."""
+        """Pipeline stages in shared memory."""
         return min(6, (SHARED_BYTES - self._other_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
+        """Shared memory of a thread block, in bytes."""
         stages = self.stages * (self.stage_bytes + 16) + self._other_bytes
-        return max(stages, self.tokens * (self.columns * COLUMN + 4) * 4)
+        return max(stages, self.tokens * (self.tiles * TILE + 4) * 4)
 
     @property
     def _other_bytes(self) -> int:
-        """The bf16 scales of each warp."""
-        return self.columns * 4 * STAGE_INPUTS * 2
+        """Bytes of each warp's scales in bf16."""
+        return self.tiles * 4 * STAGE_INPUTS * 2
 
 
 class Schedule(NamedTuple):
-    """How a kernel shares its work."""
+    """How a GEMM is divided among thread blocks."""
 
     variant: Variant
     splits: int
-    """Blocks that share the inputs of the same outputs and tokens."""
+    """Thread blocks that share the inputs of the same outputs and tokens: one cluster."""
     blocks: int
-    """Along the outputs. Without splits some may be narrower than the others, by a column."""
+    """Thread blocks along the outputs. Without splits some may have one tile fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """How many blocks are not narrower: the first ones."""
-        narrower = self.blocks * (self.variant.columns - 1)
-        return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // COLUMN - narrower))
+        """Thread blocks, the first ones along the outputs, that have all of the variant's tiles."""
+        narrower = self.blocks * (self.variant.tiles - 1)
+        return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
 
-VARIANTS = [Variant(tokens, columns) for tokens in SLAB_CYCLES for columns in range(2, 6)]
-FULL_TILES = sorted({tokens * tiles for tokens in SLAB_CYCLES for tiles in range(1, TILES + 1)})
+VARIANTS = [Variant(tokens, tiles) for tokens in costs.K_BLOCK_CYCLES for tiles in range(2, 6)]
+FULL_TILES = sorted({tokens * tiles for tokens in costs.K_BLOCK_CYCLES for tiles in range(1, MOST_TOKEN_TILES + 1)})
 
 
 @cache
-def schedule(num_tokens: int, outputs: int, inputs: int, *, alone: bool = True) -> Schedule | None:
-    """What to run; None where this kernel cannot, or, if it is ``alone`` and adds no adapter, Humming's is faster."""
-    if not 0 < num_tokens <= MOST_TOKENS or outputs % COLUMN or inputs % STAGE_INPUTS:
+def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
+    """The schedule that takes the least time by ``seconds``.
+
+    None where this kernel cannot run the GEMM or, unless it ``fuses_lora`` (adds an adapter), where Humming is faster.
+    """
+    if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
         return None
 
-    def cost(how: Schedule) -> tuple[float, int]:
-        adapter = 0.0 if alone else ADAPTER_S.get(how.variant, 0.0) * _rounds(how, num_tokens)
-        return seconds(how, num_tokens, outputs, inputs) + adapter, how.blocks
+    def cost(schedule: Schedule) -> tuple[float, int]:
+        adapter = costs.ADAPTER_S.get(schedule.variant, 0.0) * _waves(schedule, num_tokens) if fuses_lora else 0.0
+        return seconds(schedule, num_tokens, outputs, inputs) + adapter, schedule.blocks
 
-    fitting = [variant for variant in VARIANTS if variant.tokens * TILES >= num_tokens]
-    best = min((how for variant in fitting for how in _schedules(variant, num_tokens, outputs)), key=cost)
-    busy = _clusters(best, num_tokens) * best.splits / (_rounds(best, num_tokens) * AT_A_TIME[1])
-    is_hummings = alone and num_tokens > max(SLAB_CYCLES) and outputs * inputs > LARGE and busy < FULL
-    return None if is_hummings else best
+    fitting = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
+    best = min((one for variant in fitting for one in _schedules(variant, num_tokens, outputs)), key=cost)
+    busy = _clusters(best, num_tokens) * best.splits / (_waves(best, num_tokens) * costs.SMS)
+    is_large = num_tokens > max(costs.K_BLOCK_CYCLES) and outputs * inputs > costs.LARGE
+    return None if is_large and not fuses_lora and busy < costs.FULL else best
 
 
 @cache
-def room(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.Room:
-    """For ``lora_hopper.shrink``. Where a multiprocessor has several blocks, it may have later ones' time earlier."""
-    _, splits, blocks = how
-    whole, rounds = seconds(how, num_tokens, outputs, inputs), _rounds(how, num_tokens)
+def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
+    """What the GEMM leaves to ``lora_hopper.shrink``.
+
+    Where SMs run several thread blocks one after another, those that end early count as spare from the start.
+    """
+    _, splits, blocks = schedule
+    whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
-        return lora_hopper.Room(max(0, BESIDE[splits] - _clusters(how, num_tokens)) * splits, whole)
-    tiles, multiprocessors = how.variant.tiles(num_tokens), range(1, AT_A_TIME[1] + 1)
-    needed = _columns_in_turn(how, tiles, outputs, AT_A_TIME[1])
-    fewest = next(count for count in multiprocessors if _columns_in_turn(how, tiles, outputs, count) <= needed)
-    first = whole if rounds == 1 else outputs / COLUMN / blocks * _column_s(how, inputs) + BLOCK_S
-    return lora_hopper.Room(int((AT_A_TIME[1] - fewest) * whole / first), first)
+        left = max(0, costs.CONCURRENT_CLUSTERS[splits] - _clusters(schedule, num_tokens)) * splits
+        return lora_hopper.SpareSMs(left, whole)
+    token_tiles = schedule.variant.token_tiles(num_tokens)
+    needed = _tiles_in_turn(schedule, token_tiles, outputs, costs.SMS)
+    counts = range(1, costs.SMS + 1)
+    fewest = next(count for count in counts if _tiles_in_turn(schedule, token_tiles, outputs, count) <= needed)
+    first = whole if waves == 1 else outputs / TILE / blocks * _tile_s(schedule, inputs) + costs.BLOCK_S
+    return lora_hopper.SpareSMs(int((costs.SMS - fewest) * whole / first), first)
 
 
 def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    columns, tiles = outputs // COLUMN, variant.tiles(num_tokens)
-    fewest, most = -(-columns // variant.columns), columns // (variant.columns - 1)
-    yield from (Schedule(variant, splits, fewest) for splits in AT_A_TIME)
-    for multiprocessors in (AT_A_TIME[1], AT_A_TIME[1] - lora_hopper.SPLITS):  # all, and all but a cluster of another's
-        for rounds in range(1, MOST_ROUNDS + 1):
-            if fewest < (blocks := rounds * multiprocessors // tiles) <= most:
+    """Candidates: every number of splits, and unsplit thread blocks of unequal width that fill whole waves."""
+    tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
+    fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
+    yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
+    for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS):  # all, and all but those of one cluster of ``shrink``
+        for waves in range(1, MOST_WAVES + 1):
+            if fewest < (blocks := waves * sms // token_tiles) <= most:
                 yield Schedule(variant, 1, blocks)
 
 
-def _clusters(how: Schedule, num_tokens: int) -> int:
-    return how.blocks * how.variant.tiles(num_tokens)
+def _clusters(schedule: Schedule, num_tokens: int) -> int:
+    return schedule.blocks * schedule.variant.token_tiles(num_tokens)
 
 
-def _rounds(how: Schedule, num_tokens: int) -> int:
-    """How often the GPU is filled with clusters."""
-    return -(-_clusters(how, num_tokens) // AT_A_TIME[how.splits])
+def _waves(schedule: Schedule, num_tokens: int) -> int:
+    return -(-_clusters(schedule, num_tokens) // costs.RESIDENT_CLUSTERS[schedule.splits])
 
 
 @cache
-def _columns_in_turn(how: Schedule, tiles: int, outputs: int, multiprocessors: int) -> int:
-    """The most columns that a multiprocessor has one block after another; it takes the next block when one ends."""
-    wide = how.wide(outputs)
-    widths = [how.variant.columns] * wide + [how.variant.columns - 1] * (how.blocks - wide)
-    ends = [0] * multiprocessors
-    for width in widths * tiles:
+def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> int:
+    """The most tiles that one of so many SMs computes in turn; an SM takes the next thread block when one ends."""
+    wide = schedule.wide(outputs)
+    widths = [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
+    ends = [0] * sms
+    for width in widths * token_tiles:
         heapreplace(ends, ends[0] + width)
     return max(ends)
 
 
-def _column_s(how: Schedule, inputs: int) -> float:
-    """Seconds that a block has for each of its columns."""
-    (tokens, columns), splits, _ = how
-    slabs = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // SLAB
-    return slabs * SLAB_CYCLES[tokens] * (FEW_COLUMNS if columns == 2 else 1) / HERTZ
+def _tile_s(schedule: Schedule, inputs: int) -> float:
+    """Seconds of an SM for one tile of a thread block, over the block's share of the inputs."""
+    (tokens, tiles), splits, _ = schedule
+    k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
+    return k_blocks * costs.K_BLOCK_CYCLES[tokens] * (costs.TWO_TILES if tiles == 2 else 1) / costs.CLOCK_HZ
 
 
-def seconds(how: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """How long the kernel takes on an H200, about."""
-    (tokens, columns), splits, _ = how
-    rounds = _rounds(how, num_tokens)
+def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
+    """Predicted time of the GEMM on the GPU that ``costs`` describes; infinite for splits that were never faster."""
+    (tokens, tiles), splits, _ = schedule
+    waves = _waves(schedule, num_tokens)
     if splits == 1:
-        in_turn = _columns_in_turn(how, how.variant.tiles(num_tokens), outputs, AT_A_TIME[1])
-        return in_turn * _column_s(how, inputs) + rounds * BLOCK_S
-    if rounds > 1 or splits > inputs // STAGE_INPUTS:
-        return math.inf  # more clusters than fit at a time were never faster
-    sums = SUM_S * (splits - 1) / splits * columns * tokens / 512
-    return columns * _column_s(how, inputs) + BLOCK_S + CLUSTER_S + sums
+        in_turn = _tiles_in_turn(schedule, schedule.variant.token_tiles(num_tokens), outputs, costs.SMS)
+        return in_turn * _tile_s(schedule, inputs) + waves * costs.BLOCK_S
+    if waves > 1 or splits > inputs // STAGE_INPUTS:
+        return math.inf
+    sums = costs.SUMS_S * (splits - 1) / splits * tiles * tokens / 512
+    return tiles * _tile_s(schedule, inputs) + costs.BLOCK_S + costs.CLUSTER_S + sums
 
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
-    """An instance of the template in `nvfp4_batch.cu`."""
+    """The instance of the template in `nvfp4_batch.cu` for these parameters."""
     name = "nvfp4_batch_" + "_".join(map(str, variant))
     code = f"""
-extern "C" __global__ void __launch_bounds__({variant.columns * 128}, 1)
+extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
     {name}(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
     const __grid_constant__ TensorMap scale, const float *global_scale, const u16 *bias, u16 *y, int tokens, int N,
     int K, int splits, int wide, {lora_hopper.PARAMETERS}) {{
-  nvfp4_batch<{variant.tokens}, {variant.columns}, {variant.stages}>(&x, &weight, &scale, global_scale, bias, y, tokens,
-                                                                     N, K, splits, wide, {lora_hopper.ADAPTER});
+  nvfp4_batch<{variant.tokens}, {variant.tiles}, {variant.stages}>(&x, &weight, &scale, global_scale, bias, y, tokens,
+                                                                   N, K, splits, wide, {lora_hopper.ADAPTER});
 }}
 """
     return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
 
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
-    """What a linear may need, whatever the number of tokens: fewer have the schedule of the next full tiles."""
-    all_of_them = (schedule(most, outputs, inputs, alone=alone) for most in FULL_TILES for alone in (True, False))
-    return [kernel(how.variant) for how in all_of_them if how]
+    """Every kernel that a linear of this shape may need; a batch has the schedule of the next full token tiles."""
+    schedules = (
+        choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in FULL_TILES for fuses in (False, True)
+    )
+    return [kernel(schedule.variant) for schedule in schedules if schedule]
 
 
 def batch_linear(
@@ -202,41 +201,41 @@ def batch_linear(
     scales: Tensor,
     global_scale: Tensor,
     bias: Tensor | None,
-    how: Schedule,
+    schedule: Schedule,
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """x W^T + bias, and an adapter's h B^T, rounded to bf16 once: [T, N] bf16.
+    """Compute x W^T + bias, plus an adapter's h B^T if one is given, rounded to bf16 once: [T, N] bf16.
 
     Args:
-        x: [T, K] bf16, from an address that is a multiple of 16.
-        weight, scales, global_scale, bias, out, update: as of ``nvfp4_decode.decode_linear``.
-        how: of ``schedule``.
+        x: [T, K] bf16, at an address that is a multiple of 16.
+        weight, scales, global_scale, bias, out, update: as in ``nvfp4_decode.decode_linear``.
+        schedule: from ``choose_schedule``.
 
     Raises:
-        RuntimeError: the driver refuses x for its address.
+        RuntimeError: the driver refuses the address of x.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
-    (tokens, columns), splits, blocks = how
+    (tokens, tiles), splits, blocks = schedule
     y = x.new_empty(num_tokens, outputs) if out is None else out
-    slabs, all_columns = inputs // SLAB, outputs // COLUMN
-    # Rows of 128 bytes of x, swizzled as wgmma reads them; 512 bytes of weights and 64 of scales of a column and slab.
+    k_blocks, all_tiles = inputs // K_BLOCK, outputs // TILE
+    # x: rows of 128 bytes, swizzled as wgmma reads them. Per tile and k-block: 512 bytes of weights, 64 of scales.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
-    weight_map = _tensor_map(weight.data_ptr(), (64, all_columns, slabs), (512, outputs * 8), (64, columns, 8), False)
-    scale_map = _tensor_map(scales.data_ptr(), (8, all_columns, slabs), (64, outputs), (8, columns, 8), False)
+    weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
+    scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)
     hopper.launch(
-        kernel(how.variant),
-        grid=(blocks, splits, how.variant.tiles(num_tokens)),
-        threads=128 * columns,
+        kernel(schedule.variant),
+        grid=(blocks, splits, schedule.variant.token_tiles(num_tokens)),
+        threads=128 * tiles,
         cluster=splits,
         device=x.device,
         arguments=[
             *(x_map, weight_map, scale_map, global_scale, bias, y, num_tokens, outputs, inputs, splits),
-            how.wide(outputs),
+            schedule.wide(outputs),
             *lora_hopper.arguments(update),
         ],
-        early=update is not None,
+        pdl=update is not None,
     )
     return y
 
@@ -245,10 +244,10 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """What the copy engine needs to know of a tensor: sizes and box in elements, bf16 or of 8 bytes; strides in bytes.
+    """Build a TMA descriptor. Sizes and box count elements (bf16, or of 8 bytes), strides bytes.
 
     Raises:
-        RuntimeError: the driver refuses it, for an address that is not a multiple of 16, say.
+        RuntimeError: the driver refuses it, for instance because the address is not a multiple of 16.
     """
     driver: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

@@ -1,27 +1,28 @@
-// y = x W^T for NVFP4 weights and few tokens, on Hopper. See nvfp4_decode.py for what it is given.
+// GEMM y = x W^T of bf16 inputs and NVFP4 weights for few tokens on Hopper. nvfp4_decode.py documents the arguments.
 //
-// Names: a slab is 16 inputs, a fragment 16 outputs of a slab, which is what a warp brings to one wgmma. A block of
-// threads computes 256 outputs: the four warps of a warpgroup have 64 outputs each, and warpgroups share the slabs.
-// wgmma number j takes the j-th fragment of each warp's 64 outputs from registers and the tokens from shared memory.
-// Blocks that share 256 outputs, and split the inputs, are one cluster, which adds its sums up in shared memory.
+// Names: a k-block is 16 inputs; a fragment is 16 outputs of a k-block, what one warp contributes to a wgmma; a tile is
+// 64 outputs. A thread block computes 256 outputs: each of the four warps of a warpgroup has a tile, and warpgroups
+// share the k-blocks. wgmma number j takes the j-th fragment of each warp's tile from registers and the tokens from
+// shared memory. Thread blocks that share 256 outputs, and split the inputs, form a cluster, which adds its sums up in
+// shared memory.
 
-// Shared memory: STAGES times [x: tiles of 64 inputs, [TOKENS][128 bytes]; of each warp: SLABS x 512 bytes of weights
-// and 64 of scales], then of each warp SLABS x 128 bytes of bf16 scales. Sums take the place of all at the end.
-template <int TOKENS, int GROUPS, int SLABS, int STAGES>
+// Shared memory: STAGES times [x: boxes of 64 inputs, [TOKENS][128 bytes]; per warp K_BLOCKS x 512 bytes of weights and
+// 64 of scales], then for each warp K_BLOCKS x 128 bytes of bf16 scales. At the end the sums take the place of all.
+template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
                            const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
-  constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_SLABS = SLABS * GROUPS;
-  constexpr int TILE = TOKENS * 128, X_BYTES = STAGE_SLABS / 4 * TILE, WARP_BYTES = SLABS * 576;
+  constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_K_BLOCKS = K_BLOCKS * GROUPS;
+  constexpr int X_TILE_BYTES = TOKENS * 128, X_BYTES = STAGE_K_BLOCKS / 4 * X_TILE_BYTES, WARP_BYTES = K_BLOCKS * 576;
   constexpr int STAGE = X_BYTES + WARPS * WARP_BYTES;
-  static_assert((SLABS == 4 || SLABS == 8) && STAGES >= 2 && STAGE % 1024 == 0, "");
+  static_assert((K_BLOCKS == 4 || K_BLOCKS == 8) && STAGES >= 2 && STAGE % 1024 == 0, "");
 
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), group = warp / 4;
-  const int slabs = K >> 4, stages = (slabs + STAGE_SLABS - 1) / STAGE_SLABS;
+  const int k_blocks = K >> 4, stages = (k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS;
   const int first = (int)((long long)stages * blockIdx.y / splits);
   const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
-  const int columns = N >> 6, column = blockIdx.x * 4 + warp % 4;  // of 64 outputs
+  const int tiles = N >> 6, tile = blockIdx.x * 4 + warp % 4;  // of 64 outputs each
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
 
   float sums[4][TOKENS / 2];
@@ -30,46 +31,46 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; j++) sums[i][j] = 0.f;
 
-  // x: a thread copies 16 bytes of rows ``row``, ``row + ROWS``, ...; chunks of a row are swizzled as wgmma reads them
-  constexpr int CHUNKS = STAGE_SLABS * 2, ROWS = THREADS / CHUNKS, COPIES = (TOKENS + ROWS - 1) / ROWS;
+  // x: a thread copies 16 bytes of rows ``row``, ``row + ROWS``, ...; 16-byte chunks are swizzled as wgmma reads them
+  constexpr int CHUNKS = STAGE_K_BLOCKS * 2, ROWS = THREADS / CHUNKS, COPIES = (TOKENS + ROWS - 1) / ROWS;
   static_assert(THREADS % CHUNKS == 0 && ROWS % 8 == 0, "");
   const int row = thread / CHUNKS, chunk = thread % CHUNKS;
-  u32 x_to = memory + (chunk >> 3) * TILE + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
-  const char *x_from = (const char *)(x + (size_t)row * K + ((size_t)first * STAGE_SLABS * 16 + chunk * 8));
+  u32 x_to = memory + (chunk >> 3) * X_TILE_BYTES + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+  const char *x_from = (const char *)(x + (size_t)row * K + ((size_t)first * STAGE_K_BLOCKS * 16 + chunk * 8));
   const u32 x_rows = (u32)ROWS * K * 2;
 
-  // weights: a warp has slabs group * SLABS and those after it of each stage; a lane copies what it reads itself.
-  // Addresses are odd multiples of half a slab from ``weight_from``, one instruction each.
-  const u32 half_slab = (u32)columns * 256;
-  const size_t slab = (size_t)first * STAGE_SLABS + group * SLABS;
-  const char *weight_from = (const char *)(weight + (slab * columns + column) * 32 + lane) - (size_t)3 * half_slab;
-  const char *scale_from = (const char *)(scale + ((slab + (lane >> 2)) * columns + column) * 4 + (lane & 3));
+  // weights: of each stage a warp has K_BLOCKS k-blocks from group * K_BLOCKS on; a lane copies what it reads itself.
+  // Addresses are odd multiples of half a k-block from ``weight_from``, so that each takes one instruction.
+  const u32 half_k_block = (u32)tiles * 256;
+  const size_t k_block = (size_t)first * STAGE_K_BLOCKS + group * K_BLOCKS;
+  const char *weight_from = (const char *)(weight + (k_block * tiles + tile) * 32 + lane) - (size_t)3 * half_k_block;
+  const char *scale_from = (const char *)(scale + ((k_block + (lane >> 2)) * tiles + tile) * 4 + (lane & 3));
   u32 weight_at = memory + X_BYTES + warp * WARP_BYTES + lane * 16;
-  u32 scale_at = memory + X_BYTES + warp * WARP_BYTES + SLABS * 512 + lane * 8;  // as it is read
-  u32 bf16_to = memory + STAGES * STAGE + warp * SLABS * 128 + lane * 16;
-  u32 bf16_from = memory + STAGES * STAGE + warp * SLABS * 128 + (lane >> 2) * 16;
+  u32 scale_at = memory + X_BYTES + warp * WARP_BYTES + K_BLOCKS * 512 + lane * 8;  // as this lane reads it
+  u32 bf16_to = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + lane * 16;
+  u32 bf16_from = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + (lane >> 2) * 16;
   keep(x_to), keep(weight_at), keep(scale_at), keep(bf16_to), keep(bf16_from);
 
 #pragma unroll
-  for (int i = 0; i < COPIES; i++)  // rows past the last token are zero in all stages, for good
+  for (int i = 0; i < COPIES; i++)  // rows past the last token stay zero in all stages
     if (row + i * ROWS >= tokens && row + i * ROWS < TOKENS)
       for (int stage = 0; stage < STAGES; stage++)
         *(uint4 *)((char *)shared + (x_to - memory) + stage * STAGE + i * ROWS * 128) = make_uint4(0, 0, 0, 0);
   make_visible_to_wgmma();
 
-  auto copy_stage = [&](int stage, u32 base) {  // to the slot at ``base``; the pointers stand there, and advance
+  auto copy_stage = [&](int stage, u32 base) {  // to the slot at ``base``; also advances the pointers by a stage
     if (stage < last) {
-      if (STAGE_SLABS <= 8 || (stage + 1) * STAGE_SLABS <= slabs) {  // K is a multiple of 8 slabs
+      if (STAGE_K_BLOCKS <= 8 || (stage + 1) * STAGE_K_BLOCKS <= k_blocks) {  // K is a multiple of 8 k-blocks
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
           if (row + i * ROWS < tokens)
             copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);
 #pragma unroll
-        for (int i = 0; i < SLABS; i++)
-          copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_slab));
-        if (SLABS == 8 || lane < 4 * SLABS) copy_async(weight_at + base + SLABS * 512, scale_from);
-      } else {  // past the end of K x is zero, and the weights are what was there: any bits are a finite number
-        const int left = slabs - stage * STAGE_SLABS;
+        for (int i = 0; i < K_BLOCKS; i++)
+          copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
+        if (K_BLOCKS == 8 || lane < 4 * K_BLOCKS) copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
+      } else {  // past K, x is zero; the weights keep their old bits, and any bits are a finite number
+        const int left = k_blocks - stage * STAGE_K_BLOCKS;
         const bool inside = chunk < left * 2;
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
@@ -77,15 +78,15 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
             copy_async_or_zero(x_to + base + i * ROWS * 128, inside ? advance(x_from, i, x_rows) : (const char *)x,
                                inside);
 #pragma unroll
-        for (int i = 0; i < SLABS; i++)
-          if (group * SLABS + i < left)
-            copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_slab));
-        if ((SLABS == 8 || lane < 4 * SLABS) && group * SLABS + (lane >> 2) < left)
-          copy_async(weight_at + base + SLABS * 512, scale_from);
+        for (int i = 0; i < K_BLOCKS; i++)
+          if (group * K_BLOCKS + i < left)
+            copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
+        if ((K_BLOCKS == 8 || lane < 4 * K_BLOCKS) && group * K_BLOCKS + (lane >> 2) < left)
+          copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
       }
-      x_from += STAGE_SLABS * 32;
-      weight_from = advance(weight_from, 2 * STAGE_SLABS, half_slab);
-      scale_from = advance(scale_from, STAGE_SLABS, (u32)columns * 64);
+      x_from += STAGE_K_BLOCKS * 32;
+      weight_from = advance(weight_from, 2 * STAGE_K_BLOCKS, half_k_block);
+      scale_from = advance(scale_from, STAGE_K_BLOCKS, (u32)tiles * 64);
     }
     end_copies();
   };
@@ -93,10 +94,10 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   for (int i = 0; i < STAGES - 1; i++) copy_stage(first + i, i * STAGE);
   if (adapter.hidden && blockIdx.y == 0) prefetch_b<256, THREADS>(adapter, blockIdx.x * 256, N);
 
-  // wgmma's description of x: its address, 1024 bytes from 8 tokens to the next 8, swizzled by 128 bytes
-  const u32 x_low = (((memory + group * (SLABS / 4) * TILE) & 0x3FFFFu) >> 4) | (1u << 16);
+  // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+  const u32 x_low = (((memory + group * (K_BLOCKS / 4) * X_TILE_BYTES) & 0x3FFFFu) >> 4) | (1u << 16);
   const u32 x_high = (1024u >> 4) | (1u << 30);
-  u32 fragments[2][4][4];  // of two slabs: one is dequantised while the other is multiplied
+  u32 fragments[2][4][4];  // of two k-blocks: one is dequantised while the other is multiplied
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -108,7 +109,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     make_visible_to_wgmma();
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < SLABS / 4; i++) {  // this stage's scales, each by one lane
+    for (int i = 0; i < K_BLOCKS / 4; i++) {  // each scale of the stage is converted by one lane
       const uint2 bytes = load_shared_8(scale_at + base + i * 256);
       uint4 pairs;
       scales_to_bf16(bytes.x, pairs.x, pairs.y);
@@ -118,9 +119,9 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     __syncwarp();
     uint4 next_words = load_shared_16(weight_at + base), next_scales = load_shared_16(bf16_from);
 #pragma unroll
-    for (int i = 0; i < SLABS; i++) {
+    for (int i = 0; i < K_BLOCKS; i++) {
       const uint4 words = next_words, pairs = next_scales;
-      if (i + 1 < SLABS) {
+      if (i + 1 < K_BLOCKS) {
         next_words = load_shared_16(weight_at + base + (i + 1) * 512);
         next_scales = load_shared_16(bf16_from + (i + 1) * 128);
       }
@@ -129,7 +130,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
       dequantize(fragment[1], words.y, high_twice(pairs.x), high_twice(pairs.y));
       dequantize(fragment[2], words.z, low_twice(pairs.z), low_twice(pairs.w));
       dequantize(fragment[3], words.w, high_twice(pairs.z), high_twice(pairs.w));
-      if (i == 0) {  // all warps are done with the stage before, and this one's x is there
+      if (i == 0) {  // all warps are done with the stage before, and x of this stage is complete
         wait_for_wgmmas<0>();
         keep(fragments[1]);
         __syncthreads();
@@ -138,7 +139,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
       }
       keep(fragment);
       begin_wgmmas();
-      const u64 here = ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (TILE >> 4) + (i & 3) * 2);
+      const u64 here = ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (X_TILE_BYTES >> 4) + (i & 3) * 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) wgmma(sums[j], fragment[j], here);
       end_wgmmas();
@@ -149,7 +150,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     }
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
-  let_next_kernel_start();  // it waits for this one's end before it reads y
+  let_next_kernel_start();  // it waits until this kernel has ended before it reads y
   const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);
@@ -164,7 +165,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   if (adapter.hidden && group == 0)
     add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, 0, tokens, splits);
 
-  // [TOKENS][260] sums: of the warpgroups one after another, then of the cluster's blocks in their order
+  // [TOKENS][260] sums: added over the warpgroups in their order, then over the cluster's blocks in theirs
   constexpr int PITCH = 260;
   float *block_sums = (float *)shared;
   for (int turn = 0; turn < GROUPS; turn++) {
@@ -183,5 +184,5 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   }
   if (splits > 1) synchronize_cluster();
   store_sums_of_cluster<64, THREADS>(memory, y, bias, tokens, blockIdx.x * 256, N, splits);
-  if (splits > 1) synchronize_cluster();  // others may still read this block's sums
+  if (splits > 1) synchronize_cluster();  // other thread blocks may still read this one's sums
 }

@@ -52,19 +52,18 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
 
 def variants() -> dict[str, Add]:
     """Who multiplies by base and adapter: of a linear, its input and an index for each token."""
-    ours: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
-    hummings: Any = import_module("qerl_pl.rollout.vllm.humming")
-    hummings.install()
-    hummings.load_operators()
+    native: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
+    import_module("qerl_pl.rollout.vllm.patches").humming_schedules()
+    import_module("qerl_pl.rollout.vllm.humming").load_operators()
     no_lora = torch.tensor([False])
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         del indices
-        return ours.nvfp4_linear(x, *linear.operands, [], [], None, None)
+        return native.nvfp4_linear(x, *linear.operands, [], [], None, None)
 
     def together(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         a, b = ([matrix[None, None] for matrix in matrices] for matrices in (linear.a, linear.b))
-        return ours.nvfp4_linear(x, *linear.operands, a, b, indices, no_lora)
+        return native.nvfp4_linear(x, *linear.operands, a, b, indices, no_lora)
 
     def after(linear: Linear, x: Tensor, indices: Tensor, *, add: Callable[..., None]) -> Tensor:
         y = none(linear, x, indices)

@@ -106,12 +106,12 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     }
     own = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
     for key, (kernel, linear) in own.items():
-        if how := kernel.schedule(tokens, outputs, inputs):
+        if schedule := kernel.choose_schedule(tokens, outputs, inputs):
             hopper.prepare(kernel.kernels_for(outputs, inputs), x.device)
-            products[key] = lambda each, linear=linear, how=how: linear(
-                x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, how
+            products[key] = lambda each, linear=linear, schedule=schedule: linear(
+                x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, schedule
             )
-            about = how._asdict()
+            about = schedule._asdict()
             schedules[key] = {**about.pop("variant")._asdict(), **about}
     exact = multiply(config, tensors, theirs, locks, x)
     torch.cuda.synchronize()  # the locks are shared

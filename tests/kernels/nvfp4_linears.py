@@ -22,7 +22,7 @@ SHAPES = [
     (2304, 1408),
     (22016, 2048),
 ]
-SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes; of a multiprocessor of an H100
+SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes, of a thread block and of an SM of an H100
 E2M1 = torch.tensor(E2M1_CODES)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,17 +40,17 @@ def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], sc
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)
     global_scale, bias = torch.tensor([0.37], device="cuda"), torch.randn(outputs, device="cuda").bfloat16()
-    for tokens, how in schedules.items():
+    for tokens, schedule in schedules.items():
         x = torch.randn(tokens, inputs, device="cuda").bfloat16()
         exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale)
         for ordered_bias, expected in ((None, exact), (humming_bias(bias), exact + bias.float())):
-            found, again = (linear(x, weight, ordered, global_scale, ordered_bias, how) for _ in range(2))
+            found, again = (linear(x, weight, ordered, global_scale, ordered_bias, schedule) for _ in range(2))
             assert (found.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
             assert torch.equal(found, again), "sums have a fixed order"
 
 
 def assert_nothing_else_is_written(
-    linear: Callable[..., Tensor], shape: tuple[int, int], how: Any, *token_counts: int
+    linear: Callable[..., Tensor], shape: tuple[int, int], schedule: Any, *token_counts: int
 ) -> None:
     """The product is right, and the rows before it and after it are as they were."""
     outputs, inputs = shape
@@ -61,6 +61,6 @@ def assert_nothing_else_is_written(
         x = torch.randn(tokens, inputs, device="cuda").bfloat16()
         exact = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
         y = torch.full((tokens + 2, outputs), 7.0, device="cuda", dtype=torch.bfloat16)
-        linear(x, weight, ordered, one, None, how, out=y[1:-1])
+        linear(x, weight, ordered, one, None, schedule, out=y[1:-1])
         assert (y[1:-1].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
         assert (y[[0, -1]] == 7).all()

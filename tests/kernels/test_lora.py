@@ -55,19 +55,20 @@ class Problem:
 def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
     problem = Problem(tokens, 300, rank, widths, dtype)  # more than two blocks of K, the last one short
     y = problem.y.clone()
-    kernels.expand(y, kernels.shrink(problem.x, problem.a), problem.b, problem.indices)
+    shrink, expand = kernels.shrink_tiles(tokens, 300, rank, len(widths)), kernels.expand_tiles(tokens, widths)
+    kernels.expand(y, kernels.shrink(problem.x, problem.a, shrink), problem.b, problem.indices, expand)
     problem.check(kernels, y)
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_split_and_step_is_right(kernels, tokens):
     problem = Problem(tokens, 200, 24, (70, 20, 20), DTYPES[0])
-    for depth, chunk in [(16, 16), (16, 48), (64, 128), (256, 256)]:
-        for columns, steps in [(16, 1), (16, 3), (128, 1)]:
-            shrink = kernels.ShrinkBlocks(32, 16, depth, chunk)
+    for k_block, chunk in [(16, 16), (16, 48), (64, 128), (256, 256)]:
+        for outputs, steps in [(16, 1), (16, 3), (128, 1)]:
+            shrink = kernels.ShrinkTiles(32, 16, k_block, chunk)
             y = problem.y.clone()
             partials = kernels.shrink(problem.x, problem.a, shrink)
-            expand = kernels.ExpandBlocks(16, columns, steps)
+            expand = kernels.ExpandTiles(16, outputs, steps)
             kernels.expand(y, partials, problem.b, problem.indices, expand)
             problem.check(kernels, y)
 
@@ -107,12 +108,12 @@ def test_no_token_with_the_adapter_changes_nothing(kernels):
 def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
     inputs, widths = size
     for rank in (8, 32, 64):
-        shrink = kernels.shrink_blocks(tokens, inputs, rank, len(widths))
-        expand = kernels.expand_blocks(tokens, widths)
-        assert shrink.chunk % shrink.depth == 0
+        shrink = kernels.shrink_tiles(tokens, inputs, rank, len(widths))
+        expand = kernels.expand_tiles(tokens, widths)
+        assert shrink.chunk % shrink.k_block == 0
         assert 1 <= -(-inputs // shrink.chunk) <= 32  # sums that each program of expand reads
-        assert shrink.stages * shrink.depth * (shrink.tokens + shrink.rank) * 2 <= 99 * 1024  # shared memory
-        assert expand.tokens * expand.columns <= 64 * 256  # registers
+        assert shrink.stages * shrink.k_block * (shrink.tokens + shrink.rank) * 2 <= 99 * 1024  # shared memory
+        assert expand.tokens * expand.outputs <= 64 * 256  # registers
 
 
 @pytest.mark.parametrize("size", REAL, ids=str)
@@ -122,7 +123,7 @@ def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
     inputs, widths = size
 
     def blocks(tokens: int) -> tuple[object, object]:
-        return kernels.shrink_blocks(tokens, inputs, rank, len(widths)), kernels.expand_blocks(tokens, widths)
+        return kernels.shrink_tiles(tokens, inputs, rank, len(widths)), kernels.expand_tiles(tokens, widths)
 
     counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
     assert min(counts) == fewest

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.kernels.lora_hopper import AHEAD, FEW_TOKENS, MOST_TOKENS, WIDE, WIDE_TOKENS, Blocks, Update, shrink
+from qerl_pl.kernels.costs import WIDE_OUTPUTS, WIDE_TOKENS
+from qerl_pl.kernels.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Schedule, Update, shrink
 from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments
 from tests.kernels.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
 
@@ -28,18 +29,20 @@ def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda
 
 def blocks(
     num_tokens: int, a: list[Tensor], b: list[Tensor], *, spare: int = 132, seconds: float = 1.0
-) -> Blocks | None:
+) -> Schedule | None:
     """By the rule, for a base that leaves much room and takes long."""
-    return lora_hopper.blocks(num_tokens, a, b, lora_hopper.Room(spare, seconds))
+    return lora_hopper.choose_schedule(num_tokens, a, b, lora_hopper.SpareSMs(spare, seconds))
 
 
-def all_blocks(num_tokens: int, slices: int) -> list[Blocks]:
+def all_blocks(num_tokens: int, slices: int) -> list[Schedule]:
     """Of all sizes, one tile after another, in pairs and all at a time."""
-    tiles = {size: -(-num_tokens // size) for size in AHEAD[slices]}
-    return sorted({Blocks(size, clusters) for size in tiles for clusters in (1, -(-tiles[size] // 2), tiles[size])})
+    tiles = {size: -(-num_tokens // size) for size in CHUNKS_IN_FLIGHT[slices]}
+    return sorted({Schedule(size, clusters) for size in tiles for clusters in (1, -(-tiles[size] // 2), tiles[size])})
 
 
-@pytest.mark.parametrize(("slices", "tokens"), [(slices, tokens) for slices in AHEAD for tokens in AHEAD[slices]])
+@pytest.mark.parametrize(
+    ("slices", "tokens"), [(slices, tokens) for slices in CHUNKS_IN_FLIGHT for tokens in CHUNKS_IN_FLIGHT[slices]]
+)
 def test_the_source_compiles_for_every_number_of_slices_and_tokens(slices, tokens):
     kernel = lora_hopper.kernel(tokens, slices)
     assert hopper.compiled(kernel).startswith(b"\x7fELF")
@@ -79,14 +82,14 @@ def test_work_is_shared_by_what_is_spare_and_by_the_time_there_is(widths, rank):
         before = None
         for seconds in (1.0, 1e-4, 5e-5, 2e-5, 1e-5, 1e-9):
             for spare in (0, 7, 8, 16, 40, 132):
-                how = blocks(tokens, a, b, spare=spare, seconds=seconds)
-                if how is None:
+                schedule = blocks(tokens, a, b, spare=spare, seconds=seconds)
+                if schedule is None:
                     assert tokens > FEW_TOKENS
                     continue
-                assert how.tokens in AHEAD[len(widths)]
-                assert how.clusters <= -(-tokens // how.tokens), "each has tokens"
-                is_least = tokens <= FEW_TOKENS and how.clusters == 1
-                assert is_least or how.clusters * parts * lora_hopper.SPLITS <= spare
+                assert schedule.tokens in CHUNKS_IN_FLIGHT[len(widths)]
+                assert schedule.clusters <= -(-tokens // schedule.tokens), "each has tokens"
+                is_least = tokens <= FEW_TOKENS and schedule.clusters == 1
+                assert is_least or schedule.clusters * parts * lora_hopper.SPLITS <= spare
             before, last = blocks(tokens, a, b, spare=132, seconds=seconds), before
             assert before is None or last is None or before.clusters >= last.clusters, "less time takes no fewer"
         assert (before is None) is (tokens > FEW_TOKENS), "there is not a nanosecond's time"
@@ -94,11 +97,11 @@ def test_work_is_shared_by_what_is_spare_and_by_the_time_there_is(widths, rank):
 
 
 def test_wide_linears_that_need_the_whole_gpu_have_all_tiles_at_a_time():
-    for width in (WIDE[0] // 2, WIDE[-1] // 128 * 64):
+    for width in (WIDE_OUTPUTS[0] // 2, WIDE_OUTPUTS[-1] // 128 * 64):
         for tokens in (65, 256):
             a, b = adapter((width, width), 128, 32, "cpu")
-            assert blocks(tokens, a, b, spare=0) == Blocks(WIDE_TOKENS, -(-tokens // WIDE_TOKENS))
-    assert blocks(65, *adapter((WIDE[-1] // 2 + 64,) * 2, 128, 32, "cpu"), spare=0) is None
+            assert blocks(tokens, a, b, spare=0) == Schedule(WIDE_TOKENS, -(-tokens // WIDE_TOKENS))
+    assert blocks(65, *adapter((WIDE_OUTPUTS[-1] // 2 + 64,) * 2, 128, 32, "cpu"), spare=0) is None
 
 
 def test_the_rule_is_what_the_sweep_found():
@@ -118,12 +121,12 @@ def test_the_rule_is_what_the_sweep_found():
     for (widths, inputs), by_tokens in found.items():
         for tokens, expected in zip((128, 256), by_tokens, strict=True):
             shape = tokens, sum(widths), inputs
-            how = nvfp4_batch.schedule(*shape, alone=False)
-            assert how is not None
+            schedule = nvfp4_batch.choose_schedule(*shape, fuses_lora=True)
+            assert schedule is not None
             a = [torch.empty(32, inputs, dtype=torch.bfloat16, device="meta") for _ in widths]
             b = [torch.empty(width, 32, dtype=torch.bfloat16, device="meta") for width in widths]
-            found_blocks = lora_hopper.blocks(tokens, a, b, nvfp4_batch.room(how, *shape))
-            assert found_blocks == (expected and Blocks(*expected)), shape
+            found_blocks = lora_hopper.choose_schedule(tokens, a, b, nvfp4_batch.spare_sms(schedule, *shape))
+            assert found_blocks == (expected and Schedule(*expected)), shape
 
 
 @pytest.mark.parametrize("widths", [(48,), (48, 32), (48, 32, 16)])
@@ -148,7 +151,7 @@ def test_shrink_is_the_product_and_zero_without_the_adapter(inputs, slices, rank
     a, _ = adapter((16,) * slices, inputs, rank)
     for tokens in (1, 8, 9, 16, 31, 32, 33, 64, 65, 100, 256):
         x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens + 3,), device="cuda")
-        found, *others = (shrink(x, a, indices, how) for how in all_blocks(tokens, slices) for _ in range(2))
+        found, *others = (shrink(x, a, indices, schedule) for schedule in all_blocks(tokens, slices) for _ in range(2))
         with_adapter = (indices[:tokens] >= 0).unsqueeze(1)
         exact = torch.stack([x.float() @ matrix.float().T for matrix in a]) * with_adapter
         assert found.shape == (slices, tokens, rank)
@@ -169,17 +172,21 @@ def assert_base_and_adapter(
     global_scale, bias = torch.tensor([2.0**-7], device="cuda"), draw(sum(widths))
     a, b = adapter(widths, inputs, rank)
     hopper.prepare([*module.kernels_for(sum(widths), inputs), *lora_hopper.all_kernels()], weight.device)
-    schedules = {tokens: how for tokens in token_counts if (how := module.schedule(tokens, sum(widths), inputs))}
+    schedules = {
+        tokens: schedule for tokens in token_counts if (schedule := module.choose_schedule(tokens, sum(widths), inputs))
+    }
     assert schedules
-    all_ways = [(tokens, how, parts) for tokens, how in schedules.items() for parts in all_blocks(tokens, len(widths))]
-    for tokens, how, parts in all_ways:
+    all_ways = [
+        (tokens, schedule, parts) for tokens, schedule in schedules.items() for parts in all_blocks(tokens, len(widths))
+    ]
+    for tokens, schedule, parts in all_ways:
         x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens,), device="cuda")
         y = torch.empty(tokens, sum(widths), device="cuda", dtype=torch.bfloat16)
 
-        def run(x=x, indices=indices, how=how, y=y, parts=parts) -> Tensor:
+        def run(x=x, indices=indices, schedule=schedule, y=y, parts=parts) -> Tensor:
             update = Update(shrink(x, a, indices, parts), b)
             ordered_bias = nvfp4_decode.humming_bias(bias)
-            return linear(x, weight, ordered, global_scale, ordered_bias, how, out=y, update=update)
+            return linear(x, weight, ordered, global_scale, ordered_bias, schedule, out=y, update=update)
 
         base = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale) + bias.float()
         exact = add_lora_reference(base, x, a, b, indices)
@@ -226,7 +233,10 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
     codes, scales = random_linear(size, size, "cuda")
     weight, ordered = fragments(codes, scales)
     global_scale, a, b = torch.tensor([2.0**-14], device="cuda"), *adapter((size,), size, rank)
-    indices, how = torch.zeros(tokens, dtype=torch.int64, device="cuda"), module.schedule(tokens, size, size)
+    indices, schedule = (
+        torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        module.choose_schedule(tokens, size, size),
+    )
     hopper.prepare([*module.kernels_for(size, size), *lora_hopper.all_kernels()], weight.device)
     between = {
         "kernel": torch.tanh,
@@ -237,8 +247,8 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
     def layers(x: Tensor, *, slowly: bool) -> Tensor:
         for _ in range(12):
             y = torch.empty_like(x)  # before ``shrink``: here it is filled, by a kernel that would come between
-            update = Update(shrink(x, a, indices, Blocks(tokens, 1)), b)
-            linear(x, weight, ordered, global_scale, None, how, out=y, update=update)
+            update = Update(shrink(x, a, indices, Schedule(tokens, 1)), b)
+            linear(x, weight, ordered, global_scale, None, schedule, out=y, update=update)
             if slowly:
                 torch.cuda.synchronize()
             x = between(y)

@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper, nvfp4_batch
+from qerl_pl.kernels import costs, hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import (
-    AT_A_TIME,
-    BESIDE,
     FULL_TILES,
     MOST_TOKENS,
     VARIANTS,
     Schedule,
     Variant,
     batch_linear,
-    schedule,
+    choose_schedule,
 )
 from qerl_pl.kernels.nvfp4_decode import fragments
 from tests.kernels.nvfp4_linears import (
@@ -38,15 +36,15 @@ TOKENS = (1, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256)
 
 def chosen(tokens: int, outputs: int, inputs: int) -> Schedule:
     """Where there is one."""
-    how = schedule(tokens, outputs, inputs)
-    assert how is not None
-    return how
+    schedule = choose_schedule(tokens, outputs, inputs)
+    assert schedule is not None
+    return schedule
 
 
-def widths(how: Schedule, outputs: int) -> list[int]:
+def widths(schedule: Schedule, outputs: int) -> list[int]:
     """Columns of the blocks along the outputs."""
-    wide = how.wide(outputs)
-    return [how.variant.columns] * wide + [how.variant.columns - 1] * (how.blocks - wide)
+    wide = schedule.wide(outputs)
+    return [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -55,68 +53,73 @@ def test_the_source_compiles_for_every_variant(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_multiprocessor_has_room_for_a_block_and_copies_run_ahead(variant):
+def test_an_sm_has_room_for_a_block_and_copies_run_ahead(variant):
     assert variant.shared_bytes <= SHARED_OF_BLOCK
     assert variant.stage_bytes % 1024 == 0, "tiles begin where wgmma can read them"
     assert variant.stages >= 4
-    kept = variant.stages * (variant.stage_bytes + 16) + 4 * variant.columns * 256  # barriers, bf16 scales
+    kept = variant.stages * (variant.stage_bytes + 16) + 4 * variant.tiles * 256  # barriers, bf16 scales
     assert kept <= variant.shared_bytes
-    assert variant.tokens * (64 * variant.columns + 4) * 4 <= variant.shared_bytes, "the sums"
+    assert variant.tokens * (64 * variant.tiles + 4) * 4 <= variant.shared_bytes, "the sums"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, tokens):
     outputs, inputs = shape
-    if (how := schedule(tokens, outputs, inputs)) is None:
+    if (schedule := choose_schedule(tokens, outputs, inputs)) is None:
         assert tokens > 128
         return
-    variant, splits, blocks = how
-    tiles = -(-tokens // variant.tokens)
-    clusters = blocks * tiles
-    assert tiles <= 2
+    variant, splits, blocks = schedule
+    token_tiles = -(-tokens // variant.tokens)
+    clusters = blocks * token_tiles
+    assert token_tiles <= 2
     assert 1 <= splits <= inputs // 128
-    assert splits == 1 or clusters <= AT_A_TIME[splits]
-    *others, last = widths(how, outputs)
+    assert splits == 1 or clusters <= costs.RESIDENT_CLUSTERS[splits]
+    *others, last = widths(schedule, outputs)
     assert sum(others) < outputs // 64 <= sum(others) + last
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_more_tokens_never_take_less_time(shape):
-    found = {tokens: schedule(tokens, *shape) for tokens in TOKENS}
-    times = [nvfp4_batch.seconds(how, tokens, *shape) for tokens, how in found.items() if how is not None]
+    found = {tokens: choose_schedule(tokens, *shape) for tokens in TOKENS}
+    times = [
+        nvfp4_batch.seconds(schedule, tokens, *shape) for tokens, schedule in found.items() if schedule is not None
+    ]
     assert all(few <= many for few, many in pairwise(times))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (27648, 5120), (5120, 27648)], ids=str)
 def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape):
     prepared = {kernel.name for kernel in nvfp4_batch.kernels_for(*shape)}
-    for tokens, alone in product(range(1, MOST_TOKENS + 1), (True, False)):
+    for tokens, fuses in product(range(1, MOST_TOKENS + 1), (True, False)):
         full = next(most for most in FULL_TILES if tokens <= most)
-        how = schedule(tokens, *shape, alone=alone)
-        assert how == schedule(full, *shape, alone=alone)
-        assert how is None or nvfp4_batch.kernel(how.variant).name in prepared
+        schedule = choose_schedule(tokens, *shape, fuses_lora=fuses)
+        assert schedule == choose_schedule(full, *shape, fuses_lora=fuses)
+        assert schedule is None or nvfp4_batch.kernel(schedule.variant).name in prepared
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_adapters_room_would_be_idle(shape):
     outputs, inputs = shape
     for tokens in TOKENS:
-        how = schedule(tokens, *shape, alone=False)
-        assert how is not None
-        variant, splits, blocks = how
+        schedule = choose_schedule(tokens, *shape, fuses_lora=True)
+        assert schedule is not None
+        variant, splits, blocks = schedule
         clusters = blocks * -(-tokens // variant.tokens)
-        busy = widths(how, outputs) * (clusters // blocks) * splits
+        busy = widths(schedule, outputs) * (clusters // blocks) * splits
         ends = [0] * 132
-        for width in busy:  # a multiprocessor that is ready takes the next block
+        for width in busy:  # an SM that is ready takes the next block
             ends[ends.index(min(ends))] += width
         idle = 132 - sum(busy) / max(ends)
-        room, whole = nvfp4_batch.room(how, tokens, outputs, inputs), nvfp4_batch.seconds(how, tokens, outputs, inputs)
-        assert 0 <= room.multiprocessors * room.seconds / whole <= idle + 1e-9
-        assert 0 < room.seconds <= whole
+        spare, whole = (
+            nvfp4_batch.spare_sms(schedule, tokens, outputs, inputs),
+            nvfp4_batch.seconds(schedule, tokens, outputs, inputs),
+        )
+        assert 0 <= spare.sms * spare.seconds / whole <= idle + 1e-9
+        assert 0 < spare.seconds <= whole
         if clusters * splits <= 132:
-            assert room.seconds == whole
-            assert room.multiprocessors <= (BESIDE[splits] - clusters) * splits
+            assert spare.seconds == whole
+            assert spare.sms <= (costs.CONCURRENT_CLUSTERS[splits] - clusters) * splits
 
 
 def test_the_rule_is_what_the_sweep_found():
@@ -140,29 +143,31 @@ def test_the_rule_is_what_the_sweep_found():
         (256, 55296, 5120): (128, 5, 1, 186),
     }
     for shape, (tokens, columns, *others) in found.items():
-        assert schedule(*shape) == Schedule(Variant(tokens, columns), *others), shape
+        assert choose_schedule(*shape) == Schedule(Variant(tokens, columns), *others), shape
 
 
 def test_the_rule_counts_what_an_adapter_adds_to_blocks_with_few_registers():
     """As measured: with an adapter blocks of 5 x 128 take longer than others that are slower without."""
     for shape, blocks in {(256, 37888, 3584): (3, 198), (256, 55296, 5120): (4, 248)}.items():
         assert chosen(*shape).variant == Variant(128, 5)
-        how = schedule(*shape, alone=False)
-        assert how is not None
-        assert (how.variant.columns, how.blocks) == blocks
+        schedule = choose_schedule(*shape, fuses_lora=True)
+        assert schedule is not None
+        assert (schedule.variant.tiles, schedule.blocks) == blocks
 
 
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(0, 256, 128), (MOST_TOKENS + 1, 256, 128), (40, 288, 128), (40, 256, 192)]
 )
 def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
-    assert schedule(tokens, outputs, inputs) is None
+    assert choose_schedule(tokens, outputs, inputs) is None
 
 
 def test_large_linears_that_would_leave_much_of_the_gpu_idle_are_left_to_humming():
     for shape in ((256, 5120, 13824), (129, 5120, 13824)):
-        assert schedule(*shape) is None
-        assert schedule(*shape, alone=False) is not None, "it adds an adapter meanwhile, which Humming's does not"
+        assert choose_schedule(*shape) is None
+        assert choose_schedule(*shape, fuses_lora=True) is not None, (
+            "it adds an adapter meanwhile, which Humming's does not"
+        )
     assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1, 108)
     assert chosen(256, 27648, 5120) == Schedule(Variant(128, 4), 1, 124), "unequal blocks leave little of it idle"
     assert chosen(256, 37888, 3584) == Schedule(Variant(128, 5), 1, 132)
@@ -186,7 +191,7 @@ def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
     hopper.prepare(nvfp4_batch.kernels_for(outputs, inputs), torch.device("cuda", 0))
-    schedules = {tokens: how for tokens in TOKENS if (how := schedule(tokens, *shape))}
+    schedules = {tokens: schedule for tokens in TOKENS if (schedule := choose_schedule(tokens, *shape))}
     assert_the_formula(batch_linear, shape, schedules)
 
 
@@ -196,10 +201,10 @@ def test_the_product_is_the_formulas(shape):
 @pytest.mark.parametrize("splits", [1, 2, 5, 8])
 def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
     shape, most = (704, 2176), variant.tokens  # 11 columns: the last block has some beyond the end
-    fewest = -(-11 // variant.columns)
-    for blocks in range(fewest, 11 // (variant.columns - 1) + 1) if splits == 1 else (fewest,):
-        how = Schedule(variant, splits, blocks)
-        assert_nothing_else_is_written(batch_linear, shape, how, 1, most - 3, most, 2 * most - 5)
+    fewest = -(-11 // variant.tiles)
+    for blocks in range(fewest, 11 // (variant.tiles - 1) + 1) if splits == 1 else (fewest,):
+        schedule = Schedule(variant, splits, blocks)
+        assert_nothing_else_is_written(batch_linear, shape, schedule, 1, most - 3, most, 2 * most - 5)
 
 
 @on_gpu
@@ -207,16 +212,16 @@ def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(varia
 def test_a_cuda_graph_repeats_it():
     codes, scales = random_linear(512, 1024, "cuda")
     weight, ordered = fragments(codes, scales)
-    one, how = torch.ones(1, device="cuda"), chosen(100, 512, 1024)
+    one, schedule = torch.ones(1, device="cuda"), chosen(100, 512, 1024)
     hopper.prepare(nvfp4_batch.kernels_for(512, 1024), weight.device)
     x = torch.randn(100, 1024, device="cuda").bfloat16()
-    y = batch_linear(x, weight, ordered, one, None, how)
+    y = batch_linear(x, weight, ordered, one, None, schedule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch_linear(x, weight, ordered, one, None, how, out=y)
+        batch_linear(x, weight, ordered, one, None, schedule, out=y)
     x.copy_(torch.randn_like(x))
     graph.replay()
-    assert torch.equal(y, batch_linear(x, weight, ordered, one, None, how))
+    assert torch.equal(y, batch_linear(x, weight, ordered, one, None, schedule))
 
 
 @on_gpu

@@ -9,10 +9,10 @@ from qerl_pl.kernels import hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
     FEW_BLOCKS,
     MANY_BLOCKS,
+    choose_schedule,
     decode_linear,
     fragments,
     humming_bias,
-    schedule,
 )
 from tests.kernels.nvfp4_linears import (
     SHAPES,
@@ -39,36 +39,38 @@ def test_an_error_of_the_compiler_is_shown():
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_multiprocessor_has_room_for_the_blocks(variant):
+def test_an_sm_has_room_for_the_blocks(variant):
     assert variant.shared_bytes <= SHARED_OF_BLOCK
     assert variant.blocks * (variant.shared_bytes + 1024) <= SHARED
-    assert variant.tokens * 32 * variant.slabs * variant.groups % 1024 == 0, "tiles begin where wgmma can read them"
+    assert variant.tokens * 32 * variant.k_blocks * variant.groups % 1024 == 0, "tiles begin where wgmma can read them"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64])
 def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
-    how = schedule(tokens, *shape)
-    if how is None:
+    schedule = choose_schedule(tokens, *shape)
+    if schedule is None:
         assert tokens > 32
         return
-    assert tokens <= how.variant.tokens < 2 * max(tokens, 8)
-    assert 1 <= how.splits <= 8
-    assert how.splits <= max(1, shape[1] // 16 // (how.variant.slabs * how.variant.groups))
+    assert tokens <= schedule.variant.tokens < 2 * max(tokens, 8)
+    assert 1 <= schedule.splits <= 8
+    assert schedule.splits <= max(1, shape[1] // 16 // (schedule.variant.k_blocks * schedule.variant.groups))
 
 
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(0, 256, 128), (33, 256, 128), (65, 55296, 5120), (8, 320, 128), (8, 256, 192)]
 )
 def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
-    assert schedule(tokens, outputs, inputs) is None
+    assert choose_schedule(tokens, outputs, inputs) is None
 
 
 def test_with_more_tokens_it_has_the_linears_that_fill_the_gpu():
     """By a sweep on an H200: with 64 tokens gate and up of 14B and 32B are faster with it, and those of 7B are not."""
-    assert schedule(64, 27648, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 2)
-    assert schedule(33, 55296, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 1)
-    assert schedule(33, 37888, 3584) is schedule(33, 22016, 2048) is schedule(33, 5120, 13824) is None
+    assert choose_schedule(64, 27648, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 2)
+    assert choose_schedule(33, 55296, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 1)
+    assert (
+        choose_schedule(33, 37888, 3584) is choose_schedule(33, 22016, 2048) is choose_schedule(33, 5120, 13824) is None
+    )
 
 
 def test_a_lanes_weights_lie_side_by_side():
@@ -76,19 +78,19 @@ def test_a_lanes_weights_lie_side_by_side():
     words, ordered = fragments(codes, scales)
     assert words.shape == (4, 256)
     assert words.dtype == torch.int32
-    for slab in range(4):
-        for column in range(2):
+    for k_block in range(4):
+        for tile in range(2):
             for lane in range(32):
                 g, c = lane // 4, lane % 4
                 for j in range(4):
-                    word = words[slab, (column * 32 + lane) * 4 + j].item() % 2**32
-                    output, first = 64 * column + 16 * j + g, 16 * slab + 2 * c
+                    word = words[k_block, (tile * 32 + lane) * 4 + j].item() % 2**32
+                    output, first = 64 * tile + 16 * j + g, 16 * k_block + 2 * c
                     places = [(0, 0), (0, 8), (8, 0), (8, 8), (0, 1), (0, 9), (8, 1), (8, 9)]
                     found = [word >> 4 * nibble & 15 for nibble in range(8)]
-                    assert found == [codes[output + row, first + column].item() for row, column in places]
+                    assert found == [codes[output + row, first + tile].item() for row, tile in places]
                     for half in range(2):
-                        byte = ordered.view(torch.uint8)[slab, 64 * column + 8 * g + 2 * j + half]
-                        assert byte == scales.view(torch.uint8)[output + 8 * half, slab]
+                        byte = ordered.view(torch.uint8)[k_block, 64 * tile + 8 * g + 2 * j + half]
+                        assert byte == scales.view(torch.uint8)[output + 8 * half, k_block]
 
 
 def test_the_kernel_finds_the_bias_in_hummings_order():
@@ -104,7 +106,9 @@ def test_the_kernel_finds_the_bias_in_hummings_order():
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
     hopper.prepare(nvfp4_decode.kernels_for(outputs, inputs), torch.device("cuda", 0))
-    schedules = {tokens: how for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64) if (how := schedule(tokens, *shape))}
+    schedules = {
+        tokens: schedule for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64) if (schedule := choose_schedule(tokens, *shape))
+    }
     assert_the_formula(decode_linear, shape, schedules)
 
 
@@ -113,9 +117,9 @@ def test_the_product_is_the_formulas(shape):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 5, 8])
 def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(variant, splits):
-    shape = 768, 2176  # 136 slabs: not whole stages of 16
-    how = nvfp4_decode.Schedule(variant, splits)
-    assert_nothing_else_is_written(decode_linear, shape, how, 1, variant.tokens - 3, variant.tokens)
+    shape = 768, 2176  # 136 k-blocks: not whole stages of 16
+    schedule = nvfp4_decode.Schedule(variant, splits)
+    assert_nothing_else_is_written(decode_linear, shape, schedule, 1, variant.tokens - 3, variant.tokens)
 
 
 @on_gpu

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -98,14 +98,14 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 
     found: list[tuple[str, int]] = []
 
-    def ours(
+    def native(
         name: str,
         x: Tensor,
         weight: Tensor,
         scales: Tensor,
         global_scale: Tensor,
         bias: Tensor | None,
-        how: Any,
+        schedule: Any,
         update: lora_hopper.Update | None = None,
     ) -> Tensor:
         found.append((name, len(x)))
@@ -116,8 +116,8 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
                 part += hidden @ matrix.T
         return y
 
-    def shrink(x: Tensor, a: list[Tensor], indices: Tensor, how: lora_hopper.Blocks) -> Tensor:
-        assert how.clusters <= -(-len(x) // how.tokens)
+    def shrink(x: Tensor, a: list[Tensor], indices: Tensor, schedule: lora_hopper.Schedule) -> Tensor:
+        assert schedule.clusters <= -(-len(x) // schedule.tokens)
         found.append(("shrink", len(x)))
         return torch.stack([x @ matrix.T for matrix in a]) * (indices[: len(x)] >= 0).unsqueeze(1)
 
@@ -154,7 +154,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     vllm_nvfp4.prompt_schedules.cache_clear()
     monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
-        monkeypatch.setattr(module, f"{name}_linear", partial(ours, name))
+        monkeypatch.setattr(module, f"{name}_linear", partial(native, name))
     # The operator is for CUDA; here the same function serves a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
     library.impl("nvfp4_linear", vllm_nvfp4.nvfp4_linear, "CPU")
@@ -203,7 +203,7 @@ def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128))
 
 
 def prepared(bias: Tensor | None = None) -> Linear:
-    """A linear that has our kernels."""
+    """A linear that has the native kernels."""
     from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     layer = Linear(bias)
@@ -267,9 +267,9 @@ def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
 ):
     from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
-    monkeypatch.setattr(lora_hopper, "LATE", late)
+    monkeypatch.setattr(costs, "TOO_LATE", late)
     wrapped = with_adapter(prepared(), rank, slices)
-    assert vllm_nvfp4.fewest_apart(wrapped) == fewest
+    assert vllm_nvfp4.fewest_unfused(wrapped) == fewest
     for tokens in (1, 33, 64, 65, 100, 256, 257):
         calls.clear()
         vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())

@@ -1,6 +1,7 @@
-"""vLLM's NVFP4 linears on Hopper: our kernels for decoding, Humming's for prompts, on the same weights.
+"""vLLM's NVFP4 linears on Hopper: native kernels for decoding, Humming's for prompts, on the same weights.
 
-Only the engine imports this module, where it has our kernels: vLLM's for Humming is imported with it.
+``qerl_pl.kernels`` has the native kernels. The engine imports this module only where they can run, because it imports
+vLLM's Humming classes.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
 from qerl_pl.rollout.vllm.setup import decoding_lacks
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # its operators live as long as this object
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """The linears that vLLM loads meanwhile, to compute in a dtype, get our kernels, and keep them.
+    """Give native kernels to the linears that vLLM loads inside this context; they keep them afterwards.
 
     Raises:
-        ValueError: the GPU, the base's format or the dtype is another one, or a package is missing.
+        ValueError: the native kernels do not serve this GPU, format or dtype, or a package is missing.
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
@@ -47,7 +48,7 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
-    """Humming's layout, and our kernels compiled for it where they can multiply by this linear."""
+    """Let Humming lay the weights out, and compile the native kernels if they can multiply by this linear."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
@@ -56,30 +57,30 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Our kernels for linears of one shape, and for their adapters; all blocks of a model have the same shapes."""
+    """Compile the native kernels for linears of one shape and for their adapters; cached, as all blocks are alike."""
     linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
     hopper.prepare([*linears, *lora_hopper.all_kernels()], device)
 
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., K] -> [..., N]."""
+    """Compute a linear without an adapter, [..., K] -> [..., N]; replaces the method of vLLM's Humming kernel."""
     if getattr(layer, "decoding", None) is None:
         return _apply(self, layer, x, bias)
     return _call(layer, x, bias, [], [], None, None)
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., K] -> [..., N] of a linear of vLLM's that has adapters."""
+    """Compute a linear that has adapters, [..., K] -> [..., N]; replaces the method of vLLM's LoRA layers."""
     layer = self.base_layer
     if getattr(layer, "decoding", None) is None or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
     return _call(layer, x, bias, self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens)
 
 
-def fewest_apart(linear: Any) -> int:
-    """Tokens from which on a linear of vLLM's that is ours has its adapter added by the kernels for any base."""
+def fewest_unfused(linear: Any) -> int:
+    """The smallest number of tokens at which the adapter of a native linear is added by a pass of its own."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
-    return next(tokens for tokens in count(1) if not _our_linear_with(tokens, a, b))
+    return next(tokens for tokens in count(1) if not _fused_linear(tokens, a, b))
 
 
 def _call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
@@ -103,29 +104,29 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """[T, K] bf16 -> [T, N] by the kernel that is faster for so many tokens; an operator for torch.compile.
+    """Compute [T, K] bf16 -> [T, N] with the kernel that is fastest for T tokens; an operator for torch.compile.
 
-    An adapter's product is added by the same kernel where it can.
+    The same kernel adds the adapter's product where it can; elsewhere ``kernels.lora.add_lora`` adds it afterwards.
 
     Args:
-        x, weight, weight_scale, weight_scale_2, bias: as of ``nvfp4_decode.decode_linear``.
-        locks, layer_config, compute_config: Humming's.
-        a: one [1, 1, R, K] for each slice of N; none without an adapter.
+        x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
+        locks, layer_config, compute_config: arguments of Humming's GEMM.
+        a: one [1, 1, R, K] for each slice of N; empty without an adapter.
         b: one [1, 1, n, R] for each slice.
         indices: [T] or longer, int64: -1 for a token without the adapter.
-        no_lora: [1] bool on the host: True if that is every token.
+        no_lora: [1] bool on the host: True if no token has the adapter.
     """
     adapter = None
     if indices is not None and no_lora is not None and not no_lora.item():
         adapter = slots(a), slots(b), indices
-    if adapter and (found := _our_linear_with(len(x), *adapter[:2])):
-        multiply, blocks = found
+    if adapter and (found := _fused_linear(len(x), *adapter[:2])):
+        multiply, schedule = found
         x = x.contiguous()
         first, second, which = adapter
-        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, blocks), second)
+        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    if ours := _our_linear(len(x), weight_scale.shape[1], x.shape[1]):
-        y = ours.multiply(x, weight, weight_scale, weight_scale_2, bias)
+    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1]):
+        y = native.multiply(x, weight, weight_scale, weight_scale_2, bias)
     else:
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
@@ -145,55 +146,54 @@ def nvfp4_linear(
 
 @cache
 def prompt_schedules(layer_config: str, compute_config: str) -> str:
-    """What Humming is to run where our kernels do not, as it reads it: of its kernels for a linear, about half.
+    """Humming's schedules, as JSON, without those that serve only batches which the native kernels serve.
 
-    It compiles all that it may run when it is first called: by itself 33 for each shape, most of them for few tokens.
+    Humming compiles every schedule it is given at its first call: 33 for each shape by default, most for few tokens.
     """
     about = json.loads(layer_config)
     schedules = import_module("humming.tune").get_heuristics_config(about, **json.loads(compute_config))
-    ours = partial(_our_linear, outputs=about["shape_n"], inputs=about["shape_k"])
-    return json.dumps(without_served(schedules, ours))
+    native = partial(_native_linear, outputs=about["shape_n"], inputs=about["shape_k"])
+    return json.dumps(without_served(schedules, native))
 
 
-class _OurLinear(NamedTuple):
+class _NativeLinear(NamedTuple):
     multiply: Callable[..., Tensor]
-    room: lora_hopper.Room
-    """Beside it, for an adapter."""
+    spare: lora_hopper.SpareSMs
 
 
-def _our_linear(tokens: int, outputs: int, inputs: int, *, alone: bool = True) -> _OurLinear | None:
-    """None where Humming's is faster, or, if it is not ``alone`` and adds an adapter, where ours cannot."""
-    if few := nvfp4_decode.schedule(tokens, outputs, inputs):
-        return _OurLinear(partial(nvfp4_decode.decode_linear, how=few), lora_hopper.Room(0, 0.0))
-    if more := nvfp4_batch.schedule(tokens, outputs, inputs, alone=alone):
-        multiply = partial(nvfp4_batch.batch_linear, how=more)
-        return _OurLinear(multiply, nvfp4_batch.room(more, tokens, outputs, inputs))
+def _native_linear(tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> _NativeLinear | None:
+    """The native kernel for a GEMM; None where Humming's is faster or, if it ``fuses_lora``, where none can run."""
+    if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
+        return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
+    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora):
+        multiply = partial(nvfp4_batch.batch_linear, schedule=more)
+        return _NativeLinear(multiply, nvfp4_batch.spare_sms(more, tokens, outputs, inputs))
     return None
 
 
-def _our_linear_with(
+def _fused_linear(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
-) -> tuple[Callable[..., Tensor], lora_hopper.Blocks] | None:
-    """That adds an adapter itself; None where it is better added apart."""
-    ours = _our_linear(tokens, sum(map(len, b)), a[0].shape[1], alone=False)
-    blocks = lora_hopper.blocks(tokens, a, b, ours.room) if ours else None
-    return (ours.multiply, blocks) if ours and blocks else None
+) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
+    """The native kernel that adds an adapter, and the schedule of x A^T; None where a pass of its own is faster."""
+    native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], fuses_lora=True)
+    schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
+    return (native.multiply, schedule) if native and schedule else None
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make a constant of the number of tokens
+    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would fix the number of tokens in a compiled graph
 
 
 direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:
-    """Whether it is bf16 times NVFP4 with one global scale, whose shape Humming did not pad."""
+    """Whether a linear is bf16 times NVFP4 with one global scale and a shape that Humming did not pad."""
     global_scale = getattr(layer, "weight_scale_2", None)
     return (
         layer.params_dtype == torch.bfloat16
         and not config.input_quant_mode.should_quantize
-        and (config.b_dtype.num_bits, config.weight_scale_group_size) == (4, nvfp4_decode.SLAB)
+        and (config.b_dtype.num_bits, config.weight_scale_group_size) == (4, nvfp4_decode.K_BLOCK)
         and getattr(layer, "weight_scale", torch.empty(0)).dtype == torch.float8_e4m3fn
         and isinstance(global_scale, Tensor)
         and global_scale.numel() == 1

@@ -56,8 +56,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
         if isinstance(module.punica_wrapper, OneAdapterKernels):
             a, b = module.lora_a_stacked, module.lora_b_stacked
             fewest = 1
-            if hasattr(module.base_layer, "decoding"):  # ours: these kernels add what the base's cannot
-                fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_apart(module)
+            if hasattr(module.base_layer, "decoding"):  # native: fused for fewer tokens
+                fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
             linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one of each kind
     for a, b, fewest in linears.values():
         compile_kernels(a, b, fewest)
