@@ -21,6 +21,7 @@ COMMANDS = {
     "score": "score a file of completions with a reward",
     "export": "write a run's adapter as a PEFT folder",
     "report": "table and curves of a run from its event files",
+    "chat": "talk to a run's policy, and to its base beside it",
     "doctor": "say what this machine can run, and with -c what would stop a configuration",
 }
 

@@ -1,0 +1,161 @@
+"""python -m qerl_pl chat: talk to a run's policy, and to its base beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import unicodedata
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+
+from qerl_pl.base.folder import base_folder
+from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
+from qerl_pl.policy.policy import DTYPES, Policy, load_policy
+from qerl_pl.rollout.common import end_tokens
+
+Chat = list[dict[str, str]]
+TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction of text."""
+
+
+def main(argv: list[str]) -> int:
+    """Read questions from the terminal until its end; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl chat",
+        description="Talk to the policy of a run and to its base, the same questions to both; transformers samples. "
+        "Answers are written as they come. An empty line begins a new conversation, Ctrl-D ends the program.",
+    )
+    parser.add_argument("run", type=Path, help="run folder, with config.yaml and checkpoints/")
+    parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
+    parser.add_argument("--without-base", action="store_true", help="let the policy alone answer")
+    options = parser.parse_args(argv)
+    try:
+        if options.temperature < 0 or options.max_tokens < 1:
+            raise ValueError("expected --temperature of 0 or more and --max-tokens of 1 or more")
+        policy, config = load_run(options.run, checkpoint=options.checkpoint)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tokenizer = AutoTokenizer.from_pretrained(policy.base, trust_remote_code=False)
+    system = config["data"].get("system_prompt")
+    template = config["data"].get("question_template") or "{question}"
+    voices = {"base": False, "policy": True}
+    if options.without_base:
+        del voices["base"]
+    chats: dict[str, Chat] = {}
+    print("> ", end="", flush=True)
+    for line in sys.stdin:
+        question = line.strip()
+        if not question or not chats:
+            chats = {voice: [{"role": "system", "content": system}] if system else [] for voice in voices}
+        for voice, adapter in voices.items() if question else ():
+            print(f"[{voice}] ", end="", flush=True)
+            chats[voice].append({"role": "user", "content": template.replace("{question}", question)})
+            answered = answer(
+                policy,
+                tokenizer,
+                chats[voice],
+                adapter=adapter,
+                temperature=options.temperature,
+                max_tokens=options.max_tokens,
+            )
+            chats[voice].append({"role": "assistant", "content": answered})
+        print("> ", end="", flush=True)
+    print()
+    return 0
+
+
+def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
+    """Load the policy that a run has trained, ready to sample, on the GPU where there is one.
+
+    Returns:
+        The policy, and the run's configuration.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
+    """
+    config_file = run / "config.yaml"
+    if not config_file.exists():
+        raise ValueError(f"{run} is no run folder: it has no config.yaml")
+    path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
+    config: dict[str, Any] = yaml.safe_load(config_file.read_text())
+    model = config["model"]
+    found = SafeCheckpointIO().load_checkpoint(path)
+    identity = identity_of(found)
+    lora = lora_settings(identity)  # config.yaml may be of a later start
+    base = base_folder(model["base"], model["base_format"])
+    check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)
+    policy.load_adapter_state({name: tensor.to(device) for name, tensor in found["state_dict"].items()})
+    policy.eval()
+    policy.causal_lm.generation_config = GenerationConfig()  # or the checkpoint's preferences fill gaps
+    return policy, config
+
+
+@torch.no_grad()
+def answer(
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    *,
+    adapter: bool,
+    temperature: float,
+    max_tokens: int,
+) -> str:
+    """Sample an answer to a chat and print it as it comes.
+
+    Args:
+        policy: in evaluation mode.
+        tokenizer: of its base.
+        chat: messages, the last of them the user's.
+        adapter: False: the base answers.
+        temperature: 0 takes the most likely token.
+        max_tokens: longest answer, in tokens.
+
+    Returns:
+        The text of the answer, without special tokens.
+    """
+    text = tokenizer.apply_chat_template([*chat], add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(str(text), add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
+    config = GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
+        eos_token_id=end_tokens(policy.base, policy.config) or None,
+        pad_token_id=0,
+    )
+    with nullcontext() if adapter else policy.model.disable_adapter():
+        tokens = policy.causal_lm.generate(
+            inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            generation_config=config,
+            streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+    return str(tokenizer.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+class SafeStreamer(TextStreamer):
+    """Prints text as it comes, without control characters: what a model writes must not steer the terminal."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece of text."""
+        print(printable(text), end="\n" if stream_end else "", flush=True)
+
+
+def printable(text: str) -> str:
+    """The text with ``?`` for each control character but line ends and tabs, and for what turns text around."""
+    return "".join("?" if each in TURNS or _is_control(each) else each for each in text)
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc" and character not in "\n\t"

@@ -1,0 +1,67 @@
+"""Talking to a run: its policy and its base answer as the engine has them, and a model cannot steer the terminal."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.tools.chat import answer, load_run, printable
+
+
+@pytest.mark.slow
+def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter(finished, capsys):
+    policy, _ = load_run(finished)
+    learnt = policy.adapter_state()
+    policy.load_adapter_state({name: 30 * tensor if "lora_B" in name else tensor for name, tensor in learnt.items()})
+    tokenizer = AutoTokenizer.from_pretrained(policy.base)
+    chat = [{"role": "user", "content": "7+5=?"}]
+    said = {on: answer(policy, tokenizer, chat, adapter=on, temperature=0, max_tokens=8) for on in (True, False)}
+    printed = capsys.readouterr().out
+    engine = TransformersEngine()
+    engine.start(policy, max_model_len=128)
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    for on, text in said.items():
+        [[completion]] = engine.generate([prompt], Sampling(1, 8, temperature=0.0), seed=0, adapter=on)
+        assert text == tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
+        assert printable(text).strip() in printed
+    assert said[True] != said[False], "the adapter is on once"
+
+
+@pytest.mark.slow
+def test_the_loop_asks_both_and_forgets_at_an_empty_line(finished, monkeypatch, capsys):
+    def talk(*lines: str) -> list[str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert command(["chat", str(finished), "--max-tokens", "6"]) == 0
+        return capsys.readouterr().out.split("[base]")[1:]
+
+    first, second, third = talk("1+1=?", "1+1=?", "", "1+1=?")[:3]
+    assert "[policy]" in first
+    assert first.split(">")[0] == third.split(">")[0]
+    assert talk("1+1=?")[0].split(">")[0] == first.split(">")[0]
+    assert second
+
+
+def test_what_cannot_be_talked_to_is_refused(tmp_path, capsys):
+    assert command(["chat", str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    assert command(["chat", str(tmp_path), "--max-tokens", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_a_policy_on_another_base_is_refused(finished, bases, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(str(bases["nvfp4"]), str(bases["dense"])))
+    assert command(["chat", str(run)]) == 2
+    assert "base: the run has" in capsys.readouterr().err
+
+
+def test_control_characters_are_not_printed():
+    assert printable("a\x1b[2Jb\x9bc\u202ed\te\nf\u00e9\u4e2d") == "a?[2Jb?c?d\te\nf\u00e9\u4e2d"
