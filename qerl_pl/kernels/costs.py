@@ -22,7 +22,7 @@ CLOCK_HZ = 1.755e9
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74}
 """Cycles in which an SM multiplies one k-block (16 inputs) of one tile (64 outputs) by 64, 96 or 128 tokens.
 
-``bench_constants`` fits it, and ``BLOCK_S`` with it, to the time of one wave at several depths K."""
+``bench_constants`` fits it, and ``BLOCK_S`` with it, to the times of one wave at several K."""
 TWO_TILES = 1.2
 """Factor on ``K_BLOCK_CYCLES`` for thread blocks of two tiles: two warpgroups do not keep the tensor cores busy.
 
@@ -62,7 +62,7 @@ FULL_WAVE = 0.75
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
 """By number of slices: seconds for h = x A^T of one tile of tokens while a base GEMM runs, constant and per input.
 
-``bench_constants`` fits both to two depths K with a GEMM on the other SMs."""
+``bench_constants`` fits both over K with nothing else running: a lower bound."""
 IN_TIME, TOO_LATE = 0.8, 1.1
 """Shares of the seconds until the base GEMM first needs h. Up to the first, more clusters gain nothing; above the
 second, adding the adapter in a pass of its own is faster. Thresholds: `bench_layer`, ``together`` against ``apart``."""

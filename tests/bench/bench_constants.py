@@ -1,0 +1,170 @@
+"""Measure the constants of qerl_pl/kernels/costs.py again: python -m tests.bench.bench_constants
+
+Prints one JSON line for each constant: ``today`` is the value in the file, ``measured`` what this GPU gives. Nothing is
+changed; thresholds between alternatives, which the file marks as such, are not measured here. Needs a GPU of compute
+capability 9.0 and takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from statistics import fmean, linear_regression, median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch
+from qerl_pl.kernels.nvfp4_batch import K_BLOCK, TILE, Schedule, Variant
+from tests.bench.bench_schedules import CACHE_BYTES, CALLS, rounds
+from tests.bench.harness import RANK, captured, emit, timed
+
+DEPTHS = (2048, 4096, 8192)  # inputs K
+CLUSTERS_OF_EIGHT = 14
+MOST_COPIES = 512
+
+
+class Constant(NamedTuple):
+    """One constant of ``costs``."""
+
+    name: str
+    today: float
+    measured: float
+
+
+class GemmTime(Protocol):
+    """Seconds of the batch GEMM with a schedule, adding an adapter or not."""
+
+    def __call__(
+        self, schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False
+    ) -> float: ...
+
+
+def fitted(variant: Variant, gemm_s: GemmTime) -> tuple[float, float]:
+    """Fit one wave of thread blocks over K: cycles of an SM per k-block and tile, and seconds besides."""
+    schedule = Schedule(variant, 1, costs.SMS)
+    outputs = costs.SMS * variant.tiles * TILE
+    slope, rest = linear_regression(DEPTHS, [gemm_s(schedule, variant.tokens, outputs, K) for K in DEPTHS])
+    return slope * K_BLOCK / variant.tiles * costs.CLOCK_HZ, rest
+
+
+def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
+    """The constants of the batch GEMM, from its times."""
+    fits = {tokens: fitted(Variant(tokens, 4), gemm_s) for tokens in costs.K_BLOCK_CYCLES}
+    for tokens, (cycles, _) in fits.items():
+        yield Constant(f"K_BLOCK_CYCLES[{tokens}]", costs.K_BLOCK_CYCLES[tokens], cycles)
+    yield Constant("BLOCK_S", costs.BLOCK_S, fmean(rest for _, rest in fits.values()))
+    yield Constant("TWO_TILES", costs.TWO_TILES, fitted(Variant(128, 2), gemm_s)[0] / fits[128][0])
+
+    # The same work for each of 112 thread blocks, in clusters of 1, 2 and 8; the sums are 256 outputs x 128 tokens.
+    variant, blocks, depth = Variant(128, 4), 8 * CLUSTERS_OF_EIGHT, DEPTHS[0]
+    one, two, eight = (
+        gemm_s(Schedule(variant, splits, blocks // splits), 128, blocks // splits * 4 * TILE, depth * splits)
+        for splits in (1, 2, 8)
+    )
+    sums = (eight - two) / (7 / 8 - 1 / 2)
+    yield Constant("CLUSTER_S", costs.CLUSTER_S, two - one - sums / 2)
+    yield Constant("SUMS_S", costs.SUMS_S, sums)
+
+    def adapter_s(variant: Variant) -> float:
+        shape = Schedule(variant, 1, costs.SMS), variant.tokens, costs.SMS * variant.tiles * TILE, DEPTHS[1]
+        return gemm_s(*shape, fuses_lora=True) - gemm_s(*shape)
+
+    for (tokens, tiles), today in costs.ADAPTER_S.items():
+        more = adapter_s(Variant(tokens, tiles)) - adapter_s(Variant(tokens, tiles - 1))
+        yield Constant(f"ADAPTER_S[{tokens}, {tiles}]", today, more)
+
+
+def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
+    """The constants of x A^T, from its seconds for a number of slices and K inputs."""
+    for slices, (constant, per_input) in costs.SHRINK_TILE_S.items():
+        slope, rest = linear_regression(DEPTHS, [shrink_s(slices, inputs) for inputs in DEPTHS])
+        yield Constant(f"SHRINK_TILE_S[{slices}] constant", constant, rest)
+        yield Constant(f"SHRINK_TILE_S[{slices}] per input", per_input, slope)
+
+
+def time_gemm(
+    schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, repeats: int
+) -> float:
+    """Time the batch GEMM on the GPU with random operands, each call on other weights than the last ones."""
+    hopper.prepare([nvfp4_batch.kernel(schedule.variant)], torch.device("cuda", torch.cuda.current_device()))
+    x, one = torch.randn(num_tokens, inputs, device="cuda").bfloat16(), torch.ones(1, device="cuda")
+    update = None
+    if fuses_lora:
+        hidden = torch.randn(1, num_tokens, RANK, device="cuda").bfloat16()
+        update = lora_hopper.Update(hidden, [torch.randn(outputs, RANK, device="cuda").bfloat16()])
+
+    def random_weights() -> dict[str, Tensor]:
+        words = torch.randint(-(2**31), 2**31, (inputs // K_BLOCK, 2 * outputs), device="cuda", dtype=torch.int32)
+        scales = torch.randint(0x60, 0x7F, (inputs // K_BLOCK, outputs), device="cuda", dtype=torch.uint8)
+        return {"weight": words, "scales": scales.view(torch.float8_e4m3fn)}
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        return nvfp4_batch.batch_linear(
+            x, weights["weight"], weights["scales"], one, None, schedule=schedule, update=update
+        )
+
+    copies = [random_weights() for _ in range(1 + int(CACHE_BYTES / (outputs * inputs * 9 / 16)))]
+    seconds = timed({"gemm": rounds(run, copies)}, repeats=repeats)["gemm"]
+    return median(seconds) / (CALLS * len(copies))
+
+
+def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
+    """Time x A^T of one tile of tokens on the GPU, each call with other matrices A than the last ones."""
+    tokens = max(lora_hopper.CHUNKS_IN_FLIGHT[slices])
+    hopper.prepare([lora_hopper.kernel(tokens, slices)], torch.device("cuda", torch.cuda.current_device()))
+    x, indices = torch.randn(tokens, inputs, device="cuda").bfloat16(), torch.zeros(tokens, device="cuda").long()
+    num_copies = min(MOST_COPIES, 1 + int(CACHE_BYTES / (2 * slices * RANK * inputs)))
+    copies = [[torch.randn(RANK, inputs, device="cuda").bfloat16() for _ in range(slices)] for _ in range(num_copies)]
+
+    def calls() -> None:
+        for a in copies:
+            lora_hopper.shrink(x, a, indices, lora_hopper.Schedule(tokens, 1))
+
+    return median(timed({"shrink": captured(calls)}, repeats=repeats)["shrink"]) / num_copies
+
+
+def gpu_constants() -> Iterator[Constant]:
+    """The constants that the driver knows: the number of SMs, and how many clusters of each size run at a time."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    yield Constant("SMS", costs.SMS, torch.cuda.get_device_properties(device).multi_processor_count)
+    driver: Any = import_module("cuda.bindings.driver")
+    kernel = nvfp4_batch.kernel(Variant(128, 4))
+    hopper.prepare([kernel], device)
+    for size, today in costs.RESIDENT_CLUSTERS.items():
+        config, shape = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = costs.SMS, size, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 4 * 128, 1, 1
+        config.sharedMemBytes = kernel.shared_bytes
+        shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = shape.value.clusterDim
+        dimension.x, dimension.y, dimension.z = 1, size, 1
+        config.attrs, config.numAttrs = [shape], 1
+        [found] = hopper.checked(driver.cuOccupancyMaxActiveClusters(hopper.load(kernel, device.index), config))
+        yield Constant(f"RESIDENT_CLUSTERS[{size}]", today, found)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the constants."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
+        print("constants: nothing is measured without a GPU of compute capability 9.0", file=sys.stderr)
+        return
+    sources = (
+        gpu_constants(),
+        gemm_constants(partial(time_gemm, repeats=args.repeats)),
+        shrink_constants(partial(time_shrink, repeats=args.repeats)),
+    )
+    for constants in sources:
+        for constant in constants:
+            emit(f"constants/{constant.name}", {}, "bfloat16", today=constant.today, measured=constant.measured)
+
+
+if __name__ == "__main__":
+    main()
