@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.checkpoint import SafeCheckpointIO
@@ -24,9 +25,9 @@ IDENTITY = {
 }
 
 
-def make_run(folder: Path, base: str, weight: torch.Tensor) -> Path:
+def make_run(folder: Path, base: str, weight: torch.Tensor, **model: str) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base}}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base, **model}}))
     state = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": weight}
     parts = {"state_dict": state, "identity": IDENTITY, "optimizer_states": [], "global_step": 12}
     SafeCheckpointIO().save_checkpoint(parts, folder / "checkpoints" / "last.ckpt")
@@ -48,7 +49,30 @@ def test_a_card_names_the_base_and_what_the_adapter_is(tmp_path, monkeypatch):
     assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
     for said in (str(tmp_path / "base"), IDENTITY["base"], "| optimizer steps | 12 |", "| 4, 8 |", "| seed | 7 |"):
         assert said in card
+    assert "left no curves that can be read" in card
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_base_is_the_copy_that_the_adapter_was_trained_on(tmp_path):
+    (tmp_path / "base-nvfp4").mkdir()
+    run = make_run(tmp_path / "run", str(tmp_path / "base"), torch.ones(4, 8), base_format="nvfp4")
+    assert export(run, tmp_path / "out") == 0
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base-nvfp4")
+
+
+def test_a_card_has_what_the_run_measured_and_its_checks_found(tmp_path):
+    run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
+    with SummaryWriter(str(run)) as writer:
+        for step, accuracy in enumerate((0.25, 0.5, 0.75)):
+            writer.add_scalar("val/accuracy", accuracy, step)
+            writer.add_scalar("canary/tensors_checked", 21, step)
+    assert export(run, tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| accuracy (held out, greedy), first | 0.25 |" in card
+    assert "| accuracy (held out, greedy), last | 0.75 |" in card
+    assert "- Canary: After each of 3 rollouts 21 tensors were read back" in card
+    assert "- Ledger: It did not run" in card
 
 
 def test_a_base_that_is_a_name_stays_a_name(tmp_path):

@@ -13,6 +13,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from qerl_pl.base.folder import base_folder
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
@@ -71,7 +72,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be of a later start
-    base = str(Path(model["base"]).resolve()) if Path(model["base"]).exists() else model["base"]
+    base = base_folder(model["base"], model.get("base_format"))
+    base = str(Path(base).resolve()) if Path(base).exists() else base
     temporary = output.with_name(output.name + ".tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -82,7 +84,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         weights = temporary / "adapter_model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
         shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors lets nobody else read it
-        card = model_card(found, settings, base=base, folder=output.name, run=run.resolve().name)
+        card = model_card(found, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         os.replace(temporary, output)
     except SafetensorError as error:

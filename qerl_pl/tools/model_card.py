@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.tools.curves import read_curves, summarize
+from qerl_pl.tools.page.verdicts import verdicts
 
 CARD = """\
 ---
@@ -36,10 +39,14 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained({base!r})
 model = PeftModel.from_pretrained(base, {folder!r})
 ```
+
+## Evidence
+
+{evidence}
 """
 
 
-def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: str) -> str:
+def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
     """Describe an exported adapter.
 
     Args:
@@ -47,11 +54,12 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         settings: the adapter's.
         base: path or name of its base.
         folder: name of the folder of the export.
-        run: name of the run.
+        run: folder of the run, whose curves are the evidence.
     """
     identity = checkpoint["identity"]
     return CARD.format(
-        run=run,
+        run=run.resolve().name,
+        evidence=evidence(run),
         folder=folder,
         base=base,
         digest=identity["base"],
@@ -63,3 +71,15 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         norms="yes (modules_to_save)" if settings.train_norms else "no",
         seed=identity["seed"],
     )
+
+
+def evidence(run: Path) -> str:
+    """What a run measured and what its checks found, over all of its rollouts, as Markdown."""
+    try:
+        curves = read_curves(run)
+    except ValueError as error:
+        return f"The run left no curves that can be read ({str(error).removeprefix(f'{run} ')})."
+    rows = [f"| {name} | {value:.4g} |" for name, value in summarize(curves).items()]
+    table = ["| measured by the run | |", "|---|---|", *rows]
+    checks = [f"- {found['check']}: {found['text']}" for found in verdicts(curves)]
+    return "\n".join([*table, "", "Checks while it ran:", "", *checks])
