@@ -39,7 +39,6 @@ def variants(chunk_bytes: int) -> dict[str, Variant]:
     return {
         "naive": naive,
         "recompute": partial(token_logprobs, chunk_bytes=chunk_bytes),
-        "keep": partial(token_logprobs, chunk_bytes=chunk_bytes, recompute=False, entropy_gradient=False),
     }
 
 

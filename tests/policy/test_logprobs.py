@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qerl_pl.policy.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
 
 
-def naive(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float):
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float):
     """The definition: dense logits, log-softmax, and the entropy as a sum over the vocabulary."""
-    logits = hidden @ weight.t() + (0 if bias is None else bias)
-    log_p = (logits / temperature).log_softmax(dim=1)
+    log_p = (hidden @ weight.t() / temperature).log_softmax(dim=1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(dim=1)
 
 
@@ -26,8 +25,7 @@ def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=dtype)
     weight = torch.randn(vocabulary, hidden_size, generator=generator, dtype=dtype)
-    bias = torch.randn(vocabulary, generator=generator, dtype=dtype)
-    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator), bias
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
 
 
 @settings(max_examples=60)
@@ -38,84 +36,45 @@ def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     vocabulary=st.integers(1, 13),
     rows=st.integers(1, 10),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
-    with_bias=st.booleans(),
-    recompute=st.booleans(),
     upstream=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)]),
 )
-def test_values_and_gradients_equal_the_naive_way(
-    seed, tokens, hidden_size, vocabulary, rows, temperature, with_bias, recompute, upstream
-):
-    hidden, weight, targets, bias = draw(seed, tokens, hidden_size, vocabulary)
-    leaves = [hidden.requires_grad_()]
-    if recompute:
-        leaves += [weight.requires_grad_()] + ([bias.requires_grad_()] if with_bias else [])
-    bias = bias if with_bias else None
-    found = token_logprobs(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        recompute=recompute,
-        chunk_bytes=8 * vocabulary * rows,
-    )
-    expected = naive(hidden, weight, targets, bias, temperature)
+def test_values_and_gradients_equal_the_naive_way(seed, tokens, hidden_size, vocabulary, rows, temperature, upstream):
+    hidden, weight, targets = draw(seed, tokens, hidden_size, vocabulary)
+    hidden.requires_grad_()
+    found = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_bytes=8 * vocabulary * rows)
+    expected = naive(hidden, weight, targets, temperature)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     each = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     each *= torch.tensor(upstream, dtype=torch.float64).unsqueeze(1)
-    gradients = [torch.autograd.grad((each * torch.stack(outputs)).sum(), leaves) for outputs in (found, expected)]
+    gradients = [torch.autograd.grad((each * torch.stack(outputs)).sum(), hidden) for outputs in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_gradcheck(recompute):
-    hidden, weight, targets, bias = draw(0, 5, 3, 7)
-    inputs = [hidden.requires_grad_()]
-    if recompute:
-        inputs += [weight.requires_grad_(), bias.requires_grad_()]
+def test_gradcheck():
+    hidden, weight, targets = draw(0, 5, 3, 7)
 
-    def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        head = leaves[1:] or (weight, bias)
-        return token_logprobs(
-            leaves[0],
-            head[0],
-            targets,
-            bias=head[1],
-            temperature=0.7,
-            recompute=recompute,
-            chunk_bytes=2 * 8 * 7,
-        )
+    def both(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, targets, temperature=0.7, chunk_bytes=2 * 8 * 7)
 
-    assert torch.autograd.gradcheck(both, inputs)
+    assert torch.autograd.gradcheck(both, [hidden.requires_grad_()])
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated(recompute):
-    hidden, weight, targets, _ = draw(1, 6, 4, 9)
+def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated():
+    hidden, weight, targets = draw(1, 6, 4, 9)
     hidden.requires_grad_()
     for index in range(2):
-        outputs = token_logprobs(hidden, weight, targets, recompute=recompute)
-        expected = naive(hidden, weight, targets, None, 1.0)
+        outputs = token_logprobs(hidden, weight, targets)
+        expected = naive(hidden, weight, targets, 1.0)
         gradients = [torch.autograd.grad(pair[index].sum(), hidden) for pair in (outputs, expected)]
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_the_entropy_can_be_left_without_a_gradient(recompute):
-    hidden, weight, targets, _ = draw(2, 6, 4, 9)
-    hidden.requires_grad_()
-    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute, entropy_gradient=False)
-    assert logprobs.requires_grad
-    assert not entropy.requires_grad
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_known_answers_at_the_ends(recompute):
+def test_known_answers_at_the_ends():
     vocabulary = 8
     hidden = torch.tensor([[0.0], [1e4]], dtype=torch.float64).requires_grad_()
     weight = torch.linspace(0, 1, vocabulary, dtype=torch.float64).unsqueeze(1)
     targets = torch.tensor([3, vocabulary - 1])
-    logprobs, entropy = token_logprobs(hidden, weight, targets, recompute=recompute)
+    logprobs, entropy = token_logprobs(hidden, weight, targets)
     expected = torch.tensor([-math.log(vocabulary), 0.0], dtype=torch.float64)  # uniform; all mass on the target
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropy, -expected)
@@ -138,11 +97,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("entropy_gradient", [True, False])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept(recompute, entropy_gradient):
+def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept():
     tokens, hidden_size, vocabulary, rows = 60, 4, 101, 3
-    hidden, weight, targets, bias = draw(3, tokens, hidden_size, vocabulary)
+    hidden, weight, targets = draw(3, tokens, hidden_size, vocabulary)
     saved: list[Tensor] = []
     hidden.requires_grad_()
     with LargestTensor() as largest:
@@ -151,18 +108,13 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept(recompute, entropy_gr
                 hidden,
                 weight,
                 targets,
-                bias=bias,
-                recompute=recompute,
-                entropy_gradient=entropy_gradient,
                 chunk_bytes=8 * vocabulary * rows,
             )
-        loss = logprobs.sum() + (entropy.sum() if entropy_gradient else 0)
+        loss = logprobs.sum() + entropy.sum()
         torch.autograd.grad(loss, hidden)
     assert largest.elements == max(rows * vocabulary, vocabulary * hidden_size)
-    new = [
-        tensor for tensor in saved if all(tensor.data_ptr() != t.data_ptr() for t in (hidden, weight, bias, targets))
-    ]
-    assert sum(tensor.numel() for tensor in new) <= (2 * tokens if recompute else tokens * hidden_size * 2)
+    new = [tensor for tensor in saved if all(tensor.data_ptr() != t.data_ptr() for t in (hidden, weight, targets))]
+    assert sum(tensor.numel() for tensor in new) <= 2 * tokens
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -177,15 +129,14 @@ def test_logits_of_half_precision_are_not_rounded(rows, dtype, with_bias):
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_half_precision_the_gradient_alone_is_rounded(dtype, recompute):
-    hidden, weight, targets, _ = draw(4, 50, 64, 200)
+def test_of_half_precision_the_gradient_alone_is_rounded(dtype):
+    hidden, weight, targets = draw(4, 50, 64, 200)
     hidden, weight = (hidden / 4).to(dtype), (weight / 4).to(dtype)
     exact_hidden = hidden.double().requires_grad_()
-    exact = naive(exact_hidden, weight.double(), targets, None, 1.0)
+    exact = naive(exact_hidden, weight.double(), targets, 1.0)
     (exact_gradient,) = torch.autograd.grad(exact[0].sum(), exact_hidden)
-    found = token_logprobs(hidden.requires_grad_(), weight, targets, recompute=recompute)
+    found = token_logprobs(hidden.requires_grad_(), weight, targets)
     (gradient,) = torch.autograd.grad(found[0].sum(), hidden)
     assert found[0].dtype == found[1].dtype == torch.float32
     assert gradient.dtype == dtype
@@ -197,7 +148,7 @@ def test_of_half_precision_the_gradient_alone_is_rounded(dtype, recompute):
 
 
 def test_autocast_does_not_lower_the_precision():
-    hidden, weight, targets, _ = draw(5, 20, 16, 50, torch.float32)
+    hidden, weight, targets = draw(5, 20, 16, 50, torch.float32)
     expected = token_logprobs(hidden, weight, targets)
     with torch.autocast("cpu", torch.bfloat16):
         found = token_logprobs(hidden, weight, targets)
@@ -205,7 +156,7 @@ def test_autocast_does_not_lower_the_precision():
 
 
 def test_large_logits_do_not_overflow():
-    hidden, weight, targets, _ = draw(6, 5, 3, 7, torch.float32)
+    hidden, weight, targets = draw(6, 5, 3, 7, torch.float32)
     logprobs, entropy = token_logprobs(1e4 * hidden.requires_grad_(), weight, targets)
     (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
     assert logprobs.isfinite().all()
@@ -213,7 +164,7 @@ def test_large_logits_do_not_overflow():
     assert gradient.isfinite().all()
 
 
-HIDDEN, WEIGHT, TARGETS, BIAS = draw(7, 4, 3, 5)
+HIDDEN, WEIGHT, TARGETS = draw(7, 4, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -222,15 +173,13 @@ HIDDEN, WEIGHT, TARGETS, BIAS = draw(7, 4, 3, 5)
         ({"hidden": HIDDEN[0]}, "expected \\[T, H\\]"),
         ({"weight": WEIGHT[:, :2]}, "expected \\[T, H\\]"),
         ({"weight": WEIGHT.float()}, "weight is torch.float32"),
-        ({"bias": BIAS.float()}, "bias is torch.float32"),
-        ({"bias": BIAS[:2]}, "bias has shape"),
         ({"targets": TARGETS[:2]}, "targets is torch.int64"),
         ({"targets": TARGETS.int()}, "targets is torch.int32"),
         ({"targets": TARGETS - 100}, "targets run from"),
         ({"targets": torch.full_like(TARGETS, 5)}, "in \\[0, 5\\)"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": math.nan}, "temperature is nan"),
-        ({"weight": WEIGHT.clone().requires_grad_(), "recompute": False}, "freeze it"),
+        ({"weight": WEIGHT.clone().requires_grad_()}, "freeze it"),
     ],
 )
 def test_bad_arguments_are_named(bad, named):
