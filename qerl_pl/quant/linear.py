@@ -60,15 +60,6 @@ class FrozenLinear(nn.Module):
         self.register_buffer("global_scale_bits", zeros(dtype=torch.int64))  # [] fp64 bits of the multiplier
         self.register_buffer("bias", zeros(out_features, dtype=dtype) if bias else None)
 
-    @classmethod
-    def from_weight(cls, weight: PackedWeight, bias: Tensor | None = None, fmt: Format = NVFP4) -> FrozenLinear:
-        """A layer that holds these tensors, not copies of them."""
-        num_rows, num_bytes = weight.codes.shape
-        layer = cls(2 * num_bytes, num_rows, fmt, device="meta")
-        layer.packed = weight
-        layer.bias = bias
-        return layer
-
     @property
     def packed(self) -> PackedWeight:
         """The packed weight: views of the buffers."""

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, decode, quantize, unpack
+from qerl_pl.quant.formats import Format, PackedWeight, decode, unpack
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -107,11 +107,6 @@ NVFP4 = Format(
     nearby_scales=nearby_block_scales,
     dequantize=dequantize,
 )
-
-
-def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Round a matrix [N, K] to the nearest NVFP4 values under min-max scales; see ``formats.quantize``."""
-    return quantize(weight, NVFP4, global_scale, name=name)
 
 
 @cache

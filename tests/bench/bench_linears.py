@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.formats import PackedWeight
-from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
 from tests.bench.harness import (
     PROJECTION_INPUTS,
@@ -33,6 +32,7 @@ from tests.bench.harness import (
     timed,
 )
 from tests.bench.rivals import DecompressingLinear, Lora, nf4_linear
+from tests.packed import frozen_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Wrap = Callable[[PackedWeight], nn.Module]
@@ -59,9 +59,9 @@ def separate(make: Wrap) -> Wrap:
 def bases() -> dict[str, Wrap]:
     """By name; what is not installed does not compete."""
     found: dict[str, Wrap] = {
-        "nvfp4": lambda weight: adapted(FrozenLinear.from_weight(weight)),
+        "nvfp4": lambda weight: adapted(frozen_linear(weight)),
         "bf16": lambda weight: adapted(dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
-        "nvfp4+lora": separate(FrozenLinear.from_weight),
+        "nvfp4+lora": separate(frozen_linear),
         "bf16+lora": separate(lambda weight: dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
     }
     if importlib.util.find_spec("compressed_tensors"):

@@ -21,6 +21,7 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import fill_computed_buffers
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
+from tests.packed import frozen_linear
 
 
 class Size(NamedTuple):
@@ -112,7 +113,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
         if isinstance(module, nn.Linear) and name != "lm_head":
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
             weight = random_weight(module.out_features, module.in_features, device)
-            model.set_submodule(name, FrozenLinear.from_weight(weight, bias))
+            model.set_submodule(name, frozen_linear(weight, bias))
 
 
 def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:

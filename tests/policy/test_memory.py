@@ -16,8 +16,8 @@ from qerl_pl.policy.elementwise import PACKAGE
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.policy.recompute import ladder
-from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nvfp4 import NVFP4, quantize_nvfp4
+from qerl_pl.quant.nvfp4 import NVFP4
+from tests.packed import frozen_linear, quantize_nvfp4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def make(*, packed: bool, **settings: Any) -> Policy:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if packed and isinstance(module, nn.Linear) and name != "lm_head":
-            model.set_submodule(name, FrozenLinear.from_weight(quantize_nvfp4(module.weight), module.bias))
+            model.set_submodule(name, frozen_linear(quantize_nvfp4(module.weight), module.bias))
     lora = LoraSettings(rank=32)
     policy = make_policy(model, base="random", dtype=torch.bfloat16, lora=lora, seed=0, **settings).cuda()
     step(policy)  # workspaces, caches
@@ -120,7 +120,7 @@ def test_resident_bytes_are_four_and_a_half_bits_a_weight():
     gc.collect()
     before = torch.cuda.memory_allocated()
     weight = torch.randn(INNER, HIDDEN, device="cuda").bfloat16()
-    layer = FrozenLinear.from_weight(quantize_nvfp4(weight))
+    layer = frozen_linear(quantize_nvfp4(weight))
     del weight
     assert torch.cuda.memory_allocated() - before <= INNER * HIDDEN * 9 // 16 + 3 * 512  # 512: the allocator's unit
     assert layer.codes.is_cuda

@@ -15,9 +15,8 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.packing import pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.policy.recompute import Recompute, ladder, recompute_of
-from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nvfp4 import quantize_nvfp4
 from tests.memory.conftest import FAMILIES, LiveBytes, policy_of, small_config
+from tests.packed import frozen_linear, quantize_nvfp4
 
 NUM_LAYERS = 4
 RUNGS = ladder(NUM_LAYERS)
@@ -29,7 +28,7 @@ def make(family: str = "qwen2", *, packed: bool = False, **lora: Any) -> Policy:
     model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.float32).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if packed and isinstance(module, torch.nn.Linear) and name != "lm_head":
-            model.set_submodule(name, FrozenLinear.from_weight(quantize_nvfp4(module.weight), module.bias))
+            model.set_submodule(name, frozen_linear(quantize_nvfp4(module.weight), module.bias))
     settings = LoraSettings(**{"rank": 8, **lora})
     policy = make_policy(model, base="random", dtype=torch.float32, lora=settings, seed=0)
     for name, parameter in policy.named_parameters():

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qerl_pl.quant.formats import Format, PackedWeight, dequantize_reference, pack, quantize, unpack
-from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
+from tests.packed import frozen_linear
 
 FORMATS = [NVFP4, MXFP4, NF4]
 MXFP4_ARGS: QuantizationArgs = MXFP4A16["weights"]
@@ -133,7 +133,7 @@ def test_columns_that_do_not_divide_into_blocks_are_refused(fmt: Format) -> None
 @every_format
 def test_the_linear_equals_a_dense_one_in_forward_and_gradient(fmt: Format) -> None:
     packed = quantize(random_weight(24, 192), fmt)
-    layer = FrozenLinear.from_weight(packed, torch.randn(24, dtype=torch.float64), fmt)
+    layer = frozen_linear(packed, torch.randn(24, dtype=torch.float64), fmt)
     layer.to(torch.bfloat16).bias = torch.randn(24, dtype=torch.float64)
     x = torch.randn(3, 192, dtype=torch.float64, requires_grad=True)
     dense = dequantize_reference(packed, fmt).double()

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, quantize_nvfp4
+from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference
+from tests.packed import frozen_linear, quantize_nvfp4
 
 
 def make_layer(
@@ -17,9 +18,7 @@ def make_layer(
 ) -> FrozenLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, cols, generator=generator)
-    return FrozenLinear.from_weight(
-        quantize_nvfp4(weight), torch.randn(rows, generator=generator).to(dtype) if bias else None
-    )
+    return frozen_linear(quantize_nvfp4(weight), torch.randn(rows, generator=generator).to(dtype) if bias else None)
 
 
 def packed_tensors(layer: FrozenLinear) -> list[Tensor]:
@@ -156,7 +155,7 @@ def test_the_layer_has_no_parameters_so_no_optimizer_and_no_peft_setting_can_tra
 def test_an_fp32_multiplier_is_kept_exactly() -> None:
     weight = quantize_nvfp4(torch.randn(2, 32))
     weight = NVFP4Weight(weight.codes, weight.block_scale, weight.global_scale.float())
-    assert torch.equal(FrozenLinear.from_weight(weight).dense(torch.float32), dequantize_reference(weight))
+    assert torch.equal(frozen_linear(weight).dense(torch.float32), dequantize_reference(weight))
 
 
 def test_in_features_that_do_not_divide_into_blocks_are_refused() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qerl_pl.quant import formats, nvfp4
-from qerl_pl.quant.nvfp4 import BLOCK, E2M1, NVFP4Weight, dequantize, dequantize_reference, quantize_nvfp4, tensor_scale
+from qerl_pl.quant.nvfp4 import BLOCK, E2M1, NVFP4Weight, dequantize, dequantize_reference, tensor_scale
+from tests.packed import quantize_nvfp4
 
 ARGS: QuantizationArgs = NVFP4A16["weights"]
 SCHEME = QuantizationScheme(targets=["Linear"], weights=ARGS)

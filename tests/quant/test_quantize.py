@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant.loading import load_base
-from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, quantize_nvfp4, tensor_scale
+from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.plan import fused_groups
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.quant.report import report_layer
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
+from tests.packed import quantize_nvfp4
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
