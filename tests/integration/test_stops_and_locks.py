@@ -73,7 +73,7 @@ def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):
 
     callback = "--trainer.callbacks+=callbacks.last_checkpoint.LastCheckpoint"
     expected = {
-        (callback, "--trainer.callbacks.every_n_rollouts=0"): "error: every_n_rollouts is 0; expected at least 1",
+        (callback, "--trainer.callbacks.every_n_rollouts=0"): "error: LastCheckpoint: every_n_rollouts is 0",
         ("--model.samplng.temperature", "1"): "did you mean model.sampling.temperature?",
         ("--run_dir", ""): "run_dir is empty",
         ("--trainer.callbacks+=callbacks.nothing.X",): "has no attribute 'nothing'",
