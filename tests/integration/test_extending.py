@@ -54,5 +54,6 @@ def test_the_reward_on_the_page_scores_by_the_row():
     names: dict[str, Any] = {}
     exec(files()["my_reward.py"], names)
     prompt = Prompt((1,), "42", row={"level": 2})
-    right, near, empty = (Completion((1,) * length, (), True, text) for text, length in (("42", 2), ("43", 2), ("", 1)))
-    assert names["closeness"]([prompt] * 3, [right, near, empty]) == [2.0, 1.0, 0.0]
+    texts = {"40+2=42": 2.0, "so 43": 1.0, "no number": 0.02}
+    completions = [Completion((1,), (0.0,), True, text) for text in texts]
+    assert names["closeness"]([prompt] * 3, completions) == list(texts.values())
