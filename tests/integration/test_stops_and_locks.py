@@ -76,7 +76,7 @@ def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):
         (callback, "--trainer.callbacks.every_n_rollouts=0"): "error: LastCheckpoint: every_n_rollouts is 0",
         ("--model.samplng.temperature", "1"): "did you mean model.sampling.temperature?",
         ("--run_dir", ""): "run_dir is empty",
-        ("--trainer.callbacks+=callbacks.nothing.X",): "has no attribute 'nothing'",
+        ("--trainer.callbacks+=callbacks.nothing.X",): "there is no 'nothing' in callbacks",
     }
     for more, message in expected.items():
         assert message in said(*more), more
