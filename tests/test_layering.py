@@ -75,8 +75,6 @@ def test_triton_stays_in_the_kernels():
     assert all(path.parent == Path("kernels") for path in users), users
 
 
-LONGER_FILES = {"rollout/vllm/engine.py": 349}
-"""Files of more lines than others may have, and how many: none may be added, and these may not grow."""
 TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}
 PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
 
@@ -84,10 +82,9 @@ PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path 
 def test_files_and_functions_fit_in_a_head():
     for path in [*PRODUCT, ROOT / "train.py"]:
         text = path.read_text()
-        most = LONGER_FILES.get(str(path.relative_to(ROOT / "qerl_pl")) if path in LIBRARY else "", 330)
-        assert len(text.splitlines()) <= most, path
+        assert len(text.splitlines()) <= 330, path
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and (path.name, node.name) != ("module.py", "__init__"):
+            if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"
 
 

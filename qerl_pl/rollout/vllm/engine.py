@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Completion
@@ -21,9 +19,9 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
-from qerl_pl.rollout.vllm import memory, plugin, requests, setup, worker
-from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
+from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.rollout.vllm import memory, requests, setup, worker
+from qerl_pl.rollout.vllm.launch import launch
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -84,7 +82,7 @@ class VLLMEngine:
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
-        self.dtype = dtype
+        self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
@@ -132,39 +130,19 @@ class VLLMEngine:
         self._policy, self._max_model_len = policy, max_model_len
         self._base_norms = self._clean_norms = {}
         self._end_tokens = end_tokens(policy.base, policy.config)
-        # vLLM looks at names of torch that are deprecated, which is no news to the user.
-        quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with preserved_rng(), preserved_torch_settings(), quietly:
-            with watch.phase("imports"):
-                from vllm import LLM
-                from vllm.lora.request import LoRARequest
-                from vllm.platforms import current_platform
+        self._llm, self._on_cpu, self._owns_group = launch(
+            policy,
+            replace(self.memory, kv_cache_bytes=self._cache_bytes),
+            self._arguments,
+            dtype=self.dtype,
+            max_model_len=max_model_len,
+            decoding_kernel=self.decoding_kernel,
+            fp32_norms=self._fp32_norms,
+            fp32_head=self._fp32_head,
+            watch=watch,
+        )
+        from vllm.lora.request import LoRARequest
 
-            plugin.register()
-            dtype = policy.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-            kernel = setup.decoding_kernel(self.decoding_kernel, policy.packed_format, dtype)
-            self._on_cpu = current_platform.is_cpu()
-            given = llm_arguments(
-                policy,
-                replace(self.memory, kv_cache_bytes=self._cache_bytes),
-                dtype=dtype,
-                max_model_len=max_model_len,
-                kernel=kernel,
-                on_cpu=self._on_cpu,
-                fp32_norms=self._fp32_norms,
-                fp32_head=self._fp32_head,
-            )
-            if not self._on_cpu:
-                setup.prepare_gpu(policy, dtype, explain_kernel=self.decoding_kernel == "auto")
-            self._group_is_ours = not dist.is_initialized()
-            try:
-                beside, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, dtype)
-                with beside, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
-                    self._llm = LLM(**(given | more | self._arguments))
-            except BaseException:  # the next start should find what this one found
-                with setup.trainers_group(engines_own=self._group_is_ours):
-                    setup.destroy_groups()
-                raise
         self._lora_request = LoRARequest("policy", worker.ADAPTER_ID, "in memory")
         try:
             self._get_ready(watch)
@@ -272,7 +250,7 @@ class VLLMEngine:
         if self._llm is None:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
-        with preserved_rng(), setup.trainers_group(engines_own=self._group_is_ours):
+        with preserved_rng(), setup.trainers_group(engines_own=self._owns_group):
             self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()
         self._llm, self._asleep = None, False

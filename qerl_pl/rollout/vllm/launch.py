@@ -1,0 +1,90 @@
+"""Create ``vllm.LLM`` for a policy; a start that fails leaves the process as it found it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.memory.settings import EngineMemory
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
+from qerl_pl.rollout.vllm import memory, plugin, setup
+from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class Launched(NamedTuple):
+    """A running vLLM."""
+
+    llm: LLM
+    on_cpu: bool
+    owns_group: bool
+    """torch's default process group is vLLM's: the trainer had none."""
+
+
+def launch(
+    policy: Policy,
+    sizes: EngineMemory,
+    given: Mapping[str, Any],
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    max_model_len: int,
+    decoding_kernel: Literal["auto", "native", "humming"],
+    fp32_norms: bool,
+    fp32_head: bool,
+    watch: Stopwatch,
+) -> Launched:
+    """Load vLLM with the policy's base.
+
+    Args:
+        policy: whose base is sampled from.
+        sizes: memory settings, with the size of the key/value cache where that is known.
+        given: arguments of ``vllm.LLM`` that the user set; they come before those that follow from the policy.
+        dtype: compute dtype; "auto" is the policy's.
+        max_model_len: longest prompt plus completion, in tokens.
+        decoding_kernel: as in ``VLLMEngine``.
+        fp32_norms, fp32_head: as in ``llm_arguments``.
+        watch: gets the phases "imports" and "vLLM".
+
+    Raises:
+        ValueError: ``decoding_kernel`` is "native" where the native kernels cannot run.
+    """
+    # vLLM looks at deprecated names of torch; users can do nothing about the warnings.
+    quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
+    with preserved_rng(), preserved_torch_settings(), quietly:
+        with watch.phase("imports"):
+            from vllm import LLM
+            from vllm.platforms import current_platform
+
+        plugin.register()
+        compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
+        kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
+        on_cpu = current_platform.is_cpu()
+        arguments = llm_arguments(
+            policy,
+            sizes,
+            dtype=compute,
+            max_model_len=max_model_len,
+            kernel=kernel,
+            on_cpu=on_cpu,
+            fp32_norms=fp32_norms,
+            fp32_head=fp32_head,
+        )
+        if not on_cpu:
+            setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
+        owns_group = not dist.is_initialized()
+        try:
+            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
+            with uncounted, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
+                return Launched(LLM(**{**arguments, **more, **given}), on_cpu, owns_group)
+        except BaseException:  # the next start should find what this one found
+            with setup.trainers_group(engines_own=owns_group):
+                setup.destroy_groups()
+            raise
