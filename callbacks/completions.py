@@ -1,4 +1,4 @@
-"""Rollouts to files and to TensorBoard, so that one can read what the policy says."""
+"""Rollouts to files and to loggers, so that one can read what the policy says."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.loggers import log_completions
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
 from qerl_pl.update import UpdateReport
 
 
 class CompletionLogger(Callback):
-    """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to TensorBoard's text tab.
+    """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to the loggers.
 
     One file a rollout (``train-000012.jsonl``), a validation (``validate-000040.jsonl``) or a prediction run, each
     written whole or not at all, so a resumed run writes the same files again instead of repeating lines. A file has the
@@ -28,13 +28,13 @@ class CompletionLogger(Callback):
 
     Args:
         every: rollouts from one that is written to the next; validation and prediction are always written.
-        num_text: completions shown in TensorBoard each time.
+        num_text: completions shown each time in TensorBoard (a text), Weights & Biases (a table) and MLflow (a file).
         tokens_every: written rollouts from one whose tokens are written too to the next, for the page of
             ``python -m qerl_pl report --html``: log-probability, entropy and gap of each, ten bytes a token, beside the
             completions (``train-000010.safetensors``). 0 writes none.
 
     Raises:
-        ValueError: ``every`` is less than 1, or ``tokens_every`` less than 0.
+        ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
 
     Example:
         trainer:
@@ -46,8 +46,9 @@ class CompletionLogger(Callback):
     def __init__(self, every: int = 1, num_text: int = 4, tokens_every: int = 10) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected at least 1 (leave the callback out to write nothing)")
-        if tokens_every < 0:
-            raise ValueError(f"tokens_every is {tokens_every}; expected 0 (none are written) or more")
+        for name, value in (("num_text", num_text), ("tokens_every", tokens_every)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 (none are written) or more")
         self.every = every
         self.num_text = num_text
         self.tokens_every = tokens_every
@@ -101,20 +102,10 @@ class CompletionLogger(Callback):
         write_tokens(path, tokens, dict(zip(occurring, texts, strict=True)))
 
     def _show(self, trainer: Trainer, tag: str, rows: list[dict[str, Any]], step: int) -> None:
-        if not trainer.is_global_zero or not rows:
+        if not trainer.is_global_zero or not rows or not self.num_text:
             return
-        chosen = rows[:: max(1, len(rows) // max(1, self.num_text))][: self.num_text]
-        text = "\n\n---\n\n".join(_as_text(row) for row in chosen)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(tag, text, step)
-
-
-def _as_text(row: dict[str, Any]) -> str:
-    """Markdown with the model's text indented as code, so that nothing in it is rendered."""
-    head = f"reward {row['reward']}, answer {row['answer']}, {row['num_tokens']} tokens"
-    body = "\n".join("    " + line for line in (row["prompt"] + row["completion"]).splitlines())
-    return f"{head}\n\n{body}"
+        chosen = rows[:: max(1, len(rows) // self.num_text)][: self.num_text]
+        log_completions(trainer.loggers, tag, chosen, step=step)
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:

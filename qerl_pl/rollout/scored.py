@@ -105,6 +105,7 @@ class ScoredBatch:
         """One JSON-ready record a row."""
         return [
             {
+                "question": self.prompts[row].messages[-1]["content"] if self.prompts[row].messages else "",
                 "prompt": self.prompt_texts[row],
                 "completion": completion.text,
                 "answer": self.prompts[row].answer,

@@ -146,10 +146,14 @@ def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
     reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
     assert all(re.fullmatch(rf"rollout {number} of 4: {reward}", line) for number, line in enumerate(lines, 1))
     assert len(lines) == 4
+    assert "low_tokens" not in "".join(lines)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
     run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
     shown = capsys.readouterr().out
     assert "rollout 1 of 4" not in shown
+    assert re.search(r"rollout 1 [^|]*scores [^|]*completion ", shown), "a table of completions"
+    assert "low_tokens 0." in shown
     assert re.search(r"rollouts 4/4 .* left, reward -?[\d.]+, entropy [\d.]+ nats", shown)
     assert "validation, batches 1/" in shown
     assert "Epoch" not in shown

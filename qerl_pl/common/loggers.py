@@ -1,0 +1,105 @@
+"""Texts and histograms for every logger that takes them, each through its own interface.
+
+``self.log`` reaches every logger, but with numbers only. TensorBoard, Weights & Biases and MLflow take texts, the first
+two histograms; CSVLogger takes neither (completions are in ``RUN/completions`` anyway). A logger's package is imported
+only where a logger of it is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+
+COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
+BINS = 60  # of a histogram
+
+
+def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    """Show some completions: a text in TensorBoard, a table in Weights & Biases, a file of the run in MLflow.
+
+    Args:
+        loggers: of the trainer.
+        tag: name of the text or table, e.g. completions/train.
+        rows: records of ``ScoredBatch.rows``.
+        step: place on the x axis.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(tag, as_markdown(rows), step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_table(tag, columns=list(COLUMNS), data=[_cells(row) for row in rows], step=step)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_text(logger.run_id, as_markdown(rows), f"{tag}/{step:06d}.md")
+
+
+def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: int) -> None:
+    """Show the distribution of [N] finite values; nothing where N is 0.
+
+    Args:
+        loggers: of the trainer.
+        tag: name of the histogram.
+        values: [N], on any device.
+        step: place on the x axis.
+    """
+    if not len(values):
+        return
+    counts, edges = np.histogram(values.float().cpu().numpy(), bins=BINS)
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(tag, values, step, bins=edges)
+        elif isinstance(logger, WandbLogger):
+            logger.log_metrics({tag: import_module("wandb").Histogram(np_histogram=(counts, edges))}, step)
+
+
+def decades(values: Tensor, *, smallest: float) -> Tensor:
+    """Decimal logarithms of the magnitudes of [...] values: a histogram of these has bins of equal width in log scale.
+
+    Viewers draw a linear axis, on which values over many orders of magnitude are one bar at 0.
+
+    Args:
+        values: of any sign; what is not finite stays so.
+        smallest: magnitude, more than 0, that anything smaller counts as.
+    """
+    return values.double().abs().clamp(min=smallest).log10()
+
+
+def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Completions as a text in which everything that a model or a data set wrote is shown as it is."""
+    return "\n\n---\n\n".join(_one(row) for row in rows)
+
+
+def scores_of(row: Mapping[str, Any]) -> str:
+    """A record's rewards by name, with the reason where a reward gave one: ``accuracy 0 (no number), format 1``."""
+    reasons = row.get("reasons", {})
+    found = []
+    for name, score in row.get("rewards", {}).items():
+        reason = f" ({reasons[name]})" if reasons.get(name) else ""
+        found.append(f"{name} {'not scored' if score is None else f'{score:.3g}'}{reason}")
+    return ", ".join(found)
+
+
+def question_of(row: Mapping[str, Any]) -> str:
+    """What a record's policy was asked, without the chat template where that is known."""
+    return str(row.get("question") or row["prompt"])
+
+
+def _one(row: Mapping[str, Any]) -> str:
+    cut = "" if row.get("finished", True) else ", cut off"
+    head = f"reward {row['reward']}: {scores_of(row)}; answer {row['answer']}; {row['num_tokens']} tokens{cut}"
+    return "\n\n".join((_code(head), "question", _code(question_of(row)), "completion", _code(row["completion"])))
+
+
+def _code(text: str) -> str:
+    """Markdown that shows a text as code, in which nothing is rendered."""
+    return "\n".join("    " + line for line in text.splitlines()) or "    "
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    finished = row.get("finished", True)
+    shown = (scores_of(row), question_of(row), row["completion"], str(row["answer"]))
+    return [row["reward"], *shown, row["num_tokens"], finished]
