@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
 from qerl_pl.common.types import Problem
+from qerl_pl.common.words import runs_of_words
 
 
 class Overlap(NamedTuple):
@@ -74,21 +74,14 @@ def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, nu
     """One overlap for each training problem that has one. Case, punctuation and white space do not count."""
     owners: dict[tuple[str, ...], str] = {}  # run of words, or a short question whole, to an evaluation question
     for problem in evaluation:
-        for run in _runs(problem.question, num_words):
+        for run in runs_of_words(problem.question, num_words):
             owners.setdefault(run, problem.question)
     overlaps = []
     for index, problem in enumerate(train):
-        run = next((run for run in _runs(problem.question, num_words) if run in owners), None)
+        run = next((run for run in runs_of_words(problem.question, num_words) if run in owners), None)
         if run is not None:
             overlaps.append(Overlap(index, problem.question, owners[run], " ".join(run)))
     return overlaps
-
-
-def _runs(question: str, num_words: int) -> list[tuple[str, ...]]:
-    """Every run of ``num_words`` words in order; a shorter question is one run, one without words none."""
-    words = re.findall(r"[^\W_]+", question.lower())
-    last = max(0, len(words) - num_words)
-    return [tuple(words[start : start + num_words]) for start in range(last + 1)] if words else []
 
 
 @rank_zero_only

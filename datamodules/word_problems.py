@@ -1,0 +1,74 @@
+"""Generated English word problems: a task with room for a small policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qerl_pl.common.types import Problem
+from qerl_pl.tasks.quantities import Split, check_split
+from qerl_pl.tasks.word_problems import WordProblem, check_operations, draw_sets
+
+
+class WordProblems:
+    """Word problems of 2 to 14 operations (qerl_pl/tasks/word_problems.py); the sets differ in their structure.
+
+    A reward sees ``operations``, ``structure`` and ``id`` as ``prompt.row``.
+
+    Args:
+        seed: which problems are drawn. Leave it for runs that are compared: ``seed_everything`` orders them.
+        num_train: training problems.
+        num_validation: problems that validate.
+        operations: fewest and most operations of a training or validation problem.
+        validates: the set that validates: "validation" or "reach".
+        reach_operations: fewest and most operations of a problem of the reach set.
+
+    Raises:
+        ValueError: a number below 1, an unknown set, or operations outside of 2 to 14.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        num_train: int = 8192,
+        num_validation: int = 512,
+        operations: tuple[int, int] = (8, 12),
+        validates: Literal["validation", "reach"] = "validation",
+        reach_operations: tuple[int, int] = (12, 14),
+    ) -> None:
+        for name, value in (("num_train", num_train), ("num_validation", num_validation)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        for each in (operations, reach_operations):
+            check_operations(each)
+        check_split(validates)
+        self.seed = seed
+        self.num_train = num_train
+        self.num_validation = num_validation
+        self.operations = operations
+        self.validates: Split = validates
+        self.reach_operations = reach_operations
+
+    def train(self) -> list[Problem]:
+        """The training problems."""
+        return self._draw("train")
+
+    def validation(self) -> list[Problem]:
+        """The problems that validate."""
+        return self._draw(self.validates)
+
+    def _draw(self, split: Split) -> list[Problem]:
+        sizes: dict[Split, int] = {"validation": self.num_validation, "reach": self.num_validation}
+        if split == "train":
+            sizes["train"] = self.num_train
+        operations: dict[Split, tuple[int, int]] = {
+            "train": self.operations,
+            "validation": self.operations,
+            "reach": self.reach_operations,
+        }
+        sets = draw_sets(seed=self.seed, sizes=sizes, operations=operations)
+        return [_problem(problem) for problem in sets[split]]
+
+
+def _problem(problem: WordProblem) -> Problem:
+    row = {"id": problem.identity, "operations": problem.num_operations, "structure": problem.structure}
+    return Problem(problem.question, str(problem.answer), row=row)

@@ -1,0 +1,165 @@
+"""Graphs of quantities: which quantity is computed from which, with what numbers. Word problems are made of them.
+
+A quantity is given, or computed by one operation from one or two others. Quantities may be used more than once, so the
+graph is a chain, a tree or a general DAG. Similar graphs: iGSM (arXiv 2407.20311), GSM-Infinite (arXiv 2502.05252).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+Kind = Literal["given", "plus", "minus", "times", "divided", "sum", "difference"]
+Split = Literal["train", "validation", "reach"]
+
+OF_ONE: tuple[Kind, ...] = ("plus", "minus", "times", "divided")  # of a quantity and a constant
+OF_TWO: tuple[Kind, ...] = ("sum", "difference")
+WEIGHTS: dict[Kind, int] = {"plus": 3, "minus": 3, "times": 2, "divided": 1, "sum": 3, "difference": 2}
+MAX_VALUE = 999
+GIVEN = range(2, 31)
+TERMS = range(2, 21)  # what is added or subtracted
+FACTORS = range(2, 5)
+TRIES = 20  # draws of numbers for a structure before it is given up
+
+
+class Quantity(NamedTuple):
+    """One node of a graph; ``operands`` are places of earlier nodes, ``constant`` is 0 where the kind has none."""
+
+    kind: Kind
+    operands: tuple[int, ...] = ()
+    constant: int = 0
+
+
+def draw_structure(rng: random.Random, num_operations: int) -> list[Quantity]:
+    """A random graph without numbers: exactly so many operations, all of them needed for the last quantity."""
+    kinds: dict[int, tuple[Kind, tuple[int, ...]]] = {}
+    undefined, num = [0], 1  # 0 is what is asked for; operands are drawn after their users and reversed at the end
+    for left in range(num_operations, 0, -1):
+        # The newest with probability 1/2: long chains would be rare otherwise.
+        place = undefined.pop(-1 if rng.random() < 0.5 else rng.randrange(len(undefined)))
+        kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        operands: list[int] = []
+        for _ in range(1 if kind in OF_ONE else 2):
+            shared = [other for other in undefined if other not in operands]
+            # An undefined node depends on nothing yet, so using it makes no circle. One node must stay undefined.
+            if shared and rng.random() < 0.25:
+                operands.append(rng.choice(shared))
+            else:
+                operands.append(num)
+                undefined.append(num)
+                num += 1
+        kinds[place] = kind, tuple(operands)
+        assert undefined or left == 1
+    order = _operands_first(kinds, num)
+    places = {node: place for place, node in enumerate(order)}
+    found = []
+    for node in order:
+        kind, operands_of = kinds.get(node, ("given", ()))
+        found.append(Quantity(kind, tuple(places[operand] for operand in operands_of)))
+    return found
+
+
+def _operands_first(kinds: dict[int, tuple[Kind, tuple[int, ...]]], num: int) -> list[int]:
+    order: dict[int, None] = {}
+
+    def visit(node: int) -> None:
+        for operand in kinds.get(node, ("given", ()))[1]:
+            visit(operand)
+        order.setdefault(node)
+
+    visit(0)
+    assert len(order) == num
+    return list(order)
+
+
+def structure_hash(quantities: Sequence[Quantity]) -> str:
+    """Fingerprint of the operations and how they depend on one another: 16 hexadecimal digits.
+
+    Numbers and the order of the quantities and of a sum's operands do not count, and neither does whether an operand
+    that is used twice is one quantity or two of the same structure. So different fingerprints are different structures,
+    however they are told.
+
+    Args:
+        quantities: operands first; the last one is asked for, and quantities that it does not need do not count.
+    """
+    hashes: list[str] = []
+    for kind, operands, _ in quantities:
+        below = [hashes[operand] for operand in operands]
+        text = f"{kind}({','.join(sorted(below) if kind == 'sum' else below)})"
+        hashes.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return hashes[-1]
+
+
+def split_of(structure: str) -> Split:
+    """The set that a structure's problems belong to: of 10 structures 8 train, 1 validates, 1 is for reach."""
+    share = int(hashlib.sha256(f"split/{structure}".encode()).hexdigest(), 16) % 10
+    return "validation" if share == 8 else "reach" if share == 9 else "train"
+
+
+def check_split(split: str) -> None:
+    """Refuse a set that does not exist.
+
+    Raises:
+        ValueError: naming those that do.
+    """
+    if split not in get_args(Split):
+        raise ValueError(f"split is {split!r}; expected one of {', '.join(get_args(Split))}")
+
+
+def draw_numbers(rng: random.Random, structure: Sequence[Quantity]) -> tuple[list[Quantity], list[int]] | None:
+    """The structure with numbers, and every quantity's value, an integer in 1..MAX_VALUE.
+
+    Returns:
+        None where none of ``TRIES`` draws kept to that.
+    """
+    for _ in range(TRIES):
+        quantities: list[Quantity] = []
+        values: list[int] = []
+        for kind, operands, _ in structure:
+            drawn = draw_number(rng, kind, [values[operand] for operand in operands])
+            if drawn is None:
+                break
+            constant, value = drawn
+            quantities.append(Quantity(kind, operands, constant))
+            values.append(value)
+        else:
+            return quantities, values
+    return None
+
+
+def draw_number(rng: random.Random, kind: Kind, operands: Sequence[int]) -> tuple[int, int] | None:
+    """A constant for one quantity, and its value; None where no value in 1..MAX_VALUE comes out."""
+    if kind == "given":
+        value = rng.choice(GIVEN)
+        return value, value
+    choices: Sequence[int] = (0,)
+    if kind in ("plus", "minus"):
+        choices = [term for term in TERMS if kind == "plus" or term < operands[0]]
+    elif kind in ("times", "divided"):
+        choices = [factor for factor in FACTORS if kind == "times" or operands[0] % factor == 0]
+    if not choices:
+        return None
+    constant = rng.choice(choices)
+    value = apply(kind, operands, constant)
+    return (constant, value) if 1 <= value <= MAX_VALUE else None
+
+
+def apply(kind: Kind, operands: Sequence[int], constant: int) -> int:
+    """The value of one quantity."""
+    match kind:
+        case "given":
+            return constant
+        case "plus":
+            return operands[0] + constant
+        case "minus":
+            return operands[0] - constant
+        case "times":
+            return operands[0] * constant
+        case "divided":
+            return operands[0] // constant
+        case "sum":
+            return operands[0] + operands[1]
+        case "difference":
+            return operands[0] - operands[1]

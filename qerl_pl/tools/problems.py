@@ -1,0 +1,68 @@
+"""python -m qerl_pl problems: write the generated word problems as JSON Lines, to train or evaluate with elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_pl.common.files import write_whole
+from qerl_pl.tasks.quantities import Split
+from qerl_pl.tasks.word_problems import (
+    MAX_OPERATIONS,
+    MIN_OPERATIONS,
+    VERSION,
+    WordProblem,
+    check_operations,
+    draw_sets,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line and write the sets; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m qerl_pl problems", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder for train, validation and reach .jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
+    for split, num in (("train", 8192), ("validation", 512), ("reach", 512)):
+        parser.add_argument(f"--{split}", type=int, default=num, help=f"problems of this set (default: {num})")
+    for name, default in (("operations", (MIN_OPERATIONS, MAX_OPERATIONS)), ("reach_operations", (12, MAX_OPERATIONS))):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            nargs=2,
+            default=default,
+            metavar=("FEWEST", "MOST"),
+            help=f"of a problem{' of the reach set' if 'reach' in name else ''} (default: {default[0]} {default[1]})",
+        )
+    options = parser.parse_args(argv)
+    sizes: dict[Split, int] = {name: getattr(options, name) for name in ("train", "validation", "reach")}
+    common, reach = tuple(options.operations), tuple(options.reach_operations)
+    try:
+        if min(sizes.values()) < 1:
+            raise ValueError(f"set sizes are {list(sizes.values())}; expected at least 1 problem each")
+        for each in (common, reach):
+            check_operations(each)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    sets = draw_sets(seed=options.seed, sizes=sizes, operations={"train": common, "validation": common, "reach": reach})
+    for split, problems in sets.items():
+        path = options.output / f"{split}.jsonl"
+        write_whole(path, "".join(json.dumps(record(problem)) + "\n" for problem in problems))
+        print(f"{path}: {len(problems)} problems of {len({problem.structure for problem in problems})} structures")
+    return 0
+
+
+def record(problem: WordProblem) -> dict[str, object]:
+    """One line of a file: what ``datamodules.table.Table`` reads, and what a benchmark wants to know."""
+    return {
+        "id": problem.identity,
+        "question": problem.question,
+        "answer": str(problem.answer),
+        "solution": problem.solution,
+        "operations": problem.num_operations,
+        "structure": problem.structure,
+        "version": VERSION,
+    }
