@@ -15,9 +15,8 @@ from torch import Tensor
 
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.layouts import BITSANDBYTES_NF4, COMPRESSED_MXFP4, COMPRESSED_NVFP4, Layout
-from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4, NF4_VALUES
-from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
+from qerl_pl.quant.nvfp4 import scale_divisor
 
 
 @dataclass(frozen=True)
@@ -63,33 +62,28 @@ def _nf4_tensors(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _compressed_tensors_config(written_as: str, ignored: Sequence[str], **weights: object) -> dict[str, object]:
-    group = {
-        "targets": ["Linear"],
-        "weights": {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **weights},
-        "input_activations": None,
-        "output_activations": None,
-        "format": written_as,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": written_as,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignored),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+def _compressed_tensors_config(preset: str, written_as: str, ignored: Sequence[str]) -> dict[str, object]:
+    """Configuration of a checkpoint whose linears all follow one of compressed-tensors' own schemes."""
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = CompressionFormat(written_as)
+    return QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=scheme.format.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=list(ignored),
+    ).to_dict()
 
 
 def _nvfp4_config(ignored: Sequence[str], _dtype: torch.dtype) -> dict[str, object]:
-    scales = {"strategy": "tensor_group", "group_size": NVFP4.block, "scale_dtype": "torch.float8_e4m3fn"}
-    return _compressed_tensors_config("nvfp4-pack-quantized", ignored, **scales)
+    return _compressed_tensors_config("NVFP4A16", "nvfp4-pack-quantized", ignored)
 
 
 def _mxfp4_config(ignored: Sequence[str], _dtype: torch.dtype) -> dict[str, object]:
-    scales = {"strategy": "group", "group_size": MXFP4.block, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    return _compressed_tensors_config("mxfp4-pack-quantized", ignored, **scales)
+    return _compressed_tensors_config("MXFP4A16", "mxfp4-pack-quantized", ignored)
 
 
 def _nf4_config(ignored: Sequence[str], dtype: torch.dtype) -> dict[str, object]:

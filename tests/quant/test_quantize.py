@@ -86,7 +86,8 @@ def test_the_config_says_what_compressed_tensors_calls_the_scheme(name: str, pre
     parsed = QuantizationConfig.model_validate(WRITERS[name].config(["lm_head"], torch.bfloat16))
     scheme = parsed.config_groups["group_0"]
     assert not isinstance(scheme, list)
-    assert scheme.weights == preset["weights"]
+    assert scheme.weights is not None
+    assert scheme.weights.model_dump() == preset["weights"].model_dump()
     assert scheme.input_activations is None
     assert scheme.targets == ["Linear"]
     assert parsed.ignore == ["lm_head"]
