@@ -9,7 +9,7 @@ from pathlib import Path
 from qerl_pl.quant.files import CONFIG, read_json
 
 FAMILIES = ("qwen2", "qwen3", "llama")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -41,12 +41,22 @@ def check_family(path: str | Path) -> Mapping:
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
     config = read_json(file)
     family = config.get("model_type")
-    if any(config.get(name) for name in EXPERTS) or "moe" in str(family):
+    if has_experts(config):
         raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")
     if family not in FAMILIES:
         raise ValueError(f"{path} is a {family!r} model; expected one of {', '.join(FAMILIES)}")
     _check_values(file, config)
     return config
+
+
+def has_experts(config: Mapping) -> bool:
+    """Whether a config.json is that of a mixture of experts; that of a model with vision nests the text model's."""
+    nested = (value for value in config.values() if isinstance(value, Mapping))
+    return (
+        any(config.get(name) for name in EXPERTS)
+        or "moe" in str(config.get("model_type"))
+        or any(has_experts(value) for value in nested)
+    )
 
 
 def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:

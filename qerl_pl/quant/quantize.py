@@ -25,7 +25,7 @@ from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
+from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import packed_weight, read_layout
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.output import OutputFolder
@@ -72,9 +72,10 @@ def quantize_checkpoint(
             fit the format, nothing is left to pack, or the method lacks what it needs.
     """
     checkpoint = Checkpoint(model)
+    config = check_family(checkpoint.path)
     if read_layout(checkpoint.path) is not None:
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
-    load_tokenizer(checkpoint.path, check_family(checkpoint.path))
+    load_tokenizer(checkpoint.path, config)
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes)), output_files(checkpoint)
@@ -107,7 +108,6 @@ def quantize_checkpoint(
             progress.update(size)
     layers = [LayerReport(**layer) for layer in folder.reports("layers")]
     draw_report(layers, folder.partial / PICTURE)
-    config = read_json(checkpoint.path / CONFIG)
     folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
     return layers
 

@@ -40,6 +40,8 @@ def folder_with(path: Path, **changes: object) -> Path:
         ({"model_type": "none"}, "None model; expected one of qwen2, qwen3, llama"),
         ({"model_type": "qwen2_moe", "num_experts": 8}, "mixture of experts"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "gemma4", "text_config": {"num_experts": 128}}, "mixture of experts"),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "mixture of experts"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": "none"}, "no num_hidden_layers"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
@@ -104,7 +106,11 @@ def test_an_index_without_a_map_is_refused(tmp_path, index):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"model_type": "gemma2"}, "expected one of qwen2"), ({"num_experts": 4}, "mixture of experts")],
+    [
+        ({"model_type": "gemma2"}, "expected one of qwen2"),
+        ({"num_experts": 4}, "mixture of experts"),
+        ({"num_experts": 4, "quantization_config": {"quant_method": "modelopt"}}, "mixture of experts"),
+    ],
 )
 def test_quantize_refuses_other_families_before_any_work(make_checkpoint, tmp_path, change, said):
     path = make_checkpoint()
