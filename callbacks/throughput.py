@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import largest, over_ranks, total
 from qerl_pl.module import QeRLModule
+from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 
 
 class Throughput(Callback):
@@ -22,6 +23,10 @@ class Throughput(Callback):
 
     Seconds and memory are those of the rank that has most of them, tokens those of all ranks together.
 
+    ``throughput/mfu`` is the share of the GPU's dense bf16 peak that the training phase reached: operations of the
+    forward and backward passes of the rows with a gradient, without what backward recomputes, over ``time/train_s``. It
+    is absent where the peak of the GPU is not known.
+
     Example:
         trainer:
           callbacks+:
@@ -31,10 +36,15 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._last_end: float | None = None  # of a step, in seconds of the clock
         self._validation_start = 0.0
+        self._size: ModelSize | None = None
+        self._peak: float | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._last_end = None
+        self._size = ModelSize.of(pl_module.policy)
+        if pl_module.device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(pl_module.device))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -64,7 +74,14 @@ class Throughput(Callback):
             costs["memory/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(pl_module.device))
         else:
             costs["memory/process_bytes"] = float(psutil.Process().memory_info().rss)
-        rollout = outputs["rollout"]
+        rollout, report = outputs["rollout"], outputs["update"]
+        if self._peak is not None and self._size is not None:
+            rows = report.with_gradient
+            experience = report.experience
+            flops = training_flops(self._size, experience.lengths[rows], experience.sampled[rows].sum(dim=1))
+            done = over_ranks(total(), torch.tensor(flops * pl_module.settings.updates_per_rollout))
+            seconds_of_all = over_ranks(total(), torch.tensor(seconds["train"]))
+            pl_module.log("throughput/mfu", done / (self._peak * seconds_of_all).clamp(min=1e-9))
         sampled = sum(len(completion.tokens) for completion in rollout.evaluation.completions)
         tokens = {"rollout": sampled, "train": int(rollout.experience.lengths.sum())}
         most = {name: over_ranks(largest(), torch.tensor(value, dtype=torch.float64)) for name, value in costs.items()}

@@ -32,6 +32,8 @@ class UpdateReport:
     """[B, S] fp32 nats, likewise."""
     experience: Experience
     """As used: on the policy's device, the KL taken off the advantages where ``kl_in`` is "reward"."""
+    with_gradient: Tensor
+    """[B] bool, rows that went backward: those of an advantage other than 0 that are in the loss."""
     micro_batch_tokens: int
     """As given, or what was left of it when memory ran out."""
     entropy_coefficient: float
@@ -87,7 +89,8 @@ def improve(
     # From the second mini-batch on the policy is no longer the one before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
-        live = _score(batch, objective, group_size, everything=first_pass)
+        counts = _score(batch, objective, group_size, everything=first_pass)
+    live = batch.rows[counts]
     with watch.phase("wait"):
         terms = batch_terms(
             batch,
@@ -115,9 +118,8 @@ def improve(
         num_steps=num_updates * num_mini_batches,
         reference=batch.reference is not None,
     )
-    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | _control_metrics(terms, bonus)
-    metrics["train/micro_batch_tokens"] = torch.tensor(float(batch.budget.tokens))
-    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, batch.budget.tokens, following)
+    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | _state_metrics(batch, terms, bonus)
+    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, counts, batch.budget.tokens, following)
 
 
 def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
@@ -128,15 +130,17 @@ def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) 
     return control.in_force(coefficient, entropy), control.following(coefficient, entropy)
 
 
-def _control_metrics(terms: BatchTerms, bonus: float | None) -> dict[str, Tensor]:
-    found = {} if bonus is None else {"policy/entropy_coefficient": torch.tensor(bonus)}
+def _state_metrics(batch: Batch, terms: BatchTerms, bonus: float | None) -> dict[str, Tensor]:
+    found = {"train/micro_batch_tokens": torch.tensor(float(batch.budget.tokens))}
+    if bonus is not None:
+        found["policy/entropy_coefficient"] = torch.tensor(bonus)
     if terms.held_back_share is not None:
         found["policy/held_back_share"] = terms.held_back_share
     return found
 
 
 def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
-    """The passes without a gradient; returns the rows that get one.
+    """Run the passes without a gradient; returns [B] bool, the rows that get one.
 
     Args:
         everything: every row's log-probabilities are needed before the first gradient.
@@ -152,7 +156,7 @@ def _score(batch: Batch, objective: Objective, group_size: int, *, everything: b
         counts &= batch.experience.advantages != 0
     if not everything:
         batch.score(batch.rows[~counts])
-    return batch.rows[counts]
+    return counts
 
 
 def _gradient(

@@ -1,0 +1,62 @@
+"""Operations of a training pass are those that torch counts; the peak of a GPU is found by its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
+from tests.memory.conftest import policy_of, small_config
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_frozen_model_costs_what_torch_counts(family):
+    config = small_config(family)
+    size = replace(ModelSize.of(policy_of(config, torch.float32)), adapter=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").requires_grad_(False)
+    rows, width = 2, 64
+    inputs = model.get_input_embeddings()(torch.randint(0, 250, (rows, width))).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=inputs).logits.sum().backward()
+    lengths = torch.tensor([width] * rows)
+    above_the_diagonal = 6 * size.attention * rows * width**2  # eager attention computes these products too
+    assert counter.get_total_flops() == training_flops(size, lengths, lengths) + above_the_diagonal
+
+
+def test_an_adapter_costs_its_own_gradient_too():
+    policy = policy_of(small_config(), torch.float32)
+    size = ModelSize.of(policy)
+    assert size.adapter == sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    lengths = torch.tensor([10])
+    assert training_flops(size, lengths, lengths) - training_flops(
+        replace(size, adapter=0), lengths, lengths
+    ) == pytest.approx(60 * size.adapter)
+
+
+def test_rows_add_up():
+    size = ModelSize(frozen=1000, adapter=10, head=300, attention=64)
+    lengths, sampled = torch.tensor([5, 9, 30]), torch.tensor([2, 9, 0])
+    each = [training_flops(size, lengths[row : row + 1], sampled[row : row + 1]) for row in range(3)]
+    assert training_flops(size, lengths, sampled) == pytest.approx(sum(each))
+    assert training_flops(size, torch.empty(0), torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Somebody's Accelerator 4", None),
+    ],
+)
+def test_the_peak_is_found_by_name(name, peak):
+    assert peak_flops(name) == peak
