@@ -39,6 +39,12 @@ def test_the_library_imports_nothing_above_it(path):
     assert not (packages_of(path) & {"callbacks", "datamodules", "train"}) - allowed
 
 
+def test_common_code_imports_no_other_room():
+    for path in (ROOT / "qerl_pl" / "common").glob("*.py"):
+        own = {name for name in imports_of(path) if name.startswith("qerl_pl.")}
+        assert all(name.startswith("qerl_pl.common") for name in own), path
+
+
 def test_only_commands_import_the_command_line():
     users = {path for path in LIBRARY if any(name.startswith("qerl_pl.cli") for name in imports_of(path))}
     assert {path.parent.name for path in users} <= {"cli", "tools"}, users
