@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
+from qerl_pl.common.loggers import decades, log_histogram
 from qerl_pl.common.metrics import Pooled, over_ranks, quantile
 from qerl_pl.module import QeRLModule
+
+SMALLEST = 1e-8  # nats; fp32 entropies are not finer
 
 
 class EntropyLogger(Callback):
@@ -20,7 +22,8 @@ class EntropyLogger(Callback):
 
     Args:
         quantiles: logged as ``policy/entropy_p90`` and so on.
-        histogram_every: rollouts between two histograms (TensorBoard only); 0 turns them off.
+        histogram_every: rollouts from one whose histogram is logged to the next, as ``policy/log10_entropy``: decimal
+            logarithms, because entropies span many orders of magnitude (TensorBoard and Weights & Biases); 0 logs none.
 
     Raises:
         ValueError: a quantile outside [0, 1].
@@ -50,9 +53,8 @@ class EntropyLogger(Callback):
             return
         pl_module.log_dict({f"policy/entropy{name}": value for name, value in found.items()})
         if self.histogram_every and index % self.histogram_every == 0 and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_histogram("policy/entropy_histogram", entropy, index)
+            finite = entropy[entropy.isfinite()]
+            log_histogram(trainer.loggers, "policy/log10_entropy", decades(finite, smallest=SMALLEST), step=index)
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
         """By the ends of their names, and the values [T] themselves."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -34,6 +35,7 @@ from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
 from qerl_pl.settings.changes import keep_old_config
+from qerl_pl.settings.hyperparameters import hyperparameters, log_hyperparameters
 from qerl_pl.settings.trainer import check_trainer
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -54,6 +56,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
+            log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(text)))
         super().setup(trainer, pl_module, "fit")
 
 

@@ -1,0 +1,58 @@
+"""Distributions of the difference between trainer and sampler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
+
+from qerl_pl.common.loggers import decades, log_histogram
+from qerl_pl.common.metrics import Pooled, over_ranks
+from qerl_pl.module import QeRLModule
+
+SMALLEST_GAP = 1e-8  # nats; fp32 log-probabilities are not finer
+
+
+class GapHistograms(Callback):
+    """Logs histograms of the gap and of the importance ratio, over the sampled tokens of all ranks.
+
+    ``gap/log10_abs`` is of log10 |log p_trainer - log p_sampler| in nats: -3 means a thousandth of a nat, and what is
+    less than 1e-8 counts as that. ``gap/log10_ratio`` is of log10 (p_trainer / p_sampler): 0 where both agree. Both are
+    before the first update of a rollout, and in logarithms because their values span many orders of magnitude. They go
+    to the loggers that take histograms, TensorBoard and Weights & Biases.
+
+    Args:
+        every: rollouts from one whose histograms are logged to the next.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.histograms.GapHistograms
+              init_args: {every: 10}
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 (leave the callback out to log none)")
+        self.every = every
+        self._all = Pooled(lambda values: {"": values})
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        update, index = outputs["update"], outputs["rollout_index"]
+        if index % self.every:
+            return
+        experience = update.experience
+        log_ratio = over_ranks(self._all, (update.old_logprobs - experience.sampler_logprobs)[experience.sampled])[""]
+        if trainer.is_global_zero:
+            log_ratio = log_ratio[log_ratio.isfinite()]
+            gaps = decades(log_ratio, smallest=SMALLEST_GAP)
+            log_histogram(trainer.loggers, "gap/log10_abs", gaps, step=index)
+            log_histogram(trainer.loggers, "gap/log10_ratio", log_ratio / math.log(10), step=index)
