@@ -202,6 +202,11 @@ def test_the_server_has_the_page_and_its_news_for_this_machine_alone(run):
             with pytest.raises(urllib.error.HTTPError) as error:
                 get(path, **headers)
             assert error.value.code == status
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/", method=method, data=b"x")
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(request)
+            assert error.value.code == 501, "the page is read only"
     finally:
         server.shutdown()
         server.server_close()

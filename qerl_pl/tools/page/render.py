@@ -24,9 +24,10 @@ def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow:
     """
     parts = {
         name: files("qerl_pl.tools.page").joinpath(f"page.{name}").read_text(encoding="utf-8")
-        for name in ("html", "css", "js")
+        for name in ("html", "css", "js", "completions.js")
     }
-    digest = base64.b64encode(hashlib.sha256(parts["js"].encode()).digest()).decode()
+    script = parts["js"] + parts["completions.js"]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     if follow:
         policy += "; connect-src 'self'"
@@ -36,7 +37,7 @@ def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow:
         "POLICY": html.escape(policy),
         "CSS": parts["css"],
         "SUMMARY": as_json({**summary, "follow": follow}),
-        "JS": parts["js"],
+        "JS": script,
         "COMPLETIONS": "\n".join(
             f'<script type="application/json" class="completions">{as_json(block)}</script>' for block in blocks
         ),

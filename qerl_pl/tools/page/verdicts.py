@@ -9,6 +9,14 @@ from qerl_pl.tools.curves import Curve
 
 OUTSIDE = 0.05  # share of tokens with a ratio outside [0.9, 1.1] above which the gap deserves attention
 
+CAUSES = {
+    "kernel": "kernels and precision",
+    "noise": "the noise that was added",
+    "decode": "decoding token by token",
+    "staleness": "the updates since the rollout",
+}
+"""Causes of the ledger, in words."""
+
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
     """Say for each check what it found.
@@ -52,15 +60,16 @@ def _gap(curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _ledger(curves: Mapping[str, Curve]) -> dict[str, Any]:
-    causes = {
-        cause: curves[f"ledger/{cause}/mean_abs"].values
-        for cause in ("kernel", "noise", "decode", "staleness")
-        if f"ledger/{cause}/mean_abs" in curves
+    means = {
+        words: sum(curve.values) / len(curve.values)
+        for cause, words in CAUSES.items()
+        if (curve := curves.get(f"ledger/{cause}/mean_abs")) is not None
     }
-    if not causes:
+    if not means:
         return _verdict("Ledger", None, "It did not run: the gap is not split into its causes.")
-    means = ", ".join(f"{cause} {sum(values) / len(values):.2g}" for cause, values in causes.items())
-    return _verdict("Ledger", True, f"Mean difference by cause, in nats: {means}.")
+    split = ", ".join(f"{words} {mean:.2g}" for words, mean in means.items())
+    most = max(means, key=lambda words: means[words])
+    return _verdict("Ledger", True, f"Mean difference by cause, in nats: {split}. Most of it is due to {most}.")
 
 
 def _noise(curves: Mapping[str, Curve]) -> dict[str, Any]:

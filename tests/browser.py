@@ -1,0 +1,142 @@
+"""A headless Chromium, driven by its DevTools protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def chromium() -> str | None:
+    """Path of the browser, or None where there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Tab:
+    """One page of a browser.
+
+    Args:
+        socket: of the page's DevTools.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._count = 0
+        self.requests: list[str] = []
+        """URLs that the page asked for, those that its policy then refused included."""
+        self.errors: list[str] = []
+        """Uncaught exceptions, and what the console says of errors."""
+
+    async def call(self, method: str, **settings: Any) -> dict[str, Any]:
+        """Send a command of the protocol and wait for its answer; events on the way are noted."""
+        self._count += 1
+        own = self._count
+        await self._socket.send_json({"id": own, "method": method, "params": settings})
+        while True:
+            message = json.loads((await self._socket.receive()).data)
+            if message.get("id") == own:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']}")
+                return message["result"]
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        method, found = message.get("method"), message.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requests.append(found["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(found["exceptionDetails"]))
+        elif method == "Log.entryAdded" and found["entry"]["level"] == "error":
+            self.errors.append(found["entry"]["text"])
+
+    async def open(self, url: str, *, scheme: str = "light", width: int = 1280, height: int = 800) -> None:
+        """Go to a page; returns when it has begun to load."""
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        await self.call("Page.navigate", url=url)
+
+    async def value(self, expression: str) -> Any:
+        """What a JavaScript expression gives, a promise's result where it is one."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in found:
+            raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
+        return found["result"].get("value")
+
+    async def wait_for(self, expression: str, *, seconds: float = 30) -> Any:
+        """Ask until an expression is true.
+
+        Raises:
+            TimeoutError: it was not within so many seconds.
+        """
+        for _ in range(round(seconds / 0.05)):
+            if found := await self.value(expression):
+                return found
+            await asyncio.sleep(0.05)
+        raise TimeoutError(f"{expression} was not true in {seconds} s; errors: {self.errors}")
+
+    async def press(self, key: str) -> None:
+        """Press and release a key: a letter, or a name such as ArrowDown."""
+        text = {"text": key} if len(key) == 1 else {}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
+        await self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=codes.get(key, 0), **text
+        )
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes.get(key, 0))
+
+    async def screenshot(self, path: Path) -> None:
+        """Write what is seen as a PNG."""
+        path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))
+
+
+@asynccontextmanager
+async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
+    """Start a browser with a profile of its own, and end it.
+
+    Args:
+        folder: of the profile; it must be new.
+
+    Raises:
+        RuntimeError: there is no browser, or it does not start.
+    """
+    program = chromium()
+    if program is None:
+        raise RuntimeError(f"there is none of {', '.join(NAMES)}")
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
+    process = subprocess.Popen(
+        [program, *flags, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        port = await _port(folder / "DevToolsActivePort")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+                targets = await answer.json()
+            address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+            async with session.ws_connect(address, max_msg_size=0) as socket:
+                yield Tab(socket)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _port(file: Path) -> int:
+    for _ in range(600):
+        if file.exists() and (lines := file.read_text().splitlines()):
+            return int(lines[0])
+        await asyncio.sleep(0.05)
+    raise RuntimeError("the browser did not start within 30 s")

@@ -1,0 +1,258 @@
+"""The page of a run in a browser: 10 000 completions, the keyboard, no request that leaves it, live news."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.common.run_folder import LOCK
+from qerl_pl.rollout.token_file import RowTokens, write_tokens
+from qerl_pl.tools.page.follow import make_server
+from tests.browser import Tab, browser_tab, chromium
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),
+]
+WORDS = (
+    "so",
+    "the",
+    "sum",
+    "is",
+    "twelve",
+    "and",
+    "we",
+    "get",
+    "it",
+    "by",
+    "taking",
+    "half",
+    "of",
+    "what",
+    "is",
+    "left",
+)
+NUM_ROLLOUTS, EACH = 40, 250
+PIECES = {at: f" {word}" for at, word in enumerate(WORDS)}
+
+
+def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250, *, tokens: bool = False) -> None:
+    """A file of completions, each of as many words as tokens."""
+    drawn = random.Random(step)
+    lines, rows = [], []
+    for at in range(count):
+        ids = drawn.choices(range(len(WORDS)), k=length)
+        reward = None if at == 7 else float(at % 2)
+        text = "".join(PIECES[token] for token in ids) + (" needle" if (step, at) == (NUM_ROLLOUTS - 1, 3) else "")
+        lines.append(
+            {
+                "question": f"What is {step} and {at}?",
+                "prompt": f"<|user|>What is {step} and {at}?",
+                "completion": text,
+                "answer": str(at),
+                "reward": reward,
+                "rewards": {"accuracy": reward},
+                "reasons": {"accuracy": f"{at} is not {step}"},
+                "num_tokens": length,
+                "finished": True,
+            }
+        )
+        values = torch.rand(3, length, generator=torch.Generator().manual_seed(at))
+        rows.append(RowTokens(torch.tensor(ids), -6 * values[0], values[1] - 0.5, 3 * values[2], at / count - 0.5))
+    path = folder / "completions" / f"train-{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if tokens:
+        write_tokens(path.with_suffix(".safetensors"), rows, PIECES)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """Two seeds of one arm, 10 000 completions together, tokens of every tenth rollout."""
+    folders = [tmp_path_factory.mktemp("runs") / f"seed-{seed}" for seed in (1, 2)]
+    for seed, folder in enumerate(folders, 1):
+        with SummaryWriter(str(folder)) as writer:
+            for step in range(NUM_ROLLOUTS // 2):
+                for tag in ("train/reward", "val/accuracy", "policy/entropy", "gap/mean_abs", "time/rollout_s"):
+                    writer.add_scalar(tag, step / 40 * seed, step)
+                for tag, value in (("memory/peak_gib", 10.0), ("memory/predicted_peak_gib", 11.0 + seed)):
+                    writer.add_scalar(tag, value, step)
+        (folder / "config.yaml").write_text(f"seed_everything: {seed}\nmodel: {{base: here}}\n")
+    for step in range(NUM_ROLLOUTS):
+        write_rollout(folders[step % 2], step, tokens=step % 10 == 0)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    assert command(["report", *map(str, runs), "--html", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def browse(tmp_path) -> Callable[[Callable[[Tab], Awaitable[Any]]], Any]:
+    """``browse(visit)``: what a coroutine makes of a new tab."""
+
+    async def start(visit: Callable[[Tab], Awaitable[Any]]) -> Any:
+        async with browser_tab(tmp_path / "profile") as tab:
+            found = await visit(tab)
+            assert tab.errors == []
+            return found
+
+    return lambda visit: asyncio.run(start(visit))
+
+
+SEARCH = """(() => {
+  const box = document.getElementById("search"), start = performance.now();
+  box.value = %r;
+  filter(true);
+  document.body.offsetHeight;
+  return performance.now() - start;
+})()"""
+READY = 'document.body && document.body.dataset.ready === "yes"'
+
+
+def test_ten_thousand_completions_are_painted_searched_and_sorted_at_once(browse, page):
+    async def visit(tab: Tab) -> None:
+        await tab.open(page.as_uri())
+        await tab.wait_for(READY, seconds=60)
+        paint = await tab.value('performance.getEntriesByName("first-contentful-paint")[0].startTime')
+        assert paint < 2000
+        print(f"first paint after {paint:.0f} ms of a page of {page.stat().st_size / 2**20:.0f} MiB")
+        assert await tab.value('document.getElementById("count").textContent.startsWith("10,000 of 10,000")')
+        times = [await tab.value(SEARCH % word) for word in ("needle", "twelve and", "no such thing")]
+        print("searches in ms:", times)
+        assert min(times) < 300
+        await tab.value(SEARCH % "needle")
+        assert await tab.value('document.querySelectorAll(".item").length') == 1
+        await tab.value(SEARCH % "")
+        await tab.value('document.getElementById("sort").value = "advantage-up"; filter(true)')
+        assert "advantage -0.5" in await tab.value('document.querySelector(".item").textContent')
+        assert await tab.value('document.querySelectorAll("#detail .text span").length') == 250
+        assert await tab.value('document.querySelectorAll(".item").length') < 60, "those out of sight are not drawn"
+        assert tab.requests == [page.as_uri()], "a request left the page"
+
+    browse(visit)
+
+
+def test_two_seeds_are_a_band_and_the_planned_memory_stands_beside_the_measured(browse, page):
+    async def visit(tab: Tab) -> None:
+        await tab.open(page.as_uri())
+        await tab.wait_for(READY, seconds=60)
+        assert await tab.value('document.querySelectorAll("#curves path.band").length') >= 4
+        assert await tab.value('document.getElementById("legend").textContent') == "seed-1 and 1 more"
+        await tab.value('document.getElementById("bands").click()')
+        assert await tab.value('document.querySelectorAll("#curves path.band").length') == 0
+        assert await tab.value('document.getElementById("legend").textContent') == "seed-1seed-2"
+        cells = '[...document.querySelectorAll("#cost table:last-of-type td")].map((cell) => cell.textContent)'
+        assert (await tab.value(cells))[-4:] == ["peak", "13 GiB", "10 GiB", "-23 %"]
+        assert "10.0 GiB measured" in await tab.value('document.getElementById("verdicts").textContent')
+
+    browse(visit)
+
+
+def test_the_keyboard_is_enough(browse, page):
+    focus = "document.activeElement.id"
+
+    async def visit(tab: Tab) -> None:
+        await tab.open(page.as_uri())
+        await tab.wait_for(READY, seconds=60)
+        await tab.press("/")
+        assert await tab.value(focus) == "search"
+        for letter in "needle":
+            await tab.press(letter)
+        await tab.wait_for('document.querySelectorAll(".item").length === 1')
+        await tab.press("Escape")
+        await tab.value(SEARCH % "")
+        chosen = "document.querySelector('.item[aria-selected=true]').id"
+        assert await tab.value(chosen) == "item-0"
+        for key in ("j", "j", "k", "j"):
+            await tab.press(key)
+        assert await tab.value(chosen) == "item-2"
+        await tab.value('document.getElementById("list").focus()')
+        for _ in range(40):
+            await tab.press("ArrowDown")
+        assert await tab.value(chosen) == "item-42"
+        seen = """(() => {
+          const nodes = [document.querySelector(".item[aria-selected=true]"), document.getElementById("list")];
+          const [item, list] = nodes.map((node) => node.getBoundingClientRect());
+          return item.top >= list.top && item.bottom <= list.bottom + 1;
+        })()"""
+        assert await tab.value(seen), "the chosen completion is scrolled into sight"
+        pressed = "document.querySelector('#detail button[aria-pressed=true]').textContent"
+        for colouring in ("entropy", "gap", "advantage", "none", "log-probability"):
+            await tab.press("c")
+            assert await tab.value(pressed) == colouring
+        names = set()
+        for _ in range(60):
+            await tab.press("Tab")
+            names.add(await tab.value(f"{focus} || document.activeElement.textContent"))
+        controls = {"theme", "bands", "smooth", "tags", "search", "run", "stage", "sort", "step", "list", "Checks"}
+        assert controls <= names, controls - names
+
+    browse(visit)
+
+
+def test_what_a_running_process_writes_appears_while_one_reads(browse, tmp_path):
+    run = tmp_path / "run"
+    with SummaryWriter(str(run)) as writer:
+        writer.add_scalar("train/reward", 0.0, 0)
+    write_rollout(run, 0, count=3)
+    server = make_server([run], port=0, limit=100)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+
+    async def visit(tab: Tab) -> None:
+        await tab.open(f"{address}/")
+        await tab.wait_for(READY)
+        await tab.press("j")
+        with SummaryWriter(str(run)) as writer:
+            writer.add_scalar("train/reward", 1.0, 1)
+        write_rollout(run, 1, count=4)
+        await tab.wait_for('document.getElementById("count").textContent.startsWith("7 of 7")')
+        assert "2 rollouts" in await tab.value('document.getElementById("state").textContent')
+        assert ", running" in await tab.value('document.getElementById("state").textContent')
+        assert await tab.value("document.querySelector('.item[aria-selected=true]').id") == "item-1", "the reader stays"
+        assert tab.requests[0] == f"{address}/"
+        assert all(url.startswith(f"{address}/news?after=") for url in tab.requests[1:])
+        refused = "fetch('https://example.invalid/').then(() => 'sent', () => 'refused')"
+        assert await tab.value(refused) == "refused"
+        tab.errors.clear()  # of that refusal
+
+    try:
+        with (run / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            browse(visit)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_scheme_of_the_system_and_text_stands_out(browse, page, scheme):
+    brightness = (
+        "getComputedStyle(document.body).%s.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b) / 765"
+    )
+
+    async def visit(tab: Tab) -> None:
+        await tab.open(page.as_uri(), scheme=scheme)
+        await tab.wait_for(READY, seconds=60)
+        paper, ink = [await tab.value(brightness % name) for name in ("backgroundColor", "color")]
+        assert (paper > ink) == (scheme == "light")
+        assert abs(paper - ink) > 0.7
+        await tab.value('document.getElementById("theme").click()')
+        assert (await tab.value(brightness % "backgroundColor") > 0.5) == (scheme == "dark")
+
+    browse(visit)
