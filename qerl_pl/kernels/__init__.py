@@ -1,1 +1,4 @@
-"""All GPU code: Triton and CUDA C++ kernels, each beside the plain PyTorch that says what it computes."""
+"""GPU kernels in Triton and CUDA C++, and for each the function in plain PyTorch that defines its result.
+
+No other package holds GPU code. ``docs/kernels.md`` explains the weight layout, the schedules and the tuning.
+"""

@@ -1,11 +1,11 @@
-"""Triton kernels from packed four-bit weights to dense ones; ``qerl_pl.quant.formats`` holds their definition.
+"""Triton kernels that dequantise packed 4-bit weights; ``qerl_pl.quant.formats`` defines their results.
 
-A program's threads take one 32-bit word of codes each, which is eight weights: a warp reads 128 bytes of codes and
-writes 16 bytes a thread, coalesced. Everything is computed in registers, and each byte of memory is touched once.
+Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
+threads writes 16 bytes, coalesced. All arithmetic is done in registers, and each byte of memory is read or written
+once.
 
-The result is scratch: it comes from the caching allocator and goes back to it when the matrix product has been queued,
-so that the next layer gets the same memory. That is safe whatever streams, threads and recomputation do, which a
-buffer of our own would not be.
+The result is allocated by torch's caching allocator and freed as soon as the matrix product has been queued, so the
+next layer gets the same memory. Unlike a static buffer, this is safe with several streams, threads and recomputation.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -20,27 +20,28 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-WORDS, WARPS = 1024, 8  # words and warps of a program
+WORDS, WARPS = 1024, 8  # 32-bit words of codes per program, warps per program
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``nvfp4.dequantize_reference`` and one rounding, bit for bit.
+    """Dequantise an NVFP4 weight: bit for bit ``nvfp4.dequantize_reference``, rounded once to ``dtype``.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
-        block_scale: [N, K/16] uint8, contiguous, bits of float8_e4m3fn.
+        block_scale: [N, K/16] uint8, contiguous: the bits of float8_e4m3fn values.
         global_scale: [] fp64 on the same device.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
-        [N, K].
+        [N, K] of ``dtype``.
     """
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     num_words, global_scale = words.numel(), global_scale.double()
     with torch.cuda.device_of(codes):
-        # What Triton does before each launch takes longer than a small weight. Compiled for whole programs and aligned
-        # tensors, as those of real models are, the kernel is launched without it.
+        # Triton's checks before each launch take longer than the kernel does for a small weight. They are skipped by
+        # launching a kernel that was compiled in advance for aligned tensors and a whole number of programs, which the
+        # weights of real models have.
         if codes.is_cuda and num_words % WORDS == 0 and _are_aligned(words, block_scale, out):
             compiled = _compiled_nvfp4(dtype, codes.device)
             compiled[num_words // WORDS, 1, 1](words, block_scale, global_scale, out, num_words, WORDS)
@@ -51,16 +52,18 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``formats.decode``, bit for bit: any format, a third slower than the kernel for NVFP4.
+    """Dequantise a weight of any 4-bit format by table lookup: bit for bit ``formats.decode``.
+
+    NVFP4 weights take a third longer than with ``dequantize_nvfp4``.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
         scale: [N, K/block] fp32, contiguous; block is a multiple of 8.
-        values: [16] fp32, what the codes stand for.
-        dtype: of the result; the products are fp32.
+        values: [16] fp32, the value of each code.
+        dtype: dtype of the result; the products are computed in fp32 and rounded to it.
 
     Returns:
-        [N, K].
+        [N, K] of ``dtype``.
     """
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)
@@ -94,12 +97,13 @@ def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.co
     inside = word < num_words - start
     packed = tl.load(words + start + word, mask=inside, other=0)
     bits = tl.load(block_scale + start // 2 + word // 2, mask=inside, other=0).to(tl.int32)
-    # E4M3's exponent and mantissa in the place of fp32's are the value times 2^-120, denormals included. fp64 holds
-    # its product with the tensor's scale exactly enough for the one rounding that the definition has.
+    # An e4m3 value's exponent and mantissa, moved to the exponent and the top mantissa bits of an fp32, give the value
+    # times 2^-120, subnormals included. Its product with the global scale is taken in fp64 and rounded to fp32 once, as
+    # in the definition.
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
-    # Likewise a code's sign, exponent and mantissa, moved from the top of the word to bits 31 and 24 to 22: 2^-126.
+    # A code's sign, exponent and mantissa, moved to bits 31 and 24 to 22 of an fp32, give its value times 2^-126.
     column = tl.arange(0, 8)
     value = ((packed[:, None] << (28 - 4 * column)[None, :]) >> 6) & -0x7E400000  # [WORDS, 8]
     value = value.to(tl.float32, bitcast=True) * 2.0**126

@@ -45,7 +45,7 @@ def has_compiler() -> bool:
         return False
     try:
         import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    except RuntimeError:  # lists the paths that were searched
+    except RuntimeError:  # NVRTC was not found; the message lists the paths that were searched
         return False
     return True
 
@@ -73,7 +73,7 @@ def compiled(kernel: Kernel) -> bytes:
 
 
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
-    """Compile kernels in parallel threads and load them; not to be called while a CUDA graph is captured."""
+    """Compile kernels in parallel threads and load them on a device. A CUDA graph must not be being captured."""
     kernels = list(dict.fromkeys(kernels))
     with ThreadPoolExecutor() as pool:  # NVRTC releases the GIL
         list(pool.map(_cubin, kernels))
@@ -83,7 +83,10 @@ def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """The driver's function handle of a kernel on a device; not to be called first while a CUDA graph is captured."""
+    """Return the driver's function handle of a kernel on a device; the first call compiles and loads the kernel.
+
+    The first call must not be made while a CUDA graph is captured.
+    """
     driver: Any = import_module("cuda.bindings.driver")
     path = _cubin(kernel)
     with torch.cuda.device(device):
@@ -108,14 +111,15 @@ def launch(
     """Launch a kernel on the current stream.
 
     Args:
-        kernel: must be loaded already (``prepare``) if a CUDA graph is being captured.
-        grid: thread blocks in x, y and z.
-        threads: threads of a block.
-        cluster: thread blocks in y that form a cluster.
+        kernel: the kernel; while a CUDA graph is captured, one that ``prepare`` has loaded.
+        grid: number of thread blocks in x, y and z.
+        threads: threads per thread block.
+        cluster: thread blocks along y that form a cluster.
         device: device of the tensors.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
-        pdl: programmatic dependent launch: the kernel may start before the one launched last has ended, if that one
-            allows it, and waits for it itself before it reads its results.
+        pdl: use programmatic dependent launch. The kernel may then start before the previous kernel of the stream has
+            ended, if the previous kernel allows it, and must execute ``griddepcontrol.wait`` before it reads what the
+            previous kernel writes.
 
     Raises:
         RuntimeError: the driver refuses the launch.
@@ -139,14 +143,14 @@ def launch(
 
 
 def cache_folder() -> str:
-    """Triton's cache folder, in which cubins are kept too."""
+    """Return Triton's cache folder, in which the cubins are kept as well."""
     from triton import knobs
 
     return knobs.cache.dir
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Values returned by a call of the CUDA bindings, without its status.
+    """Strip the status from the values that a call of the CUDA bindings returned.
 
     Raises:
         RuntimeError: the call failed.
@@ -159,7 +163,7 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Path:
-    """Path of a kernel's cubin, compiled once per machine."""
+    """Return the path of a kernel's cubin, which is compiled if Triton's cache does not hold it."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
@@ -177,7 +181,7 @@ def _text(kernel: Kernel) -> str:
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
-    """A kernel argument and its ctypes type, as the driver's bindings expect them."""
+    """Return a kernel argument and its ctypes type, as the driver's bindings expect them."""
     if value is None or isinstance(value, Tensor):
         return (0 if value is None else value.data_ptr()), ctypes.c_void_p
     return value, ctypes.c_int if isinstance(value, int) else None

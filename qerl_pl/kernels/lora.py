@@ -4,10 +4,10 @@ A linear that vLLM fuses (q/k/v, gate/up) has up to three slices of its outputs,
 launch serves them all. The matrices are small (1 MB where the base has 70), so latency dominates: ``shrink`` splits K
 over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the partial sums in a fixed order (no
 atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic dependent
-launch). For more work than that, many tokens or a high rank, cuBLAS is faster.
+launch). With many tokens or a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
-Tile sizes follow a fixed rule, because nothing can be tuned while a CUDA graph is captured. They are powers of 2 or
-products of some, since every new size is compiled, which takes longer than the rollout that first needs it.
+Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are restricted to
+powers of 2 and multiples of 128, because every new size is compiled, which takes longer than one rollout.
 Letters: T tokens, K inputs, N outputs of which a slice has n, R rank.
 """
 
@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # from here on cuBLAS is faster
-PROGRAMS = 128  # about one for each SM
-EXPAND_TOKENS = 16  # tokens of a program of expand; more would need more registers for sums, or fewer splits
-EXPAND_SUMS = 2**14  # partial sums that a program of expand holds in registers
-MOST_STEPS = 8  # output tiles of a program of expand; each number of them is compiled
+MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # tokens or ranks from which cuBLAS is faster
+PROGRAMS = 128  # programs of ``shrink``: about one per SM
+EXPAND_TOKENS = 16  # tokens per program of ``expand``; more would need more registers for sums, or fewer splits
+EXPAND_SUMS = 2**14  # partial sums that a program of ``expand`` holds in registers
+MOST_STEPS = 8  # output tiles per program of ``expand``; the kernel is compiled for each number of them
 
 
 class ShrinkTiles(NamedTuple):
@@ -52,7 +52,8 @@ class ExpandTiles(NamedTuple):
     tokens: int
     outputs: int
     steps: int
-    """Output tiles of a program, one after another; they share the sums over splits. A power of 2 by the rule."""
+    """Output tiles that a program computes one after another from the same sums over splits; ``expand_tiles`` returns a
+    power of 2."""
     warps: int = 4
 
 
@@ -76,7 +77,10 @@ def expand_tiles(num_tokens: int, widths: Sequence[int]) -> ExpandTiles:
 
 
 def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -> list[int]:
-    """Numbers of tokens, all at least ``fewest``, that together need every kernel which ``add_lora`` may launch."""
+    """Return for each combination of tile sizes the lowest number of tokens, at least ``fewest``, that needs it.
+
+    ``add_lora`` called with each of these numbers of tokens has compiled every kernel that it may launch.
+    """
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     for count in range(fewest, MATMUL_TOKENS):
         first.setdefault((shrink_tiles(count, K, rank, len(widths)), expand_tiles(count, widths)), count)
@@ -93,7 +97,7 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
         x: [T, K] of the same dtype; any row stride.
         a: one [R, K] for each slice, at most three.
         b: one [n, R] for each slice; together they have N rows.
-        indices: [T] or longer, int64: 0 with the adapter, -1 without.
+        indices: [T] or longer, int64: 0 for a token with the adapter, -1 for one without.
     """
     if not len(x):
         return
@@ -105,12 +109,12 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
-    """Whether ``add_lora`` leaves the work to cuBLAS; always for fp32, which the tensor cores do not multiply."""
+    """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the kernels' tensor-core products do not take."""
     return len(x) >= MATMUL_TOKENS or len(a[0]) >= MATMUL_RANK or x.dtype == torch.float32
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Do what ``add_lora`` does with cuBLAS, two calls per slice. All rows of x must be finite."""
+    """Add (x A^T) B^T by two cuBLAS calls per slice; x must be finite, as it is also multiplied by 0."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     widths = [len(matrix) for matrix in b]
     for part, first, second in zip(y.split(widths, dim=1), a, b, strict=True):
@@ -118,7 +122,7 @@ def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 
 
 def add_lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """Return what ``add_lora`` would write, [T, N] in fp64, row by row: the definition that tests compare with."""
+    """Return y + (x A^T) B^T, [T, N] fp64, computed row by row: the definition that tests compare ``add_lora`` with."""
     out = y.double()
     for row in (indices[: len(x)] >= 0).nonzero().flatten().tolist():
         update = [second.double() @ (first.double() @ x[row].double()) for first, second in zip(a, b, strict=True)]
@@ -129,7 +133,8 @@ def add_lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     """Compute x A^T as partial sums over ranges of K.
 
-    Where the GPU supports it, the kernel starts before the one launched last has ended, and waits for its results.
+    From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
+    for it before it reads x (programmatic dependent launch).
 
     Args:
         x: [T, K]; any row stride.
@@ -166,7 +171,8 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
     """Add B times the sum of the partials to the rows of y whose index is not negative.
 
-    Where the GPU supports it, the kernel starts before ``shrink`` has ended, loads B, and then waits for the partials.
+    From compute capability 9.0 on, the kernel starts before ``shrink`` has ended, loads B, and then waits for the
+    partial sums (programmatic dependent launch).
 
     Args:
         y: [T, N], written in place; any row stride.
@@ -251,7 +257,7 @@ def _shrink_kernel(
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) % rank_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     if PDL:
-        tl.extra.cuda.gdc_wait()  # x may be the result of the kernel before
+        tl.extra.cuda.gdc_wait()  # the previous kernel of the stream may have written x
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.full([BLOCK_T, BLOCK_R], 0.0, tl.float32)
     for start in range(0, CHUNK, BLOCK_K):
@@ -287,7 +293,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs are ordered by slice; none of them covers outputs of two slices.
+    # Programs are ordered by slice, and no program covers outputs of two slices.
     block = tl.program_id(0)
     outputs: tl.constexpr = STEPS * BLOCK_N
     blocks0, blocks1 = (n0 + outputs - 1) // outputs, (n1 + outputs - 1) // outputs
@@ -307,13 +313,13 @@ def _expand_kernel(
     split = tl.arange(0, BLOCK_S)
     row = (slice * SPLITS + split)[None, :] * num_tokens + t[:, None]  # [T, splits]
     in_row = (split < SPLITS)[None, :] & with_adapter[:, None]
-    # One load for all splits: in a loop, each load would wait for the one before.
+    # The partial sums of all splits are loaded at once; in a loop, each load would wait for the previous one.
     parts = tl.load(
         partials + row[:, :, None] * RANK + r[None, None, :],
         mask=in_row[:, :, None] & (r < RANK)[None, None, :],
         other=0.0,
     )
-    hidden = tl.reduce(parts, 1, tl.standard._sum_combine).to(b_tile.dtype)  # tl.sum is not interpreted
+    hidden = tl.reduce(parts, 1, tl.standard._sum_combine).to(b_tile.dtype)  # Triton's interpreter has no tl.sum
     for step in tl.static_range(STEPS):
         total = tl.dot(hidden, b_tile, y_tile.to(tl.float32))
         tl.store(out + n[None, :], total.to(y.dtype.element_ty), mask=inside)

@@ -1,8 +1,9 @@
 // h = x A^T for the slices of one LoRA adapter on Hopper. lora_hopper.py documents the arguments.
 //
-// A chunk is 32 inputs, of which a lane has 8 contiguous ones: two mma instructions, which take inputs in any order.
-// Each slice has eight warps of a thread block. Thread blocks that share tokens and ranks, and split the inputs by
-// chunks, form a cluster, which adds its sums up in shared memory: [warps][TOKENS][36] sums.
+// A chunk is 32 inputs. A lane loads 8 contiguous inputs of a chunk and passes them to two mma instructions; the order
+// of the inputs within a chunk does not matter, because A and x are loaded in the same order. Each slice is computed by
+// eight warps of a thread block. The thread blocks that compute the same tokens and ranks over different chunks form a
+// cluster, which adds up its sums in shared memory, [warps][TOKENS][36] fp32 per thread block.
 template <int TOKENS, int SLICES, int IN_FLIGHT>
 FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices,
                           u16 *hidden, int tokens, int K, int rank, int splits) {
@@ -14,17 +15,17 @@ FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 
   const u16 *a = slice == 0 ? a0 : slice == 1 ? a1 : a2;
   const int chunks = K / 32, step = splits * WARPS;
 
-  if (blockIdx.z == 0) {  // bring A to L2 before x is complete
+  if (blockIdx.z == 0) {  // fetch A to L2 while the previous kernel still runs
     constexpr int LINE = 64, OF_SLICE = WARPS * 32;
     const int size = min(rank - first_rank, RANKS) * K;
     for (int i = (blockIdx.y * OF_SLICE + thread % OF_SLICE) * LINE; i < size; i += splits * OF_SLICE * LINE)
       prefetch_to_l2(a + (size_t)first_rank * K + i);
   }
-  wait_for_kernel_before();  // it may have written x
+  wait_for_kernel_before();  // the previous kernel may have written x
   let_next_kernel_start();
 
   for (int first_token = blockIdx.z * TOKENS; first_token < tokens; first_token += gridDim.z * TOKENS) {
-    float sums[2][TILES][4];  // each 16 ranks x 8 tokens
+    float sums[2][TILES][4];  // this lane's part of 2 x TILES products of 16 ranks x 8 tokens
 #pragma unroll
     for (int i = 0; i < 2 * TILES * 4; i++) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
     for (int chunk = blockIdx.y * WARPS + warp % WARPS; chunk < chunks; chunk += IN_FLIGHT * step) {

@@ -1,4 +1,4 @@
-"""LoRA fused into the NVFP4 GEMMs on Hopper: one more launch per linear, and no second pass over y.
+"""LoRA fused into the NVFP4 GEMMs on Hopper: one additional launch per linear, and no second pass over y.
 
 ``shrink`` computes h = x A^T and lets the base GEMM start at once (programmatic dependent launch). The GEMM multiplies
 x by the weights concurrently, waits for h at its end, and adds h B^T to its fp32 sums before it rounds them. An adapter
@@ -21,30 +21,30 @@ from qerl_pl.kernels import costs, hopper
 FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
 BLOCK_RANKS, SLICE_THREADS = 32, 256
 CHUNKS_IN_FLIGHT = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
-"""By slices and tokens of a tile: chunks of 32 inputs that a warp loads at a time, as registers allow."""
-CHUNK, RANKS, OUTPUTS = 32, 8, 64  # K, R and the outputs of a slice are multiples of these
-SPLITS = 8  # thread blocks of a cluster, which share the inputs
+"""Chunks of 32 inputs that a warp loads at a time, by slices and tokens per tile; the number of registers limits it."""
+CHUNK, RANKS, OUTPUTS = 32, 8, 64  # K, R and the outputs of a slice have to be multiples of these
+SPLITS = 8  # thread blocks per cluster; each has a part of the inputs
 NO_SLICE = 2**31 - 1
 PARAMETERS = "const u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
 ADAPTER = "Adapter{hidden, b0, b1, b2, first1, first2, rank}"
 
 
 class Update(NamedTuple):
-    """What a GEMM adds to its output: h B^T for each slice of the outputs."""
+    """Adapter whose h B^T a GEMM adds to its output, slice by slice."""
 
     hidden: Tensor
-    """[slices, T, R] bf16 from ``shrink``, which must be the kernel launched last."""
+    """[slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream."""
     b: Sequence[Tensor]
     """One [n, R] bf16 for each slice, contiguous."""
 
 
 class Schedule(NamedTuple):
-    """How ``shrink`` divides its work."""
+    """Division of the work of ``shrink`` among thread blocks."""
 
     tokens: int
-    """Tokens of a tile, which a thread block handles at a time."""
+    """Tokens per tile; a thread block computes one tile at a time."""
     clusters: int
-    """Clusters per 32 ranks. Each handles tiles of its own, one after another."""
+    """Clusters per 32 ranks. They share the tiles; each computes its tiles one after another."""
 
 
 class SpareSMs(NamedTuple):
@@ -52,16 +52,20 @@ class SpareSMs(NamedTuple):
 
     sms: int
     seconds: float
+    """Predicted seconds from the start of the base GEMM until h is needed."""
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """The schedule of ``shrink`` for an adapter; None where a pass of its own is faster or the kernels cannot take it.
+    """Choose the schedule of ``shrink`` for an adapter that is fused into a base GEMM.
 
     Args:
         num_tokens: T.
         a: one [R, K] for each slice.
         b: one [n, R] for each slice.
-        spare: what the base GEMM leaves.
+        spare: SMs that the base GEMM leaves idle, and for how long.
+
+    Returns:
+        None if the kernels do not support the adapter, or if adding it after the GEMM in separate kernels is faster.
     """
     rank, inputs = a[0].shape
     if (
@@ -92,7 +96,7 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 @cache
 def kernel(tokens: int, slices: int) -> hopper.Kernel:
-    """The instance of the template in `lora_hopper.cu` for a token tile of this size and this number of slices."""
+    """Return the instance of the template in `lora_hopper.cu` for a number of tokens per tile and of slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
     chunks = CHUNKS_IN_FLIGHT[slices][tokens]
     code = f"""
@@ -106,20 +110,20 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 
 
 def all_kernels() -> list[hopper.Kernel]:
-    """Every instance of ``kernel`` that an adapter may need."""
+    """List every instance of the template that an adapter may need."""
     return [kernel(tokens, slices) for slices, by_tokens in CHUNKS_IN_FLIGHT.items() for tokens in by_tokens]
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
     """Compute h = x A^T, rounded to bf16 once; rows of tokens without the adapter are zero.
 
-    The kernel launched next may start before this one ends, and so must wait for it (``griddepcontrol.wait``) before it
-    reads h. Everything else that the next kernel reads must be complete before this one starts.
+    The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
+    reads h. All its other inputs must be complete before this kernel starts.
 
     Args:
         x: [T, K] bf16, contiguous.
         a: one [R, K] bf16 for each slice, contiguous.
-        indices: [T] or longer, int64: negative for a token without the adapter.
+        indices: [T] or longer, int64; negative for a token without the adapter.
         schedule: from ``choose_schedule``.
 
     Returns:
@@ -142,7 +146,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) 
 
 
 def arguments(update: Update | None) -> list[Any]:
-    """Launch arguments for ``PARAMETERS``: the adapter, or null pointers and zeros without one."""
+    """Build the launch arguments of a GEMM that ``PARAMETERS`` declares: null pointers and zeros without an adapter."""
     if update is None:
         return [None] * 4 + [0] * 3
     first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]
@@ -150,4 +154,4 @@ def arguments(update: Update | None) -> list[Any]:
 
 
 def _pointers(matrices: Sequence[Tensor]) -> list[Tensor | None]:
-    return [*matrices, None, None][:MOST_SLICES]  # null for slices that do not exist
+    return [*matrices, None, None][:MOST_SLICES]  # None (a null pointer) for slices that do not exist

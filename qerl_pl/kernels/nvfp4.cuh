@@ -140,13 +140,14 @@ FUNCTION void mma(float &c0, float &c1, float &c2, float &c3, u32 a0, u32 a1, u3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// c [16 rows, 8 columns] += a product over 32 inputs; a lane has 8 contiguous ones of rows g and g + 8 and of column g.
+// c [16 rows, 8 columns] += a product over 32 inputs; a lane holds 8 contiguous inputs of rows g and g + 8 and of
+// column g, where g = lane / 4.
 FUNCTION void multiply_chunk(float *c, uint4 row, uint4 row_8, uint4 column) {
   mma(c[0], c[1], c[2], c[3], row.x, row_8.x, row.y, row_8.y, column.x, column.y);
   mma(c[0], c[1], c[2], c[3], row.z, row_8.z, row.w, row_8.w, column.z, column.w);
 }
 
-// Keeps the compiler from moving registers that an unfinished wgmma reads or writes, and from recomputing an address.
+// Stops the compiler from moving registers that an unfinished wgmma reads or writes, and from recomputing an address.
 FUNCTION void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
 FUNCTION void keep(u32 (&fragment)[4]) {
@@ -222,10 +223,10 @@ FUNCTION void wgmma(float (&c)[64], const u32 (&a)[4], u64 x) {
 
 // ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
-// Converts a lane's eight weights of a fragment to bf16, times 2^-14; rows g and g + 8 have the scales ``row`` and
-// ``row_8``. An integer product moves a nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16;
-// the moved bits do not overlap, so nothing carries. The result is the value times 2^-126, subnormals included; the
-// scale carries 2^112.
+// Converts a lane's eight weights of a fragment to bf16 and multiplies them by their scales; the result is 2^-14 times
+// the weight. ``row`` and ``row_8`` are the scales of rows g and g + 8, times 2^112. An integer product moves a
+// nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16, which gives the nibble's value times
+// 2^-126, subnormals included. The moved bits do not overlap, so the product has no carries.
 FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
   const u32 kept = 0x81C081C0u, high = word >> 8;
   fragment[0] = multiply_pair(((word & 0x000F000Fu) * 0x1040u) & kept, row);
@@ -236,8 +237,9 @@ FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
 
 constexpr float TO_VALUE = 16384.f;  // 2^14
 
-// Converts four non-negative e4m3 to bf16, times 2^112: bytes 0 and 2 to ``even``, 1 and 3 to ``odd``. Exact, because
-// all values are multiples of 2^-9 below 2^9. The factor 2^232 is out of bf16's range, so two products apply it.
+// Converts four non-negative e4m3 values to bf16, times 2^112: bytes 0 and 2 to ``even``, 1 and 3 to ``odd``. This is
+// exact, because all e4m3 values are multiples of 2^-9 below 2^9. The moved bits are the value times 2^-120; the factor
+// 2^232 that is left exceeds bf16's range, so it is applied in two products.
 FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
   const u32 two_127 = 0x7F007F00u, two_105 = 0x74007400u;
   even = multiply_pair(multiply_pair((bytes << 4) & 0x07F007F0u, two_127), two_105);
@@ -261,15 +263,15 @@ FUNCTION const u16 *row_of_b(const Adapter &adapter, int n) {
   return b + (size_t)(n - (slice == 0 ? 0 : slice == 1 ? adapter.first1 : adapter.first2)) * adapter.rank;
 }
 
-// Brings the rows of B for outputs n to n + OUTPUTS to L2 while the base's product is computed.
+// Fetches the rows of B for outputs n to n + OUTPUTS to L2 while the base GEMM is computed.
 template <int OUTPUTS, int THREADS>
 FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
   for (int i = threadIdx.x; i < OUTPUTS && n + i < N; i += THREADS) prefetch_to_l2(row_of_b(adapter, n + i));
 }
 
-// Adds h B^T to a warp's sums of COUNT x 16 outputs, from n on and of one slice, and TILES x 8 tokens. Thread blocks of
-// a cluster share the work: one of them adds the product for each 16 outputs. B is loaded before h is complete, then h
-// in groups of IN_FLIGHT tiles.
+// Adds h B^T to a warp's sums of COUNT x 16 outputs and TILES x 8 tokens; the outputs start at n and lie in one slice.
+// Of the thread blocks of a cluster, which hold partial sums of the same outputs, one adds the product for each 16
+// outputs. B is loaded before h is complete, then h in groups of IN_FLIGHT tiles.
 template <int COUNT, int TILES, int IN_FLIGHT>
 FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits) {
   static_assert(TILES % IN_FLIGHT == 0, "");
@@ -285,7 +287,7 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
 #pragma unroll
       for (int j = 0; j < 2; j++)
         rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && i % splits == blockIdx.y);
-    wait_for_kernel_before();  // it writes h
+    wait_for_kernel_before();  // the previous kernel writes h
 #pragma unroll
     for (int first = 0; first < TILES; first += IN_FLIGHT) {
       uint4 columns[IN_FLIGHT];
@@ -305,7 +307,7 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
 
 // ---- sums to y ----------------------------------------------------------------------------------------------------
 
-FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // over all thread blocks, in their order
+FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // over all thread blocks, in the order of their ranks
   float4 sum = load_from_cluster(address, 0);
 #pragma unroll 4
   for (int rank = 1; rank < blocks; rank++) {
@@ -319,7 +321,7 @@ FUNCTION uint2 four_to_bf16(float4 v) {
   return make_uint2((u32)to_bf16(v.x) | ((u32)to_bf16(v.y) << 16), (u32)to_bf16(v.z) | ((u32)to_bf16(v.w) << 16));
 }
 
-// Stores four outputs of a token, from n on, to y [tokens, N]; nothing if n is past the end.
+// Stores four outputs of a token, from n on, to y [tokens, N]; stores nothing if n is past the end.
 FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, float4 sum) {
   if (n >= N) return;
   if (bias) {  // Humming's order: of 32 outputs first those with n % 8 in (0, 1), then (2, 3), ...
@@ -330,7 +332,7 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// Stores a thread block's share of its cluster's sums: of each token FOURS groups of four outputs, from ``n`` on.
+// Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
 template <int FOURS, int THREADS>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
   for (int part = blockIdx.y * THREADS + threadIdx.x; part < tokens * FOURS; part += splits * THREADS) {

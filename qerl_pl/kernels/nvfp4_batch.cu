@@ -1,11 +1,12 @@
 // GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper; nvfp4_batch.py documents arguments.
 //
-// Names: a k-block is 16 inputs, a tile 64 outputs, a stage 8 k-blocks of all tiles of a thread block. Each tile has a
-// warpgroup, of which each warp converts 16 outputs of a k-block to bf16. One wgmma takes the 64 outputs of the four
-// warps from registers and all tokens of the thread block from shared memory. Warpgroups wait for stages and not for
-// each other, so the tensor cores multiply for some while others convert. Thread blocks that share outputs and tokens,
-// and split the inputs, form a cluster, which adds its sums up in shared memory. Without splits, the first ``wide``
-// thread blocks along the outputs have all TILES tiles, and the others one fewer.
+// Names: a k-block is 16 inputs, a tile 64 outputs, a stage 8 k-blocks of all tiles of a thread block. Each tile is
+// computed by one warpgroup, and each of its warps converts 16 outputs of a k-block to bf16. One wgmma takes the
+// weights of the warpgroup's 64 outputs from registers and all tokens of the thread block from shared memory.
+// Warpgroups wait for stages and not for each other, so the tensor cores multiply for some while others convert
+// weights. The thread blocks that compute the same outputs and tokens over different parts of the inputs form a
+// cluster, which adds up its sums in shared memory. If the inputs are not split, the first ``wide`` thread blocks along
+// the outputs have all TILES tiles, and the others have one fewer.
 
 struct alignas(64) TensorMap {  // the TMA descriptor: a tensor in memory, and the boxes in which it is copied
   char bytes[128];
@@ -31,7 +32,7 @@ FUNCTION void wait_for(u32 barrier, u32 parity) {
 
 FUNCTION void prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // zeros past the end
+FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {  // 0 past the tensor
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -40,8 +41,9 @@ FUNCTION void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 ba
 }
 
 // Shared memory: STAGES times [x: two boxes of 64 inputs, [TOKENS][128 bytes]; weights [8][TILES][512 bytes]; scales
-// [8][TILES][64 bytes]], then for each warp 8 k-blocks x 32 bytes of bf16 scales, then for each stage one barrier that
-// opens when it is filled and one that opens when it has been read. At the end the sums take the place of the stages.
+// [8][TILES][64 bytes]], then for each warp 8 k-blocks x 32 bytes of bf16 scales, then for each stage a barrier on
+// which warps wait until it is filled and a barrier on which the copying thread waits until it has been read. At the
+// end the sums overwrite the stages.
 template <int TOKENS, int TILES, int STAGES>
 FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const TensorMap *scale,
                           const float *global_scale, const u16 *bias, u16 *y, int tokens, int N, int K, int splits,
@@ -50,7 +52,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   constexpr int WARPS = TILES * 4, THREADS = WARPS * 32, K_BLOCKS = 8;
   constexpr int X_TILE_BYTES = TOKENS * 128, WEIGHTS = 2 * X_TILE_BYTES, SCALES = WEIGHTS + K_BLOCKS * TILES * 512;
   constexpr int BYTES = SCALES + K_BLOCKS * TILES * 64, STAGE = (BYTES + 1023) / 1024 * 1024, CONVERTED = K_BLOCKS * 32;
-  constexpr int BUFFERS = TILES < 5 ? 4 : 2;  // of converted weights: one is filled while the others are multiplied
+  constexpr int BUFFERS = TILES < 5 ? 4 : 2;  // of converted weights; one is filled while the others are multiplied
 
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), tile = warp / 4;
@@ -86,7 +88,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll
   for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][i % 4] = 0;
 
-  // A lane reads its word of the warp's 16 outputs; it converts the scales of k-block lane / 4 for four of them.
+  // A lane reads its word of the warp's 16 outputs, and converts the scales of k-block lane / 4 for four of these
+  // outputs.
   u32 word_at = memory + WEIGHTS + tile * 512 + lane * 16 + warp % 4 * 4;
   const u32 scale_at = memory + SCALES + (lane >> 2) * (TILES * 64) + tile * 64 + (lane & 3) * 16 + warp % 4 * 2;
   const u32 converted = memory + STAGES * STAGE + warp * CONVERTED;
@@ -155,7 +158,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll 4
     for (int part = thread; part < here * FOURS; part += THREADS) {
       const int token = part / FOURS, output = part % FOURS * 4;
-      if (output >= tiles * 64) continue;  // they belong to the next block
+      if (output >= tiles * 64) continue;  // those outputs belong to the next thread block
       store_outputs(y, bias, token, first_tile * 64 + output, N,
                     *(const float4 *)(block_sums + token * PITCH + output));
     }

@@ -1,13 +1,13 @@
-"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper: decoding of large batches.
+"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper, for decoding large batches.
 
-With so many tokens the tensor cores can be kept busy, provided that converting the weights to bf16 does not hold them
-up. Each warpgroup therefore has outputs of its own, converts their weights in registers and waits for no other
-warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and added in a fixed order: equal
+With this many tokens the GEMM can keep the tensor cores busy, provided that they do not wait for weights to be
+converted to bf16. Each warpgroup therefore has outputs of its own, converts their weights in registers and waits for no
+other warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and added in a fixed order: equal
 inputs give equal bits.
 
-Names: a k-block is 16 inputs, a tile 64 outputs (those of a warpgroup), a token tile the tokens of a thread block, a
-wave as many thread blocks as the GPU runs at a time. Letters: T tokens, K inputs, N outputs. The weight layout is that
-of ``nvfp4_decode.fragments``; `docs/kernels.md` has the overview.
+Names: a k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread
+block; a wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
+``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
     tokens: int
-    """Tokens of a thread block: 64, 96 or 128."""
+    """Tokens per thread block: 64, 96 or 128."""
     tiles: int
-    """Tiles of 64 outputs of a thread block, 2 to 5. Each has a warpgroup."""
+    """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup."""
 
     def token_tiles(self, num_tokens: int) -> int:
-        """Thread blocks that cover all tokens for the same outputs."""
+        """Count the thread blocks that compute the same outputs for different tokens."""
         return -(-num_tokens // self.tokens)
 
     @property
@@ -53,27 +53,27 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a thread block, in bytes."""
+        """Bytes of shared memory per thread block."""
         stages = self.stages * (self.stage_bytes + 16) + self._other_bytes
         return max(stages, self.tokens * (self.tiles * TILE + 4) * 4)
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes of each warp's scales in bf16."""
+        """Bytes of shared memory for the scales that the warps of a thread block have converted to bf16."""
         return self.tiles * 4 * STAGE_INPUTS * 2
 
 
 class Schedule(NamedTuple):
-    """How a GEMM is divided among thread blocks."""
+    """Division of a GEMM among thread blocks."""
 
     variant: Variant
     splits: int
-    """Thread blocks that share the inputs of the same outputs and tokens: one cluster."""
+    """Parts of K. The thread blocks that compute these parts for the same outputs and tokens form a cluster."""
     blocks: int
-    """Thread blocks along the outputs. Without splits some may have one tile fewer than the others."""
+    """Thread blocks along the outputs. If K is not split, the last ones may have one tile fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Thread blocks, the first ones along the outputs, that have all of the variant's tiles."""
+        """Count the thread blocks along the outputs that have all of the variant's tiles; they are the first ones."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -84,9 +84,16 @@ FULL_TILES = sorted({tokens * tiles for tokens in costs.K_BLOCK_CYCLES for tiles
 
 @cache
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """The schedule that takes the least time by ``seconds``.
+    """Choose the schedule with the least predicted time (``seconds``).
 
-    None where this kernel cannot run the GEMM or, unless it ``fuses_lora`` (adds an adapter), where Humming is faster.
+    Args:
+        num_tokens: T.
+        outputs: N.
+        inputs: K.
+        fuses_lora: whether the GEMM also adds a LoRA adapter, which Humming's kernel cannot do.
+
+    Returns:
+        None if this kernel cannot run the GEMM or if, without an adapter, Humming's kernel is faster.
     """
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
         return None
@@ -104,9 +111,9 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """What the GEMM leaves to ``lora_hopper.shrink``.
+    """Predict which SMs the GEMM leaves idle for ``lora_hopper.shrink``, and how long.
 
-    Where SMs run several thread blocks one after another, those that end early count as spare from the start.
+    If SMs run several thread blocks one after another, SMs that finish early are counted as idle from the start.
     """
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
@@ -122,11 +129,11 @@ def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) ->
 
 
 def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Candidates: every number of splits, and unsplit thread blocks of unequal width that fill whole waves."""
+    """Yield the candidates: every number of splits, and unsplit thread blocks of two widths that fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
-    for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS):  # all, and all but those of one cluster of ``shrink``
+    for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS):  # the latter leaves SMs to one cluster of ``shrink``
         for waves in range(1, MOST_WAVES + 1):
             if fewest < (blocks := waves * sms // token_tiles) <= most:
                 yield Schedule(variant, 1, blocks)
@@ -142,7 +149,10 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> int:
-    """The most tiles that one of so many SMs computes in turn; an SM takes the next thread block when one ends."""
+    """Return the largest number of tiles that one of ``sms`` SMs computes one after another.
+
+    An SM takes the next thread block when its last one has ended.
+    """
     wide = schedule.wide(outputs)
     widths = [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
     ends = [0] * sms
@@ -152,14 +162,18 @@ def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int)
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Seconds of an SM for one tile of a thread block, over the block's share of the inputs."""
+    """Predict the seconds that an SM needs for one tile of a thread block over the thread block's part of K."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
     return k_blocks * costs.K_BLOCK_CYCLES[tokens] * (costs.TWO_TILES if tiles == 2 else 1) / costs.CLOCK_HZ
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predicted time of the GEMM on the GPU that ``costs`` describes; infinite for splits that were never faster."""
+    """Predict the GEMM's time in seconds on the GPU that ``costs`` describes.
+
+    It is infinite for schedules that were never the fastest: K split over more than one wave of clusters, or into more
+    parts than it has pipeline stages.
+    """
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -173,7 +187,7 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
-    """The instance of the template in `nvfp4_batch.cu` for these parameters."""
+    """Return the instance of the template in `nvfp4_batch.cu` for a variant."""
     name = "nvfp4_batch_" + "_".join(map(str, variant))
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
@@ -188,7 +202,10 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
 
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
-    """Every kernel that a linear of this shape may need; a batch has the schedule of the next full token tiles."""
+    """List every kernel that a linear of this shape may need.
+
+    A number of tokens has the same schedule as the next larger one that fills its token tiles.
+    """
     schedules = (
         choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in FULL_TILES for fuses in (False, True)
     )
@@ -220,7 +237,8 @@ def batch_linear(
     (tokens, tiles), splits, blocks = schedule
     y = x.new_empty(num_tokens, outputs) if out is None else out
     k_blocks, all_tiles = inputs // K_BLOCK, outputs // TILE
-    # x: rows of 128 bytes, swizzled as wgmma reads them. Per tile and k-block: 512 bytes of weights, 64 of scales.
+    # x is copied in rows of 128 bytes, swizzled as wgmma expects them. Weights and scales have 512 and 64 bytes per
+    # tile and k-block.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
     weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
     scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)
@@ -244,10 +262,18 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor. Sizes and box count elements (bf16, or of 8 bytes), strides bytes.
+    """Build a TMA descriptor of a 3-D tensor.
+
+    Args:
+        address: address of the tensor, a multiple of 16.
+        sizes: elements per dimension, the contiguous one first.
+        strides: bytes between elements of the second and of the third dimension.
+        box: elements per dimension of one copy.
+        swizzled_bf16: elements are bf16, with the 128-byte swizzle in shared memory; otherwise 8 bytes each,
+            unswizzled.
 
     Raises:
-        RuntimeError: the driver refuses it, for instance because the address is not a multiple of 16.
+        RuntimeError: the driver refuses the descriptor, for instance because the address is not a multiple of 16.
     """
     driver: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

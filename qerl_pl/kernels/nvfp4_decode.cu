@@ -1,13 +1,14 @@
 // GEMM y = x W^T of bf16 inputs and NVFP4 weights for few tokens on Hopper. nvfp4_decode.py documents the arguments.
 //
-// Names: a k-block is 16 inputs; a fragment is 16 outputs of a k-block, what one warp contributes to a wgmma; a tile is
-// 64 outputs. A thread block computes 256 outputs: each of the four warps of a warpgroup has a tile, and warpgroups
-// share the k-blocks. wgmma number j takes the j-th fragment of each warp's tile from registers and the tokens from
-// shared memory. Thread blocks that share 256 outputs, and split the inputs, form a cluster, which adds its sums up in
-// shared memory.
+// Names: a k-block is 16 inputs; a fragment is the weights of 16 outputs of a k-block, which one warp supplies to a
+// wgmma; a tile is 64 outputs. A thread block computes 256 outputs: each of the four warps of a warpgroup has one tile,
+// and the warpgroups have different k-blocks. The j-th wgmma takes the j-th fragment of each warp's tile from registers
+// and the tokens from shared memory. The thread blocks that compute the same 256 outputs over different parts of the
+// inputs form a cluster, which adds up its sums in shared memory.
 
 // Shared memory: STAGES times [x: boxes of 64 inputs, [TOKENS][128 bytes]; per warp K_BLOCKS x 512 bytes of weights and
-// 64 of scales], then for each warp K_BLOCKS x 128 bytes of bf16 scales. At the end the sums take the place of all.
+// K_BLOCKS x 64 bytes of scales], then for each warp K_BLOCKS x 128 bytes of bf16 scales. At the end the sums overwrite
+// all.
 template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
                            const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Adapter adapter) {
@@ -31,7 +32,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; j++) sums[i][j] = 0.f;
 
-  // x: a thread copies 16 bytes of rows ``row``, ``row + ROWS``, ...; 16-byte chunks are swizzled as wgmma reads them
+  // A thread copies 16 bytes of rows ``row``, ``row + ROWS``, ... of x; 16-byte chunks are swizzled as wgmma expects.
   constexpr int CHUNKS = STAGE_K_BLOCKS * 2, ROWS = THREADS / CHUNKS, COPIES = (TOKENS + ROWS - 1) / ROWS;
   static_assert(THREADS % CHUNKS == 0 && ROWS % 8 == 0, "");
   const int row = thread / CHUNKS, chunk = thread % CHUNKS;
@@ -39,14 +40,15 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const char *x_from = (const char *)(x + (size_t)row * K + ((size_t)first * STAGE_K_BLOCKS * 16 + chunk * 8));
   const u32 x_rows = (u32)ROWS * K * 2;
 
-  // weights: of each stage a warp has K_BLOCKS k-blocks from group * K_BLOCKS on; a lane copies what it reads itself.
-  // Addresses are odd multiples of half a k-block from ``weight_from``, so that each takes one instruction.
+  // Of each stage, a warp multiplies K_BLOCKS k-blocks from group * K_BLOCKS on; each lane copies the weights that it
+  // reads. The addresses are odd multiples of half a k-block from ``weight_from``, so that one instruction computes
+  // each.
   const u32 half_k_block = (u32)tiles * 256;
   const size_t k_block = (size_t)first * STAGE_K_BLOCKS + group * K_BLOCKS;
   const char *weight_from = (const char *)(weight + (k_block * tiles + tile) * 32 + lane) - (size_t)3 * half_k_block;
   const char *scale_from = (const char *)(scale + ((k_block + (lane >> 2)) * tiles + tile) * 4 + (lane & 3));
   u32 weight_at = memory + X_BYTES + warp * WARP_BYTES + lane * 16;
-  u32 scale_at = memory + X_BYTES + warp * WARP_BYTES + K_BLOCKS * 512 + lane * 8;  // as this lane reads it
+  u32 scale_at = memory + X_BYTES + warp * WARP_BYTES + K_BLOCKS * 512 + lane * 8;  // where this lane reads scales
   u32 bf16_to = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + lane * 16;
   u32 bf16_from = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + (lane >> 2) * 16;
   keep(x_to), keep(weight_at), keep(scale_at), keep(bf16_to), keep(bf16_from);
@@ -58,7 +60,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
         *(uint4 *)((char *)shared + (x_to - memory) + stage * STAGE + i * ROWS * 128) = make_uint4(0, 0, 0, 0);
   make_visible_to_wgmma();
 
-  auto copy_stage = [&](int stage, u32 base) {  // to the slot at ``base``; also advances the pointers by a stage
+  auto copy_stage = [&](int stage, u32 base) {  // copies to the slot at ``base`` and advances the pointers
     if (stage < last) {
       if (STAGE_K_BLOCKS <= 8 || (stage + 1) * STAGE_K_BLOCKS <= k_blocks) {  // K is a multiple of 8 k-blocks
 #pragma unroll
@@ -69,7 +71,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
         for (int i = 0; i < K_BLOCKS; i++)
           copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
         if (K_BLOCKS == 8 || lane < 4 * K_BLOCKS) copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
-      } else {  // past K, x is zero; the weights keep their old bits, and any bits are a finite number
+      } else {  // past K, x is zero; weights keep old bits, which always decode to finite numbers
         const int left = k_blocks - stage * STAGE_K_BLOCKS;
         const bool inside = chunk < left * 2;
 #pragma unroll
@@ -97,7 +99,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
   const u32 x_low = (((memory + group * (K_BLOCKS / 4) * X_TILE_BYTES) & 0x3FFFFu) >> 4) | (1u << 16);
   const u32 x_high = (1024u >> 4) | (1u << 30);
-  u32 fragments[2][4][4];  // of two k-blocks: one is dequantised while the other is multiplied
+  u32 fragments[2][4][4];  // of two k-blocks; one is dequantised while the other is multiplied
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -150,7 +152,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     }
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
-  let_next_kernel_start();  // it waits until this kernel has ended before it reads y
+  let_next_kernel_start();  // the next kernel waits until this one has ended before it reads y
   const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);
@@ -165,7 +167,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   if (adapter.hidden && group == 0)
     add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, 0, tokens, splits);
 
-  // [TOKENS][260] sums: added over the warpgroups in their order, then over the cluster's blocks in theirs
+  // The sums, [TOKENS][260], are added over the warpgroups in order, then over the cluster's thread blocks in order.
   constexpr int PITCH = 260;
   float *block_sums = (float *)shared;
   for (int turn = 0; turn < GROUPS; turn++) {

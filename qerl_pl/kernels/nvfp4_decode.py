@@ -1,12 +1,14 @@
-"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for few tokens on Hopper: most of the time of a decoding step.
+"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 64 tokens on Hopper, for decoding small batches.
 
-With so few tokens, reading the weights should bound the time; but converting four-bit weights to bf16 takes more
-instructions than the SM can issue meanwhile. The CUDA source (`nvfp4_decode.cu`) therefore spends few: one
-multiplication moves the bits of two weights to their places in bf16, each scale is converted by one lane only, and
-each ``wgmma`` takes 64 outputs from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
+These GEMMs take most of the time of a decoding step. With so few tokens, the bandwidth of reading the weights should
+bound their time, but a straightforward conversion of 4-bit weights to bf16 takes more instructions than an SM issues in
+that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: one integer multiplication moves the
+bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` takes the
+weights of 64 outputs from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
 
-Weights keep the layout of humming-kernels 0.1.17, whose kernels serve the prompts; ``fragments`` defines it.
-`nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview. Letters: T tokens, K inputs, N outputs.
+Weights have the layout of humming-kernels 0.1.17, whose kernels compute the prompts (prefill); ``fragments`` defines
+it. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview. Letters: T tokens, K inputs, N
+outputs.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
-FEW_TOKENS, MOST_TOKENS = 32, 64  # served for every linear; only for linears that fill the GPU well
-BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs of a thread block; inputs of one wgmma, which share a scale
+FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for any linear, and for linears that fill the GPU
+BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma, which is also the block of a scale
 MOST_SPLITS = 8  # thread blocks of a portable cluster
 
 
@@ -28,15 +30,15 @@ class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
     tokens: int
-    """Most tokens: 8, 16, 32 or 64."""
+    """Largest number of tokens: 8, 16, 32 or 64."""
     groups: int
-    """Warpgroups of a thread block; they share the inputs of a pipeline stage."""
+    """Warpgroups per thread block; each multiplies a part of the inputs of a pipeline stage."""
     k_blocks: int
-    """K-blocks of 16 inputs that a warp has of each stage: 4 or 8."""
+    """K-blocks of 16 inputs that a warp multiplies per pipeline stage: 4 or 8."""
     stages: int
     """Pipeline stages in shared memory."""
     blocks: int
-    """Thread blocks resident on an SM; the compiler limits registers accordingly."""
+    """Thread blocks that run on an SM at the same time; the compiler limits the registers accordingly."""
 
     @property
     def threads(self) -> int:
@@ -44,18 +46,18 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a thread block, in bytes."""
+        """Bytes of shared memory per thread block."""
         warps = 4 * self.groups
         stage = self.tokens * 32 * self.k_blocks * self.groups + warps * self.k_blocks * 576
         return max(self.stages * stage + warps * self.k_blocks * 128, self.tokens * 260 * 4)
 
 
 class Schedule(NamedTuple):
-    """A kernel, and how finely K is split."""
+    """Kernel variant of a GEMM, and the number of parts of K."""
 
     variant: Variant
     splits: int
-    """Thread blocks that share the inputs of the same 256 outputs: one cluster."""
+    """Parts of K. The thread blocks that compute these parts for the same 256 outputs form a cluster."""
 
 
 MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4), Variant(64, 1, 8, 2, 2)]
@@ -63,7 +65,7 @@ FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4,
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """The schedule for a GEMM; None where this kernel cannot run it or another kernel is faster."""
+    """Choose the schedule of a GEMM; None if this kernel cannot run it or another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % BLOCK_OUTPUTS or inputs % (8 * K_BLOCK):
         return None
     blocks = outputs // BLOCK_OUTPUTS
@@ -72,7 +74,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
     if variant is None:
         return None
     if not wide:
-        # One thread block on an SM, and whole clusters within each GPC.
+        # Take the most splits with which all clusters run at once, with one thread block per SM. A cluster has to lie
+        # within one GPC.
         fitting = (s for s in range(MOST_SPLITS, 0, -1) if costs.GPCS * (costs.SMS_OF_GPC // s) >= blocks)
         splits = next(fitting)
     elif num_tokens <= FEW_TOKENS:
@@ -87,7 +90,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
-    """The instance of the template in `nvfp4_decode.cu` for these parameters."""
+    """Return the instance of the template in `nvfp4_decode.cu` for a variant."""
     name, parameters = "nvfp4_decode_" + "_".join(map(str, variant)), ", ".join(map(str, variant[:-1]))
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
@@ -100,8 +103,8 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
-    """Every kernel that a linear of this shape may need, over all numbers of tokens."""
-    counts = [variant.tokens for variant in MANY_BLOCKS]  # FEW_BLOCKS has no others
+    """List every kernel that a linear of this shape may need, over all numbers of tokens."""
+    counts = [variant.tokens for variant in MANY_BLOCKS]  # they include all token counts of FEW_BLOCKS
     schedules = (choose_schedule(most, outputs, inputs) for most in counts)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
 
@@ -121,12 +124,13 @@ def decode_linear(
     Args:
         x: [T, K] bf16.
         weight: [K / 16, 2 N] int32, in the order of ``fragments``.
-        scales: [K / 16, N] e4m3, in the order of ``fragments``; none is negative.
-        global_scale: [1] fp32 multiplier of the whole tensor.
+        scales: [K / 16, N] e4m3, not negative, in the order of ``fragments``.
+        global_scale: [1] fp32, factor of all weights.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         schedule: from ``choose_schedule``.
-        out: [T, N] bf16, contiguous, to write to; None allocates it.
-        update: the adapter. Its ``shrink`` must be the kernel launched last, and x complete before that one started.
+        out: [T, N] bf16, contiguous, to write the result to; None allocates it.
+        update: the adapter, or None. ``lora_hopper.shrink``, which computed its h, must be the previous kernel of the
+            stream, and x must have been complete before it started.
 
     Returns:
         [T, N] bf16.
@@ -149,22 +153,33 @@ def decode_linear(
 
 
 def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
-    """[T, N] fp32 by the definition, for tests: weight [N, K] holds e2m1 values, scales is [N, K / 16]."""
+    """Compute the GEMM in fp32: the definition that tests compare the kernels with.
+
+    Args:
+        x: [T, K].
+        weight: [N, K], e2m1 values as floating-point numbers.
+        scales: [N, K / 16].
+        global_scale: [1].
+
+    Returns:
+        [T, N] fp32.
+    """
     return x.float() @ (weight.float() * scales.float().repeat_interleave(K_BLOCK, 1)).T * global_scale
 
 
 def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Reorder codes and scales so that what one lane needs of 64 outputs x 16 inputs is contiguous (16 bytes).
+    """Reorder codes and scales so that the 16 bytes of codes that a lane needs of 64 outputs x 16 inputs are
+    contiguous.
 
     Args:
         codes: [N, K] uint8, one e2m1 code of four bits each.
         scales: [N, K / 16] e4m3.
 
     Returns:
-        [K / 16, 2 N] int32 and [K / 16, N] e4m3. A lane has four words, one for each 16 outputs. With g = lane // 4 and
-        c = lane % 4, the nibbles of a word, lowest first, are (output g, input 2c), (g, 2c + 8), (g + 8, 2c),
-        (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. Of the scales of 64 outputs, that of output
-        8 j + g is at 8 g + j.
+        Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words, one per 16 outputs. With
+        g = lane // 4 and c = lane % 4, the nibbles of a word, lowest first, are (output g, input 2c), (g, 2c + 8),
+        (g + 8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. Within the scales of 64
+        outputs, the scale of output 8 j + g is at position 8 g + j.
     """
     outputs, inputs = codes.shape
     parts = codes.view(
@@ -172,11 +187,11 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     )  # [64s, word, half, g, k-block, upper, c, odd]
     order = parts.permute(4, 0, 3, 6, 1, 7, 2, 5).reshape(inputs // K_BLOCK, -1, 8).long()
     words = (order << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
-    packed = (words - (words >> 31 << 32)).int()  # as int32, whose highest bit is the sign
+    packed = (words - (words >> 31 << 32)).int()  # the same 32 bits as a signed int32
     grouped = scales.view(torch.uint8).view(outputs // 64, 8, 8, -1).permute(3, 0, 2, 1)
     return packed, grouped.reshape(-1, outputs).contiguous().view(scales.dtype)
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as Humming does: within each 32 outputs, first those with n % 8 in (0, 1), then (2, 3), ..."""
+    """Reorder a bias [N] as Humming does: of each 32 outputs first the ones with n % 8 in (0, 1), then (2, 3), ..."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

@@ -1,7 +1,8 @@
-"""Triton kernels over rows of logits; ``qerl_pl.policy.logprobs`` holds their definitions in plain torch.
+"""Triton kernels for log-softmax statistics of logits [R, V] and their gradient, each in one pass over the logits.
 
-One pass over [R, V] each: the statistics read the logits once and write [R], the gradient reads them once and writes
-the dtype that the next matrix product takes. R rows, V vocabulary.
+``statistics`` reads the logits once and writes [R] values; ``logit_gradient`` reads them once and writes the gradient
+in the dtype of the next matrix product. ``qerl_pl.policy.logprobs`` defines both in plain PyTorch. Letters: R rows, V
+vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -19,15 +20,16 @@ BLOCK = 4096
 def statistics(
     logits: Tensor, targets: Tensor, temperature: float, *, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets, entropy and log-partition of softmax(logits / temperature).
+    """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature).
 
     Args:
         logits: [R, V] fp32, contiguous.
         targets: [R] int64 in [0, V).
-        block: columns that a program holds at a time, a power of 2.
+        temperature: positive divisor of the logits.
+        block: logits that a program holds at a time, a power of 2.
 
     Returns:
-        Three [R] fp32, nats.
+        Log-probabilities, entropies and log-partition functions: [R] fp32 each, in nats.
     """
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
@@ -57,20 +59,20 @@ def logit_gradient(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """Gradient with respect to the logits of what arrives at the log-probabilities and, if given, the entropies.
+    """Compute the gradient with respect to the logits from the gradients of log-probabilities and entropies.
 
     Args:
         logits: [R, V] fp32, contiguous.
         targets: [R] int64 in [0, V).
         entropy: [R] from ``statistics``.
         log_partition: [R] from ``statistics``.
-        d_logprobs: [R] fp32.
-        d_entropy: [R] fp32.
-        dtype: of the result.
-        block: columns that a program holds at a time, a power of 2.
+        d_logprobs: [R] fp32, gradient of the loss with respect to the log-probabilities.
+        d_entropy: [R] fp32, gradient of the loss with respect to the entropies; None counts as zero.
+        dtype: dtype of the result.
+        block: logits that a program holds at a time, a power of 2.
 
     Returns:
-        [R, V].
+        [R, V] of ``dtype``.
     """
     assert logits.is_contiguous(), logits.stride()
     out = torch.empty_like(logits, dtype=dtype)
@@ -92,7 +94,8 @@ def logit_gradient(
 
 @triton.jit
 def _merge(highest, total, moment, highest2, total2, moment2):
-    """Two partial softmaxes into one: the highest logit, the sum of e = exp(z - highest), that of e (z - highest)."""
+    """Merge two partial softmaxes, each given by its highest logit, the sum of e = exp(z - highest) and the sum of
+    e (z - highest)."""
     top = tl.maximum(highest, highest2)
     drop, drop2 = highest - top, highest2 - top
     scale, scale2 = tl.exp(drop), tl.exp(drop2)
@@ -103,7 +106,8 @@ def _merge(highest, total, moment, highest2, total2, moment2):
 @triton.jit
 def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, inverse_temperature, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    # One running softmax a lane; the lanes meet once, after the loop. Not -inf: the difference of two would be nan.
+    # Each lane accumulates a softmax of its own; they are merged once, after the loop. The start is -1e30 and not -inf,
+    # because the difference of two infinities would be nan.
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.full([BLOCK], 0.0, tl.float32)
     moment = tl.full([BLOCK], 0.0, tl.float32)

@@ -1,8 +1,8 @@
-"""Log-probability and rank of one token a row of logits, for few rows: the vocabulary is split over programs.
+"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], made for few rows.
 
-A decoding step has as many rows as sequences, often fewer than a GPU has multiprocessors, so one program a row would
-read its logits all alone, block after block. Here each program reads one block, and a second kernel merges the blocks.
-T rows, V vocabulary.
+A decoding step has one row per sequence, often fewer rows than the GPU has SMs, so with one program per row most SMs
+would be idle. Here each program reads one block of the vocabulary of one row, and a second kernel merges the blocks.
+Letters: T rows, V vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -18,15 +18,15 @@ BLOCK = 4096
 
 
 def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Log-probability of a token under softmax(logits), and how many tokens have a logit at least as high.
+    """Compute a token's log-probability under softmax(logits), and its rank: how many logits are at least as high.
 
     Args:
-        logits: [T, V] of any float dtype, rows of stride-1 columns; -inf is a token that cannot be sampled.
+        logits: [T, V] of any float dtype, with stride 1 along V; -inf marks a token that cannot be sampled.
         tokens: [T] int64 in [0, V).
-        block: columns of a program, a power of 2.
+        block: logits per program, a power of 2.
 
     Returns:
-        [T] fp32 in nats and [T] int64, 1 for the most likely token.
+        Log-probabilities, [T] fp32 in nats, and ranks, [T] int64, 1 for the most likely token.
     """
     assert logits.stride(1) == 1, logits.stride()
     rows, vocabulary = logits.shape
@@ -55,7 +55,11 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
 
 
 def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] fp64 and [T] int64: the definition that the kernels are held to, on any device."""
+    """Compute ``token_scores`` in plain PyTorch: the definition that tests compare the kernels with.
+
+    Returns:
+        Log-probabilities, [T] fp64 in nats, and ranks, [T] int64.
+    """
     picked = tokens[:, None]
     logprobs = logits.double().log_softmax(-1).gather(1, picked)[:, 0]
     return logprobs, (logits >= logits.gather(1, picked)).sum(1)
@@ -63,7 +67,7 @@ def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
 
 @triton.jit
 def _max(values):
-    return tl.reduce(values, 0, tl.standard._elementwise_max)  # tl.max itself may not be interpreted
+    return tl.reduce(values, 0, tl.standard._elementwise_max)  # not every version of Triton's interpreter has tl.max
 
 
 @triton.jit
@@ -73,14 +77,15 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Of one block: the highest logit, the sum of exp(z - highest), the number of logits that are at least x."""
+    """Write three numbers per block: the highest logit z, the sum of exp(z - highest), and how many z are at least x,
+    the token's logit."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V
     x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
     z = tl.load(logits + row * stride + col, mask=inside, other=float("-inf")).to(tl.float32)
     highest = _max(z)
-    base = tl.where(highest == float("-inf"), 0.0, highest)  # a block without a possible token has the sum 0
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # sum 0, not nan, if all are -inf
     place = partials + row * tl.num_programs(1) + tl.program_id(1)
     tl.store(place, highest)
     tl.store(place + plane, _sum(tl.exp(z - base)))
