@@ -16,6 +16,7 @@ TRAINING = {
 }
 COMMANDS = {
     "tiny": "make a small warm-started policy for the quickstart and for tests",
+    "pretrain": "make a policy from scratch on generated word problems, and measure it",
     "problems": "write generated word problems as JSON Lines",
     "quantize": "write a 4-bit copy of a checkpoint",
     "plan": "say how much GPU memory a run will take, and what to change if it does not fit",

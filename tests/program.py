@@ -20,6 +20,7 @@ class Program:
         arguments: of the command line.
         environment: all variables of the process; None: those of this one.
         before: called in the process first.
+        script: what is run: "train.py", or "qerl_pl" for its other commands.
     """
 
     def __init__(
@@ -28,13 +29,14 @@ class Program:
         *,
         environment: Mapping[str, str] | None = None,
         before: Callable[[], None] | None = None,
+        script: str = "train.py",
     ) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["tests.imports"])
         with NamedTemporaryFile(prefix="program-", suffix=".log", delete=False) as output:
             self._output = Path(output.name)
         variables = dict(os.environ if environment is None else environment)
-        self._process = context.Process(target=_run, args=(arguments, variables, before, str(self._output)))
+        self._process = context.Process(target=_run, args=(script, arguments, variables, before, str(self._output)))
         self._process.start()
 
     @property
@@ -64,14 +66,19 @@ class Program:
         return text, None
 
 
-def _run(arguments: list[str], variables: dict[str, str], before: Callable[[], None] | None, output: str) -> None:
+def _run(
+    script: str, arguments: list[str], variables: dict[str, str], before: Callable[[], None] | None, output: str
+) -> None:
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
-    sys.argv = ["train.py", *arguments]
+    sys.argv = [script, *arguments]
     if before is not None:
         before()
-    runpy.run_path("train.py", run_name="__main__")
+    if script.endswith(".py"):
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.base.folder import check_base
 from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer
-from qerl_pl.tools.tiny import CHAT_TEMPLATE, VOCAB_SIZE, make_tiny, make_tokenizer
+from qerl_pl.pretraining.policy import CHAT_TEMPLATE
+from qerl_pl.tools.tiny import VOCAB_SIZE, make_tiny, make_tokenizer
 
 CONFIG = {"vocab_size": VOCAB_SIZE}
 

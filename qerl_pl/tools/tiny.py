@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import random
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl_pl.common.files import allow_reading
 from qerl_pl.common.seeding import derive_seed
+from qerl_pl.pretraining import policy
+from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
 
 SFT_STEPS = 900  # at 450 the habit is there and the skill is not firm: RL stops at 0.77 on one seed in three
@@ -44,13 +43,7 @@ VOCAB_SIZE = 272  # 256 bytes, 3 control tokens and 4 tags, padded to a multiple
 NUM_THREADS = 2  # more do not help a model of this size
 RECORD = "tiny.json"
 
-END, PAD = "<|im_end|>", "<|endoftext|>"
 END_ID, PAD_ID = 256, 257  # the bytes come first
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,11 +86,7 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
         ValueError: the folder is not empty, or the trained policy lacks the skill or the habit.
     """
     output, started = Path(output), time.perf_counter()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
-    partial = _partial(output)  # made and removed: a place that cannot be written is known before the training
-    partial.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial)
+    check_place(output)
     tokenizer = make_tokenizer()
     model = random_model(tokenizer, seed=seed)
     fine_tune(model, tokenizer, seed=seed, steps=sft_steps)
@@ -106,39 +95,25 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
         record = measure(model, tokenizer, seed=seed)
         check(record)
     record["seconds"] = time.perf_counter() - started
-    _write(output, model, tokenizer, {"settings": _settings(seed, sft_steps), "measured": record})
+    text = json.dumps({"settings": _settings(seed, sft_steps), "measured": record}, indent=2) + "\n"
+    write_policy(output, model, tokenizer, {RECORD: text})
     return record
 
 
 def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
     """Whether a folder holds a finished policy of these settings."""
     record = output / RECORD
-    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    if not record.is_file() or not all((output / name).is_file() for name in files):
+    if not record.is_file() or not all((output / name).is_file() for name in FILES):
         return False
     return json.loads(record.read_text())["settings"] == _settings(seed, sft_steps)
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a byte of the text in normal form C. The tags are added tokens but not special: decoding keeps them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # AutoTokenizer takes this class for every Qwen2 model, whatever the folder says: no other survives the round trip.
-    tokenizer = Qwen2Tokenizer(
-        vocab={char: token for token, char in enumerate(alphabet)},
-        merges=[],
-        eos_token=END,
-        pad_token=PAD,
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
-    )
-    for tag in TAGS:
-        tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
-    return tokenizer
-
-
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     """The architecture with random fp32 weights."""
-    config = Qwen2Config(
+    return policy.random_model(
+        tokenizer,
+        seed=seed,
+        purpose="tiny/weights",
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
@@ -146,16 +121,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,  # tokens; the longest GSM8K question has 991 bytes
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
     )
-    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights from the global stream
-        torch.default_generator.manual_seed(derive_seed(seed, "tiny/weights"))
-        model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID)
-    return model
 
 
 def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, steps: int) -> None:
@@ -257,20 +223,3 @@ def _settings(seed: int, sft_steps: int) -> dict[str, float]:
         "warmup_steps": WARMUP_STEPS,
         "slip": SLIP,
     }
-
-
-def _partial(output: Path) -> Path:
-    return output.with_name(f".{output.name}.partial")
-
-
-def _write(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, record: dict[str, object]) -> None:
-    """Write beside the target, then rename: the folder appears finished or not at all."""
-    partial = _partial(output)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for path in partial.iterdir():
-        allow_reading(path)
-    (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(output)

@@ -1,0 +1,1 @@
+"""Small policies made from scratch: tokenizer, weights, supervised training on generated problems, measurement."""

@@ -1,0 +1,110 @@
+"""Batches of word problems with worked solutions: batch i is a function of the seed and i."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import Qwen2Tokenizer
+
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.pretraining.policy import END
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, draw_problem
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts with their solutions, some of a batch."""
+
+    tokens: Tensor
+    """[B, S] int64, padded on the right."""
+    mask: Tensor
+    """[B, S] bool, True on the solution's tokens, end token included."""
+
+
+class Batches(Dataset[list[Rows]]):
+    """What every optimizer step trains on: fresh problems of structures that neither validate nor are for reach.
+
+    Args:
+        tokenizer: of the policy.
+        seed: of the problems.
+        num_steps: how many batches there are.
+        batch_size: problems in each.
+        operations: fewest and most operations of most problems; each number is equally likely.
+        rare: probability that a problem has more operations than that; each number is equally likely.
+        micro_batch_tokens: most tokens of ``Rows``, padding included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Qwen2Tokenizer,
+        *,
+        seed: int,
+        num_steps: int,
+        batch_size: int,
+        operations: tuple[int, int],
+        rare: float,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.num_steps = num_steps
+        self.batch_size = batch_size
+        self.operations = operations
+        self.rare = rare
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __getitem__(self, index: int) -> list[Rows]:
+        if not 0 <= index < self.num_steps:
+            raise IndexError(index)
+        rng = random.Random(derive_seed(self.seed, "pretrain/batch", index))
+        problems = [
+            draw_problem(rng, num_operations=self._num_operations(rng), split="train") for _ in range(self.batch_size)
+        ]
+        return rows_of(self.tokenizer, problems, micro_batch_tokens=self.micro_batch_tokens)
+
+    def _num_operations(self, rng: random.Random) -> int:
+        fewest, most = self.operations
+        if most < MAX_OPERATIONS and rng.random() < self.rare:
+            return rng.randint(most + 1, MAX_OPERATIONS)
+        return rng.randint(fewest, most)
+
+
+def pad_token(tokenizer: Qwen2Tokenizer) -> int:
+    """The padding token's number."""
+    token = tokenizer.pad_token_id
+    assert isinstance(token, int)
+    return token
+
+
+def prompts_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem]) -> list[list[int]]:
+    """Tokens of the chat prompts, generation header included."""
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    texts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
+    return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def rows_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], *, micro_batch_tokens: int) -> list[Rows]:
+    """Prompts with solutions, those of similar length together, so that little is padding."""
+    heads = prompts_of(tokenizer, problems)
+    tails = tokenizer([problem.solution + END for problem in problems], add_special_tokens=False).input_ids
+    pairs = sorted(zip(heads, tails, strict=True), key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
+    found: list[Rows] = []
+    while pairs:
+        width = len(pairs[0][0]) + len(pairs[0][1])
+        some = pairs[: max(1, micro_batch_tokens // width)]
+        pairs = pairs[len(some) :]
+        tokens = torch.full((len(some), width), pad_token(tokenizer))
+        mask = torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, (head, tail) in enumerate(some):
+            tokens[row, : len(head) + len(tail)] = torch.tensor(head + tail)
+            mask[row, len(head) : len(head) + len(tail)] = True
+        found.append(Rows(tokens, mask))
+    return found

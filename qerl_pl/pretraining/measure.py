@@ -1,0 +1,203 @@
+"""What a new policy can do: pass@k by the number of operations, the set that RL should train on, and the reach set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.evaluation.pass_at_k import pass_at_k
+from qerl_pl.pretraining.batches import pad_token, prompts_of
+from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, MIN_OPERATIONS, WordProblem, draw_problems
+
+PASS_AT_1 = (0.05, 0.20)
+MIN_PASS_AT_N = 0.5
+TOKENS_PER_OPERATION = 28  # of a worked solution; a line of large numbers has about 24
+
+
+class Measured(NamedTuple):
+    """Problems of one number of operations."""
+
+    num_operations: int
+    pass_at_1: float
+    pass_at_n: float
+
+
+class Range(NamedTuple):
+    """Problems of several numbers of operations, equally many of each."""
+
+    operations: tuple[int, int]
+    pass_at_1: float
+    pass_at_n: float
+
+    @property
+    def has_room(self) -> bool:
+        """Whether reinforcement learning has rewards to learn from, and much left to learn."""
+        return PASS_AT_1[0] <= self.pass_at_1 <= PASS_AT_1[1] and self.pass_at_n > MIN_PASS_AT_N
+
+
+@torch.no_grad()
+def count_right(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    problems: Sequence[WordProblem],
+    *,
+    num_samples: int,
+    seed: int,
+    batch_rows: int,
+    description: str,
+) -> Tensor:
+    """Sample every problem at temperature 1 and count right answers: [P] int64.
+
+    Args:
+        model: on the device that it samples on, in the dtype that it samples in.
+        tokenizer: of the model.
+        problems: P of them.
+        num_samples: completions of each.
+        seed: of the draws; equal arguments give equal counts on a CPU.
+        batch_rows: completions sampled at once.
+        description: of the progress bar.
+    """
+    rows = sorted(
+        (place for place in range(len(problems)) for _ in range(num_samples)),
+        key=lambda place: problems[place].num_operations,
+    )
+    prompts, reward = prompts_of(tokenizer, problems), NumericAnswer()
+    right = torch.zeros(len(problems), dtype=torch.int64)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), tqdm(total=len(rows), desc=description, disable=None) as progress:
+        torch.manual_seed(derive_seed(seed, "pretrain/samples"))
+        for start in range(0, len(rows), batch_rows):
+            batch = rows[start : start + batch_rows]
+            longest = max(problems[place].num_operations for place in batch)
+            texts = _sample(model, tokenizer, [prompts[place] for place in batch], TOKENS_PER_OPERATION * longest + 16)
+            verdicts = reward.judge(texts, [str(problems[place].answer) for place in batch])
+            for place, verdict in zip(batch, verdicts, strict=True):
+                right[place] += verdict.score == 1
+            progress.update(len(batch))
+    return right
+
+
+def _sample(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[str]:
+    width = max(map(len, prompts))
+    tokens = torch.full((len(prompts), width), pad_token(tokenizer))
+    real = torch.zeros(tokens.shape, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+        real[row, width - len(prompt) :] = 1
+    generator: Any = model  # the type of generate's self asks for attributes that no model declares
+    written = generator.generate(
+        tokens.to(model.device),
+        attention_mask=real.to(model.device),
+        max_new_tokens=max_tokens,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+    )
+    return tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+
+
+def measure(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    *,
+    seed: int,
+    num_problems: int,
+    num_samples: int,
+    batch_rows: int,
+    operations: Sequence[int] = range(MIN_OPERATIONS, MAX_OPERATIONS + 1),
+) -> list[Measured]:
+    """pass@1 and pass@n of problems of each number of operations, of structures that it was not trained on.
+
+    Args:
+        model, tokenizer: the policy.
+        seed: of problems and samples.
+        num_problems: of each number of operations.
+        num_samples: completions of each problem (n).
+        batch_rows: completions sampled at once.
+        operations: the numbers of operations.
+    """
+    drawn = [
+        draw_problems(
+            num_problems, seed=derive_seed(seed, "pretrain/measured", num), split="validation", operations=(num, num)
+        )
+        for num in operations
+    ]
+    right = count_right(
+        model,
+        tokenizer,
+        [problem for problems in drawn for problem in problems],
+        num_samples=num_samples,
+        seed=seed,
+        batch_rows=batch_rows,
+        description="sampling",
+    ).split(num_problems)
+    return [
+        Measured(
+            num,
+            pass_at_k(counts, num_samples, 1).mean().item(),
+            pass_at_k(counts, num_samples, num_samples).mean().item(),
+        )
+        for num, counts in zip(operations, right, strict=True)
+    ]
+
+
+def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:
+    """The mean over the numbers of operations from one to another."""
+    inside = [each for each in measured if operations[0] <= each.num_operations <= operations[1]]
+    return Range(
+        operations,
+        sum(each.pass_at_1 for each in inside) / len(inside),
+        sum(each.pass_at_n for each in inside) / len(inside),
+    )
+
+
+def with_room(measured: Sequence[Measured], *, most: int = 4) -> Range | None:
+    """The range, of at most so many numbers of operations, that has room; None where none has.
+
+    Of several the widest; of those the one whose pass@1 is nearest to the middle of what is wanted.
+    """
+    numbers = [each.num_operations for each in measured]
+    ranges = [over(measured, (low, high)) for low in numbers for high in range(low, min(low + most, numbers[-1] + 1))]
+    fitting = [each for each in ranges if each.has_room]
+    middle = sum(PASS_AT_1) / 2
+    return min(
+        fitting,
+        key=lambda each: (each.operations[0] - each.operations[1], abs(each.pass_at_1 - middle)),
+        default=None,
+    )
+
+
+def out_of_reach(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    *,
+    operations: tuple[int, int],
+    seed: int,
+    num_problems: int,
+    num_samples: int,
+    batch_rows: int,
+) -> list[WordProblem]:
+    """Problems of the reach set, of so many operations, that no sample solves; of ``num_problems`` that are tried."""
+    problems = draw_problems(
+        num_problems, seed=derive_seed(seed, "pretrain/reach"), split="reach", operations=operations
+    )
+    right = count_right(
+        model,
+        tokenizer,
+        problems,
+        num_samples=num_samples,
+        seed=derive_seed(seed, "pretrain/reach samples"),
+        batch_rows=batch_rows,
+        description="reach set",
+    )
+    return [problem for problem, count in zip(problems, right.tolist(), strict=True) if count == 0]

@@ -1,0 +1,121 @@
+"""Tokenizers and models of the policies that are made here, and the folder that they are written to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from qerl_pl.common.files import allow_reading
+from qerl_pl.common.seeding import derive_seed
+
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""What a finished folder holds, beside its record."""
+
+
+def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2Tokenizer:
+    """A byte-level tokenizer: any text can be encoded. The tags are added tokens, not special: decoding keeps them.
+
+    Args:
+        texts: what merges are learnt from; without any, a token is a byte of the text in normal form C.
+        vocab_size: most tokens before the control tokens and tags are added; few texts may need fewer.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab, merges = {char: token for token, char in enumerate(alphabet)}, []
+    if vocab_size > len(vocab):
+        vocab, merges = _learnt(texts, vocab_size)
+    # AutoTokenizer takes this class for every Qwen2 model, whatever the folder says: no other survives the round trip.
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,  # pyright: ignore[reportArgumentType] (pairs, whatever its annotation says)
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+    )
+    for tag in TAGS:
+        tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
+    return tokenizer
+
+
+def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Byte-pair vocabulary and merges within what Qwen2's tokenizer splits texts into."""
+    backend = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue] (its stub has no arguments)
+        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape: Any) -> Qwen2ForCausalLM:
+    """A Qwen2 model with random fp32 weights, a function of seed and purpose; the global streams are left alone.
+
+    Args:
+        tokenizer: its end and padding tokens become the model's.
+        seed: of the weights.
+        purpose: what for; different purposes give unrelated weights.
+        shape: fields of Qwen2Config.
+    """
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(tie_word_embeddings=False, bos_token_id=None, **ends, **shape)
+    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights from the global stream
+        torch.default_generator.manual_seed(derive_seed(seed, purpose))
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(**ends)
+    return model
+
+
+def partial_folder(output: Path) -> Path:
+    """Where a folder is written before it gets its name."""
+    return output.with_name(f".{output.name}.partial")
+
+
+def check_place(output: Path) -> None:
+    """Refuse a place that the finished folder could not be put in, before any work is done.
+
+    Raises:
+        ValueError: the folder is not empty.
+        OSError: it cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
+    partial = partial_folder(output)
+    partial.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial)
+
+
+def write_policy(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, texts: dict[str, str]) -> None:
+    """Write beside the target, then rename: the folder appears finished or not at all.
+
+    Args:
+        output: the folder.
+        model: in the dtype that is written.
+        tokenizer: of the model.
+        texts: further files by name.
+    """
+    partial = partial_folder(output)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for path in partial.iterdir():
+        allow_reading(path)
+    for name, text in texts.items():
+        (partial / name).write_text(text, encoding="utf-8")
+    partial.replace(output)

@@ -1,0 +1,200 @@
+"""python -m qerl_pl pretrain: a policy made from scratch on generated word problems, and what it can do.
+
+A Qwen2-architecture model with a small tokenizer of its own, in ordinary Hugging Face format, trained on problems with
+worked solutions (docs/word_problems.md). At the end it is sampled from: reinforcement learning has room where pass@1 is
+5 to 20 % and pass@64 above 50 %. The folder holds, beside the policy, pretrain.json (settings and measurements),
+task.yaml (a configuration with the problems that have room) and reach.jsonl (problems that no sample solved). A run
+that was interrupted goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings, new_policy, train
+from qerl_pl.pretraining.measure import (
+    MIN_PASS_AT_N,
+    PASS_AT_1,
+    TOKENS_PER_OPERATION,
+    Measured,
+    Range,
+    measure,
+    out_of_reach,
+    over,
+    with_room,
+)
+from qerl_pl.pretraining.policy import FILES, check_place, write_policy
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, check_operations
+from qerl_pl.tools.problems import record as line_of
+
+RECORD = "pretrain.json"
+MAX_PROMPT_TOKENS = 512
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, make the policy, say what it can do; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        settings = Settings(
+            seed=options.seed,
+            size=options.size,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            operations=tuple(options.operations),
+            rare=options.rare,
+            learning_rate=options.learning_rate or LEARNING_RATES[options.size],
+            warmup_steps=min(100, options.steps),
+            micro_batch_tokens=options.micro_batch_tokens,
+        )
+        check_operations(options.rl_operations)
+        for name in ("measure_problems", "reach_problems", "samples", "batch_rows"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
+        if is_made(options.output, settings):
+            print(f"{options.output} already holds this policy: nothing to do")
+            print(json.loads((options.output / RECORD).read_text())["verdict"])
+            return 0
+        check_place(options.output)
+        print(make(options, settings))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")
+    parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: 3000)")
+    parser.add_argument("--batch-size", type=int, default=512, help="problems per step (default: 512)")
+    parser.add_argument(
+        "--operations", type=int, nargs=2, default=(2, 9), metavar=("FEWEST", "MOST"), help="trained on (default: 2 9)"
+    )
+    parser.add_argument(
+        "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
+    )
+    parser.add_argument(
+        "--rl-operations",
+        type=int,
+        nargs=2,
+        default=(8, 12),
+        metavar=("FEWEST", "MOST"),
+        help="that RL is to train on, if they have room (default: 8 12)",
+    )
+    parser.add_argument("--learning-rate", type=float, help="default: by size")
+    parser.add_argument("--micro-batch-tokens", type=int, default=65536, help="of one forward pass (default: 65536)")
+    parser.add_argument("--measure-problems", type=int, default=64, help="per number of operations (default: 64)")
+    parser.add_argument("--reach-problems", type=int, default=512, help="tried for the reach set (default: 512)")
+    parser.add_argument("--samples", type=int, default=64, help="completions of each, n of pass@n (default: 64)")
+    parser.add_argument("--batch-rows", type=int, default=2048, help="completions sampled at once (default: 2048)")
+    parser.add_argument("--workers", type=int, help="processes that draw problems (default: by cores)")
+    parser.add_argument("--save-seconds", type=float, default=60.0, help="between two saves (default: 60)")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
+    return parser
+
+
+def make(options: argparse.Namespace, settings: Settings) -> str:
+    """Train, measure and write the folder; returns the verdict."""
+    started = time.perf_counter()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # problems are drawn in processes of their own
+    cores = len(os.sched_getaffinity(0))
+    workers = options.workers if options.workers is not None else min(12, cores - 1) if cores > 2 else 0
+    state = options.output.with_name(f".{options.output.name}.state") / "state.pt"
+    model, tokenizer = new_policy(settings)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{settings.size}: {num_parameters:,} parameters, {len(tokenizer)} tokens, on {device}", flush=True)
+    torch.nn.Module.to(model, device)  # transformers' own has no types
+    train(
+        model,
+        tokenizer,
+        settings,
+        state=state,
+        device=device,
+        num_workers=workers,
+        save_seconds=options.save_seconds,
+    )
+    trained = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.nn.Module.to(model, torch.bfloat16)
+    sampling = {"seed": settings.seed, "num_samples": options.samples, "batch_rows": options.batch_rows}
+    measured = measure(model, tokenizer, num_problems=options.measure_problems, **sampling)
+    wanted, found = over(measured, tuple(options.rl_operations)), with_room(measured)
+    chosen = wanted if wanted.has_room or found is None else found
+    reach_operations = (min(chosen.operations[1] + 1, MAX_OPERATIONS), MAX_OPERATIONS)
+    reach = out_of_reach(model, tokenizer, operations=reach_operations, num_problems=options.reach_problems, **sampling)
+    text = verdict(measured, wanted, chosen, options.samples)
+    text += f"\nreach set: {len(reach)} of {options.reach_problems} problems of {reach_operations[0]} to "
+    text += f"{reach_operations[1]} operations were solved 0 of {options.samples} times"
+    record = {
+        "settings": settings.as_json(),
+        "parameters": num_parameters,
+        "samples": options.samples,
+        "measured": [each._asdict() for each in measured],
+        "rl_operations": list(chosen.operations),
+        "has_room": chosen.has_room,
+        "reach": len(reach),
+        "seconds": {"training": trained, "all": time.perf_counter() - started},
+        "verdict": text,
+    }
+    files = {
+        RECORD: json.dumps(record, indent=2) + "\n",
+        "task.yaml": task(chosen, reach_operations),
+        "reach.jsonl": _lines(reach),
+    }
+    write_policy(options.output, model, tokenizer, files)
+    shutil.rmtree(state.parent)
+    return f"{text}\n{options.output}: made in {record['seconds']['all']:.0f} s, {trained:.0f} s of them training"
+
+
+def is_made(output: Path, settings: Settings) -> bool:
+    """Whether a folder holds a finished policy of these settings."""
+    record = output / RECORD
+    if not record.is_file() or not all((output / name).is_file() for name in FILES):
+        return False
+    return json.loads(record.read_text())["settings"] == settings.as_json()
+
+
+def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samples: int) -> str:
+    """The measurements as a table, and whether reinforcement learning has room."""
+    lines = [f"operations  pass@1  pass@{num_samples}"]
+    lines += [f"{each.num_operations:10}  {each.pass_at_1:6.1%}  {each.pass_at_n:6.1%}" for each in measured]
+    room = f"pass@1 of {PASS_AT_1[0]:.0%} to {PASS_AT_1[1]:.0%} and pass@{num_samples} above {MIN_PASS_AT_N:.0%}"
+    for each in (wanted,) if chosen.operations == wanted.operations else (wanted, chosen):
+        low, high = each.operations
+        lines.append(
+            f"{low} to {high} operations: pass@1 {each.pass_at_1:.1%}, pass@{num_samples} {each.pass_at_n:.1%}: "
+            f"{'inside' if each.has_room else 'OUTSIDE'} of {room}"
+        )
+    if not chosen.has_room:
+        lines.append("no range of operations has room: change --steps or --operations")
+    return "\n".join(lines)
+
+
+def task(chosen: Range, reach_operations: tuple[int, int]) -> str:
+    """A configuration of the problems that have room, to go behind configs/word_problems.yaml."""
+    problems = {"operations": list(chosen.operations), "reach_operations": list(reach_operations)}
+    config = {
+        "model": {"sampling": {"max_tokens": TOKENS_PER_OPERATION * chosen.operations[1] + 16}},
+        "data": {"source": {"class_path": "datamodules.word_problems.WordProblems", "init_args": problems}},
+    }
+    head = f"# pass@1 {chosen.pass_at_1:.3f}, pass@n {chosen.pass_at_n:.3f} when the policy was made (pretrain.json).\n"
+    return head + yaml.safe_dump(config, sort_keys=False)
+
+
+def _lines(problems: Sequence[WordProblem]) -> str:
+    return "".join(json.dumps(line_of(problem)) + "\n" for problem in problems)

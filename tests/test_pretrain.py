@@ -1,0 +1,274 @@
+"""A policy made from scratch: tokenizer, batches, training that goes on after a kill, and what is measured."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
+from qerl_pl.pretraining import fit
+from qerl_pl.pretraining.batches import Batches, prompts_of, rows_of
+from qerl_pl.pretraining.measure import Measured, count_right, over, with_room
+from qerl_pl.pretraining.policy import END, FILES, make_tokenizer
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, draw_problems
+from tests.program import Program
+
+CPU = torch.device("cpu")
+SMALL = fit.Settings(size="toy", steps=6, batch_size=6, operations=(2, 3), warmup_steps=2, micro_batch_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return fit.new_policy(SMALL)
+
+
+def batches_of(tokenizer, **changes: Any) -> Batches:
+    values: dict[str, Any] = {
+        "seed": 0,
+        "num_steps": 40,
+        "batch_size": 6,
+        "operations": (2, 3),
+        "rare": 0.0,
+        "micro_batch_tokens": 400,
+    }
+    return Batches(tokenizer, **(values | changes))
+
+
+def test_the_tokenizer_keeps_any_text_and_makes_few_tokens_of_the_problems(policy, tmp_path):
+    _, tokenizer = policy
+    assert len(tokenizer) <= SMALL.vocab_size
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    problem = draw_problems(1, seed=1, split="reach", operations=(14, 14))[0]
+    for text in (problem.question, problem.solution, "h\u00e9 \u65e5\u672c \U0001f642 \t\r\n x", "<thin", ""):
+        assert loaded(text).input_ids == tokenizer(text).input_ids
+        assert loaded.decode(loaded(text).input_ids) == text
+    assert loaded.decode(loaded(problem.solution + END).input_ids, skip_special_tokens=True) == problem.solution
+    words = problem.question.replace("'s", " 's").replace(".", " .").replace("?", " ?").split()
+    digits = sum(len(word) for word in words if word.isdigit())
+    assert len(tokenizer(problem.question).input_ids) <= len(words) + 2 * digits
+
+
+def test_learnt_merges_are_a_function_of_the_texts():
+    texts = [problem.question for problem in draw_problems(200, seed=0, split="train")]
+    one, other = (make_tokenizer(texts, vocab_size=400) for _ in range(2))
+    assert one.get_vocab() == other.get_vocab()
+    assert one(texts[0]).input_ids == other(texts[0]).input_ids
+
+
+@pytest.mark.parametrize("size", ["10m", "30m"])
+def test_sizes_are_as_they_are_called_and_their_linears_fit_the_kernels(size):
+    shape = fit.SHAPES[size]
+    hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    values = hidden // heads * shape["num_key_value_heads"]
+    per_block = 2 * hidden * hidden + 2 * hidden * values + 3 * hidden * inner
+    total = shape["num_hidden_layers"] * per_block + 2 * 768 * hidden
+    assert total / 1e6 == pytest.approx(float(size.removesuffix("m")), rel=0.05)
+    linears = [(hidden + 2 * values, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+    for outputs, inputs in linears:
+        assert nvfp4_decode.choose_schedule(8, outputs, inputs) is not None
+        assert nvfp4_batch.choose_schedule(256, outputs, inputs, fuses_lora=False) is not None
+
+
+def test_a_batch_is_a_function_of_seed_and_index_and_holds_every_solution_once(policy):
+    _, tokenizer = policy
+    random.seed(0)
+    some = batches_of(tokenizer)[3]
+    again = batches_of(tokenizer)[3]
+    assert all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.mask, b.mask) for a, b in zip(some, again, strict=True)
+    )
+    texts = [tokenizer.decode(row) for rows in some for row in rows.tokens]
+    assert len(texts) == len(set(texts)) == 6
+    other = [tokenizer.decode(row) for rows in batches_of(tokenizer)[4] for row in rows.tokens]
+    assert not set(texts) & set(other)
+    for rows in some:
+        assert rows.tokens.numel() <= 400
+        for tokens, mask in zip(rows.tokens, rows.mask, strict=True):
+            solution = tokenizer.decode(tokens[mask])
+            assert solution.startswith("<think>")
+            assert solution.endswith(f"</answer>{END}")
+            assert set(tokens[int(mask.nonzero()[-1]) + 1 :].tolist()) <= {tokenizer.pad_token_id}
+
+
+def test_rare_problems_are_longer_than_the_others(policy):
+    _, tokenizer = policy
+
+    def longest(rare: float) -> set[int]:
+        rows = [rows for index in range(8) for rows in batches_of(tokenizer, rare=rare, micro_batch_tokens=4000)[index]]
+        return {
+            tokenizer.decode(tokens[mask]).count("\n") + 1
+            for each in rows
+            for tokens, mask in zip(each.tokens, each.mask, strict=True)
+        }
+
+    assert longest(0.0) == {2, 3}
+    assert max(longest(0.5)) > 10
+    assert max(longest(0.5)) <= MAX_OPERATIONS
+
+
+def test_the_loss_and_its_gradient_do_not_depend_on_micro_batches_or_padding(policy):
+    model, tokenizer = policy
+    problems = draw_problems(5, seed=0, split="train", operations=(2, 6))
+    losses, gradients = [], []
+    for tokens in (100, 100_000):
+        rows = rows_of(tokenizer, problems, micro_batch_tokens=tokens)
+        num = sum(int(some.mask.sum()) for some in rows)
+        loss = sum(fit.token_losses(model, some, CPU).sum() / num for some in rows)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(model.lm_head.weight.grad.clone())
+        model.zero_grad()
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+    expected = []  # one row at a time, every position written out
+    for prompt, problem in zip(prompts_of(tokenizer, problems), problems, strict=True):
+        tail = tokenizer(problem.solution + END).input_ids
+        logits = model(torch.tensor([prompt + tail])).logits[0].float()
+        expected += [F.cross_entropy(logits[len(prompt) + i - 1], torch.tensor(token)) for i, token in enumerate(tail)]
+    torch.testing.assert_close(losses[1], torch.stack(expected).mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_learning_rate_rises_then_falls_to_nothing():
+    settings = fit.Settings(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [fit.learning_rate(settings, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(0.91)
+    assert rates[-1] == pytest.approx(0.01)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def trained(settings: fit.Settings, state: Path, *, workers: int = 0) -> torch.Tensor:
+    model, tokenizer = fit.new_policy(settings)
+    fit.train(model, tokenizer, settings, state=state, device=CPU, num_workers=workers)
+    return torch.cat([weight.flatten() for weight in model.parameters()])
+
+
+@pytest.mark.slow
+def test_weights_are_a_function_of_the_settings_whoever_draws_the_problems(tmp_path):
+    before = torch.random.get_rng_state()
+    torch.manual_seed(1)
+    here = trained(SMALL, tmp_path / "one.pt")
+    torch.manual_seed(2)
+    state = torch.random.get_rng_state()
+    assert torch.equal(here, trained(SMALL, tmp_path / "two.pt", workers=2))
+    assert torch.equal(torch.random.get_rng_state(), state), "the global stream is left alone"
+    torch.random.set_rng_state(before)
+    with pytest.raises(ValueError, match="interrupted training with other settings"):
+        trained(replace(SMALL, seed=1), tmp_path / "one.pt")
+
+
+FLAGS = """
+--size toy --steps 12 --batch-size 4 --operations 2 3 --micro-batch-tokens 400 --measure-problems 1 --reach-problems 2
+--samples 2 --batch-rows 64 --device cpu --workers 0
+"""
+
+
+def pretrain(output: Path, *more: str) -> list[str]:
+    return ["pretrain", "--output", str(output), *FLAGS.split(), *more]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("made") / "policy"
+    assert command(pretrain(output)) == 0
+    return output
+
+
+@pytest.mark.slow
+def test_killed_while_it_trains_and_started_again_it_makes_the_same_policy(made, tmp_path):
+    output, state = tmp_path / "policy", tmp_path / ".policy.state" / "state.pt"
+    process = Program(pretrain(output, "--save-seconds", "0"), script="qerl_pl")
+    while not state.exists() and process.poll() is None:
+        pass
+    process.kill()
+    assert process.wait() == -9, "it was still at work"
+    assert 1 <= torch.load(state, weights_only=True)["step"] < 12
+    assert not output.exists()
+    assert command(pretrain(output)) == 0
+    for name in (*FILES, "reach.jsonl", "task.yaml"):
+        assert (output / name).read_bytes() == (made / name).read_bytes(), name
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_set(made, capsys):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    assert model.dtype == torch.float32, "bf16 on a GPU alone"
+    assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id
+    record = json.loads((made / "pretrain.json").read_text())
+    assert [each["num_operations"] for each in record["measured"]] == list(range(2, 15))
+    assert record["has_room"] is False
+    assert record["reach"] == len((made / "reach.jsonl").read_text().splitlines()) == 2
+    task = yaml.safe_load((made / "task.yaml").read_text())
+    assert task["data"]["source"]["init_args"]["operations"] == [8, 12]
+    before = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
+    assert command(pretrain(made)) == 0
+    output = capsys.readouterr().out
+    assert "nothing to do" in output
+    assert "8 to 12 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
+    assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before
+    assert command(pretrain(made, "--seed", "1")) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--operations", "1", "3"], "expected the fewest and the most, from 2 to 14"),
+        (["--steps", "0"], "steps is 0; expected more than 0"),
+        (["--rare", "1.5"], "rare is 1.5; expected a probability"),
+        (["--samples", "0"], "--samples is 0; expected at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_any_work(tmp_path, capsys, flags, message):
+    assert command(pretrain(tmp_path / "policy", *flags)) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_of_a_policy_that_knows_a_problem_by_heart_are_right_and_of_another_wrong(policy):
+    _, tokenizer = policy
+    model, _ = fit.new_policy(SMALL)
+    problems = draw_problems(3, seed=0, split="train", operations=(2, 2))
+    rows = rows_of(tokenizer, problems[:1], micro_batch_tokens=1000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        fit.train_step(model, optimizer, rows, CPU)
+    model.eval()
+    assert fit.reproduced(model, rows_of(tokenizer, problems, micro_batch_tokens=1000), CPU) == pytest.approx(1 / 3)
+    counts = [
+        count_right(model, tokenizer, problems, num_samples=4, seed=0, batch_rows=size, description="").tolist()
+        for size in (12, 12, 5)
+    ]
+    assert counts[0] == counts[1], "equal seeds give equal counts"
+    assert counts[0][0] >= 3
+    assert counts[2][0] >= 3
+    assert counts[0][1:] == [0, 0]
+
+
+def test_the_range_with_room_is_the_widest_then_the_one_nearest_to_the_middle():
+    easy, good, better, hard = (
+        Measured(n, *values)
+        for n, values in zip(range(2, 6), ((0.9, 1.0), (0.18, 0.9), (0.12, 0.7), (0.01, 0.1)), strict=True)
+    )
+    assert over([easy, good], (2, 3)).pass_at_1 == pytest.approx(0.54)
+    assert not over([easy, good], (2, 3)).has_room
+    found = with_room([easy, good, better, hard])
+    assert found is not None
+    assert found.operations == (3, 5), "pass@1 0.10, pass@n 0.57"
+    narrow = with_room([easy, good, better, hard], most=1)
+    assert narrow is not None
+    assert narrow.operations == (4, 4)
+    assert with_room([easy, hard]) is None
