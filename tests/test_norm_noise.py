@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.noise.norm_noise import NormNoise, is_block_norm, noisy_norms, realized_sigma
+from qerl_pl.base.family import FAMILIES
+from qerl_pl.noise.norm_noise import NormNoise, is_noise_norm, noisy_norms, realized_sigma
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -100,7 +101,7 @@ def test_a_sigma_that_means_nothing_is_refused(sigma):
     ],
 )
 def test_the_two_norms_of_a_block_are_found_by_name(name, expected):
-    assert is_block_norm(name) is expected
+    assert is_noise_norm(name, FAMILIES["qwen2"].noise_norms) is expected
 
 
 def test_fp32_keeps_all_of_the_noise_and_bf16_little_of_what_is_below_its_spacing():

@@ -12,7 +12,7 @@ from math import ceil
 
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.logprobs import CHUNK_BYTES
-from qerl_pl.policy.recompute import LAST_LINEAR, Recompute
+from qerl_pl.policy.recompute import Recompute
 
 # Estimates, for which there is no formula. ``callbacks/memory.py`` logs what they are worth on a card.
 CONTEXT = 1 * 2**30
@@ -35,8 +35,8 @@ def adapted(shape: ModelShape, targets: Collection[str]) -> int:
 
 
 def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
-    """Trained values: L r (N + K) over the adapted linears, and 2 L H where norms are trained."""
-    norms = 2 * shape.hidden if train_norms else 0
+    """Trained values: L r (N + K) over the adapted linears, and 2 L H where both norms are trained."""
+    norms = shape.trained_norms * shape.hidden if train_norms else 0
     return shape.num_layers * (rank * adapted(shape, targets) + norms)
 
 
@@ -77,7 +77,7 @@ def block_kept_selectively(
     """
     width = shape.hidden + 2 * shape.query_width + 2 * shape.key_width
     in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
-    shared = ("v_proj", LAST_LINEAR, *in_place)
+    shared = ("v_proj", shape.last_linear, *in_place)
     width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
     return tokens * (itemsize * width + 4 * shape.num_heads)
 

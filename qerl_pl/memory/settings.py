@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.base.family import PROJECTIONS
 from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192

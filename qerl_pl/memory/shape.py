@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
@@ -34,6 +35,10 @@ class ModelShape:
     """Key heads times the dimension of a head."""
     head_norms: bool
     """Queries and keys are normalised a head (Qwen3)."""
+    trained_norms: int
+    """Norms of a block that ``train_norms`` trains."""
+    last_linear: str
+    """Name of the linear of a block whose result nothing asks for in backward."""
     linears: tuple[tuple[str, int, int], ...]
     """Name, N and K of each linear of one block."""
     linear_bytes: int
@@ -114,6 +119,8 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
     }
     embeddings = [model.get_input_embeddings(), *([] if config.tie_word_embeddings else [head])]
     embedding_bytes = sum(module.get_parameter("weight").nbytes for module in embeddings)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    family = FAMILIES[config.model_type]
     other_bytes = sum(p.nbytes for name, p in model.named_parameters() if p.ndim == 1)
     return ModelShape(
         num_layers=config.num_hidden_layers,
@@ -121,9 +128,11 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         inner=config.intermediate_size,
         vocabulary=config.vocab_size,
         num_heads=config.num_attention_heads,
-        query_width=block["q_proj"].out_features,
-        key_width=block["k_proj"].out_features,
+        query_width=config.num_attention_heads * head_dim,
+        key_width=config.num_key_value_heads * head_dim,
         head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        trained_norms=len(family.noise_norms),
+        last_linear=family.last_linear,
         linears=tuple((name, linear.out_features, linear.in_features) for name, linear in block.items()),
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,

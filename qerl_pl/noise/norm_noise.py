@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-BLOCK_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,10 @@ class NormNoise:
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
-def is_block_norm(name: str) -> bool:
-    """True for the two norms of a transformer block; False for the final norm and for query/key norms."""
-    return name.endswith(BLOCK_NORMS)
+def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
+    """Whether the name of a weight is that of one of these norms of a block (``Family.noise_norms``)."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and module.rpartition(".")[2] in norms
 
 
 def noisy_norms(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qerl_pl.base.family import PROJECTIONS, Family
 from qerl_pl.common.finite import require_finite
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora_product import lora_product
 from qerl_pl.quant.linear import FrozenLinear
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BLOCK_NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,21 @@ class LoraLinear(nn.Module, LoraLayer):
         return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), (b * scaling).to(x.dtype))
 
 
-def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:
-    """PEFT's configuration for these settings, with our layer registered for dense and quantised linears."""
+def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
+    """PEFT's configuration for these settings, with our layer registered for dense and quantised linears.
+
+    Args:
+        settings: of the adapter.
+        base: what the adapter's folder names as its base.
+        norms: names of the norms of a block that ``train_norms`` trains.
+    """
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int and divides)
         lora_dropout=settings.dropout,
         target_modules=sorted(settings.targets),
         use_rslora=settings.rslora,
-        modules_to_save=list(BLOCK_NORM_MODULES) if settings.train_norms else None,
+        modules_to_save=list(norms) if settings.train_norms else None,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -112,7 +117,7 @@ def peft_config(settings: LoraSettings, *, base: str) -> LoraConfig:
     return config
 
 
-def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
     """Refuse adapter targets that match nothing or are never trained, which PEFT takes without a word.
 
     Raises:
@@ -122,9 +127,10 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     unmatched = [target for target in targets if target not in linears]
     if unmatched:
         raise ValueError(f"lora targets {unmatched} match no linear of the model; it has {sorted(linears)}")
-    outside = [target for target in targets if target not in PROJECTIONS]
+    outside = [target for target in targets if target not in family.projections]
     if outside:
         raise ValueError(
-            f"lora targets {outside} are no projections of the blocks; expected some of {', '.join(PROJECTIONS)} "
-            "(the head's weight is read directly: an adapter on it would never be trained)"
+            f"lora targets {outside} are no projections of the blocks; expected some of "
+            f"{', '.join(family.projections)} (the head's weight is read directly: an adapter on it would never "
+            "be trained)"
         )

@@ -14,19 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
+from qerl_pl.base.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, token_logprobs
-from qerl_pl.policy.lora import (
-    BLOCK_NORM_MODULES,
-    LoraSettings,
-    check_targets,
-    peft_config,
-)
+from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
-from qerl_pl.quant.families import FAMILIES
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -67,6 +62,11 @@ class Policy(nn.Module):
     def config(self) -> PretrainedConfig:
         """The Hugging Face configuration of the base."""
         return self.causal_lm.config
+
+    @property
+    def family(self) -> Family:
+        """The description of the base's family."""
+        return family_of(self.config.model_type, path=self.base)
 
     @property
     def peft_config(self) -> LoraConfig:
@@ -123,10 +123,10 @@ class Policy(nn.Module):
             own[name].copy_(tensor)
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Both norms of every block, as they are in use (the trained copies where norms are trained)."""
+        """The norms that noise goes to (``Family.noise_norms``), as they are in use: trained copies where there are."""
         found = {}
         for index, block in enumerate(self.causal_lm.model.layers):
-            for attribute in BLOCK_NORM_MODULES:
+            for attribute in self.family.noise_norms:
                 module = getattr(block, attribute)
                 if hasattr(module, "modules_to_save"):  # PEFT's wrapper around a module that is trained in full
                     module = module.modules_to_save[ADAPTER]
@@ -267,10 +267,9 @@ def make_policy(
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
     """Put a fresh adapter on a frozen base; see ``load_policy``."""
-    if model.config.model_type not in FAMILIES:
-        raise ValueError(f"{base} is a {model.config.model_type!r} model; expected one of {', '.join(FAMILIES)}")
+    family = family_of(model.config.model_type, path=base)
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
-    check_targets(model, lora.targets)
+    check_targets(model, lora.targets, family)
     on_gpu = model.device.type == "cuda"
     fused = fused_wanted(fused_elementwise)
     if fused_elementwise is True and not on_gpu:
@@ -278,7 +277,9 @@ def make_policy(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
         torch.manual_seed(seed)
-        peft_model = get_peft_model(model, peft_config(lora, base=base), autocast_adapter_dtype=True)
+        peft_model = get_peft_model(
+            model, peft_config(lora, base=base, norms=family.noise_norms), autocast_adapter_dtype=True
+        )
     assert isinstance(peft_model, PeftModel)
     policy = Policy(peft_model, base=base, dtype=dtype)
     if lora.train_norms:

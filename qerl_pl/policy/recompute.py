@@ -19,13 +19,12 @@ from typing import Any, Literal
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.policy.kept import keeping
 from qerl_pl.policy.lora import LoraLinear
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
 """As in the YAML; true means blocks, false none, and a number so many blocks."""
-LAST_LINEAR = "down_proj"
-"""Of a block; nothing in the block needs its result again."""
 SHARES = 8
 """Parts of a model's blocks between two numbers of recomputed blocks that are tried."""
 
@@ -98,6 +97,7 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
     """Let a model's blocks recompute this from their next forward pass on. Offloading is its caller's."""
     decoder: Any = model.model
+    last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):
         whole = index < how.blocks
         block.gradient_checkpointing = whole or how.selective
@@ -105,4 +105,4 @@ def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
         block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
         for name, module in block.named_modules():
             if isinstance(module, LoraLinear):
-                module.keeps_result = not name.endswith(LAST_LINEAR)
+                module.keeps_result = not name.endswith(last_linear)

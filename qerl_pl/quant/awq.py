@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qerl_pl.base.family import Family
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
 
@@ -34,22 +35,13 @@ class Fold:
     largest: float
 
 
-# Relative to a decoder block: what precedes a group of linears that share their input. A linear comes before the norms,
-# because it is itself quantised under the scales that its norm takes.
-_PRECEDING = {
-    ("self_attn.o_proj",): "self_attn.v_proj",
-    ("mlp.down_proj",): "mlp.up_proj",
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "input_layernorm",
-    ("mlp.gate_proj", "mlp.up_proj"): "post_attention_layernorm",
-}
-
-
 def fold_block(
     block: str,
     tensors: MutableMapping[str, Tensor],
     second_moments: MutableMapping[str, Tensor],
     fmt: Format,
     *,
+    family: Family,
     head_dim: int,
 ) -> list[Fold]:
     """Rescale the weights of a decoder block in place, wherever that lowers the error of its packed linears.
@@ -60,16 +52,17 @@ def fold_block(
         second_moments: first linear of each group to [K, K], as measured; replaced to match the scaled inputs. Groups
             that are not in it are left alone.
         fmt: format that the linears will have.
+        family: says what comes before the linears (``Family.scale_sources``).
         head_dim: columns of an attention head.
 
     Raises:
         ValueError: a linear is in none of the places where scales can be folded.
     """
-    known = {f"{block}.{linear}" for group in _PRECEDING for linear in group}
+    known = {f"{block}.{linear}" for group, _ in family.scale_sources for linear in group}
     if unknown := second_moments.keys() - known:
         raise ValueError(f"awq knows no norm or linear before {sorted(unknown)}; add them to ignore, or use gptq")
     folds = []
-    for group, source in _PRECEDING.items():
+    for group, source in family.scale_sources:
         linears, into = [f"{block}.{linear}" for linear in group], f"{block}.{source}"
         if linears[0] not in second_moments:
             continue

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from qerl_pl.base.family import FAMILIES, family_of
 from qerl_pl.quant.files import CONFIG, read_json
 
-FAMILIES = ("qwen2", "qwen3", "llama")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 SIZES = (
     "vocab_size",
@@ -43,8 +43,7 @@ def check_family(path: str | Path) -> Mapping:
     family = config.get("model_type")
     if has_experts(config):
         raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")
-    if family not in FAMILIES:
-        raise ValueError(f"{path} is a {family!r} model; expected one of {', '.join(FAMILIES)}")
+    family_of(family, path=path)
     _check_values(file, config)
     return config
 

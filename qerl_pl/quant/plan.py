@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import tied_weights
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
+"""Linear to the group that engines fuse it with; no two families have different groups of the same names."""
 _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
@@ -79,11 +81,10 @@ def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         ValueError: only a part of what engines fuse is to be packed.
     """
-    siblings = {member: group for group in FUSED for member in group}
     groups: dict[str, list[str]] = {}
     for name in linears:
         parent, dot, leaf = name.rpartition(".")
-        group = [f"{parent}{dot}{member}" for member in siblings.get(leaf, (leaf,))]
+        group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
         if missing := set(group) - set(linears):
             raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
         if name == group[0]:

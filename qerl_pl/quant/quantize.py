@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
@@ -143,7 +144,7 @@ def pack_file(
         if method == "awq":
             config = skeleton.config
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            folds = fold_block(file.block, written, moments, fmt, head_dim=head_dim)
+            folds = fold_block(file.block, written, moments, fmt, family=FAMILIES[config.model_type], head_dim=head_dim)
     layers = []
     for group in groups:
         weights = {name: written.pop(f"{name}.weight").to(device) for name in group}

@@ -78,7 +78,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        config = peft_config(settings, base=base)
+        norms = sorted({name.split(".")[-2] for name in adapter if ".lora_" not in name})
+        config = peft_config(settings, base=base, norms=norms)
         config.inference_mode = True
         config.save_pretrained(str(temporary))
         weights = temporary / "adapter_model.safetensors"

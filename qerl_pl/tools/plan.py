@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.base.family import PROJECTIONS
 from qerl_pl.base.folder import base_folder
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
@@ -28,7 +29,7 @@ from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.run import run_memory
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape
-from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
+from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.settings.trainer import check_devices

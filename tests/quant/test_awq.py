@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.base.family import Family
 from qerl_pl.quant.awq import apply_scales, best_scales, fold_block
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.mxfp4 import MXFP4
@@ -95,7 +96,7 @@ def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(
         return total
 
     before, error = outputs(), errors()
-    folds = fold_block(BLOCK, tensors, moments, MXFP4, head_dim=24 if architecture == "qwen3" else 16)
+    folds = fold_block(BLOCK, tensors, moments, MXFP4, family=Family(), head_dim=24 if architecture == "qwen3" else 16)
     assert [fold.into.removeprefix(f"{BLOCK}.") for fold in folds] == [
         "self_attn.v_proj",
         "mlp.up_proj",
@@ -138,4 +139,4 @@ def test_heads_that_one_value_head_feeds_share_their_scales() -> None:
 
 def test_linears_that_nothing_known_precedes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"awq knows no norm or linear before \['b\.mlp\.router'\]"):
-        fold_block("b", {}, {"b.mlp.router": torch.eye(16)}, NVFP4, head_dim=16)
+        fold_block("b", {}, {"b.mlp.router": torch.eye(16)}, NVFP4, family=Family(), head_dim=16)

@@ -16,6 +16,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.vllm import norms
 
@@ -51,7 +52,7 @@ def register_loader(
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
             if fp32_norms:
-                norms.widen(model)
+                norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             parameters = dict(model.named_parameters())
             for name, tensor in shared.items():
                 own = parameters.get(name)  # none for a head that is tied to the embeddings

@@ -9,13 +9,14 @@ bf16 weight stored in fp32 it computes the same bits, and reads [H] twice as wid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qerl_pl.noise.fp32_norms import add_rms_norm, rms_norm
-from qerl_pl.noise.norm_noise import is_block_norm
+from qerl_pl.noise.norm_noise import is_noise_norm
 
 PROVIDER = "qerl_pl"
 
@@ -28,10 +29,10 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
     return {"ir_op_priority": {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}}
 
 
-def widen(model: nn.Module) -> None:
-    """Give the block norms of a loaded model their weights in fp32."""
+def widen(model: nn.Module, norms: Sequence[str]) -> None:
+    """Give the norms of a loaded model's blocks (``Family.noise_norms``) their weights in fp32."""
     for name, module in model.named_modules():
-        if is_block_norm(f"{name}.weight"):
+        if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)
 
 

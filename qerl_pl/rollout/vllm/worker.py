@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.noise.norm_noise import is_block_norm
+from qerl_pl.base.family import FAMILIES
+from qerl_pl.noise.norm_noise import is_noise_norm
 from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.common import PEFT_PREFIX
 
@@ -84,8 +85,9 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """The norm weights of every block that the model samples with, not copies."""
-    return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_block_norm(name)}
+    """The weights of the blocks' norms (``Family.noise_norms``) that the model samples with, not copies."""
+    norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
+    return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
