@@ -68,8 +68,9 @@ def _ledger(curves: Mapping[str, Curve]) -> dict[str, Any]:
     if not means:
         return _verdict("Ledger", None, "It did not run: the gap is not split into its causes.")
     split = ", ".join(f"{words} {mean:.2g}" for words, mean in means.items())
-    most = max(means, key=lambda words: means[words])
-    return _verdict("Ledger", True, f"Mean difference by cause, in nats: {split}. Most of it is due to {most}.")
+    before = {words: mean for words, mean in means.items() if words != CAUSES["staleness"]}
+    most = f" Before the update most is due to {max(before, key=lambda words: before[words])}." if before else ""
+    return _verdict("Ledger", True, f"Mean difference by cause, in nats: {split}.{most}")
 
 
 def _noise(curves: Mapping[str, Curve]) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Pictures of the run page for the documents: python -m tests.bench.page_pictures RUN [RUN ...] --output docs.
+
+Writes run_page_light.png (curves) and run_page.png (completions, dark) from one page of these runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from qerl_pl.tools.page.collect import collect
+from qerl_pl.tools.page.render import render
+from tests.browser import browser_tab
+
+READY = 'document.body && document.body.dataset.ready === "yes"'
+COLOURS = 96  # of a picture's palette
+
+
+async def take(page: Path, output: Path, profile: Path) -> None:
+    """Open the page and take both pictures."""
+    async with browser_tab(profile) as tab:
+        await tab.open(page.as_uri(), scheme="light", width=1200, height=590)
+        await tab.wait_for(READY)
+        await tab.value('document.getElementById("curves").scrollIntoView()')
+        await tab.screenshot(output / "run_page_light.png")
+        await tab.open(page.as_uri(), scheme="dark", width=1200, height=760)
+        await tab.wait_for(READY)
+        await tab.value('document.getElementById("sort").value = "advantage-up"; filter(true)')
+        await tab.value('colouring = 1; drawDetail(); document.getElementById("completions").scrollIntoView()')
+        await tab.screenshot(output / "run_page.png")
+
+
+def main() -> None:
+    """Make the page in a folder of its own, and take pictures of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        page = Path(name, "page.html")
+        page.write_text(render(*collect(options.runs, limit=10_000)), encoding="utf-8")
+        asyncio.run(take(page, options.output, Path(name, "profile")))
+    for path in (options.output / "run_page.png", options.output / "run_page_light.png"):
+        Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
