@@ -14,10 +14,10 @@ from qerl_pl.base.family import FAMILIES
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
-from qerl_pl.quant.layouts import read_layout
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.published import declared_layout
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; expected a Hugging Face checkpoint folder (model.base)")
     check_family(path)
-    layout = read_layout(path)
+    layout = declared_layout(path)
     model = meta_model(path, dtype)
     if layout is None or not any(path.glob("*.safetensors")):
         return _shape(model, layout and layout.fmt, lambda name: True)

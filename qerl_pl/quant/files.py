@@ -12,6 +12,7 @@ from torch import Tensor
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 class Checkpoint:
@@ -55,7 +56,15 @@ class Checkpoint:
 
     def num_weights(self, name: str) -> int:
         """Elements of a tensor; reads no data."""
-        return math.prod(self._files[self._file_of[name]].get_slice(name).get_shape())
+        return math.prod(self.shape(name))
+
+    def shape(self, name: str) -> list[int]:
+        """Sizes of a tensor; reads no data."""
+        return self._files[self._file_of[name]].get_slice(name).get_shape()
+
+    def dtype(self, name: str) -> str:
+        """Name of a tensor's dtype as safetensors has it, e.g. BF16, F8_E4M3 or U8; reads no data."""
+        return self._files[self._file_of[name]].get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. It may be a view of the mapped file: copy what has to outlive the file."""

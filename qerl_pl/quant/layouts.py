@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.files import CONFIG, read_json
+from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG, read_json
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 
-MODELOPT_CONFIG = "hf_quant_config.json"
 _KNOWN = (
     "unquantised; compressed-tensors nvfp4-pack-quantized and mxfp4-pack-quantized with 16-bit activations; "
     "ModelOpt W4A16_NVFP4; bitsandbytes nf4 without double quantisation"
@@ -118,15 +117,21 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
     return layer.packed
 
 
+def quantization_config(path: Path) -> Mapping | None:
+    """What a checkpoint folder says about its quantisation, in config.json or ModelOpt's own file; None: nothing."""
+    config = read_json(path / CONFIG).get("quantization_config")
+    if config is None and (path / MODELOPT_CONFIG).is_file():
+        config = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG).get("quantization", {})}
+    return config
+
+
 def read_layout(path: Path) -> Layout | None:
     """The layout that a checkpoint folder says it is written in; None: it is not quantised.
 
     Raises:
         ValueError: its quantisation is none that we read.
     """
-    config = read_json(path / CONFIG).get("quantization_config")
-    if config is None and (path / MODELOPT_CONFIG).is_file():
-        config = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG).get("quantization", {})}
+    config = quantization_config(path)
     if config is None:
         return None
     method = config.get("quant_method")

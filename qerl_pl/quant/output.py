@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.common.files import allow_reading, write_whole
-from qerl_pl.quant.files import CONFIG, INDEX, read_json
+from qerl_pl.quant.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")
@@ -72,7 +72,11 @@ class OutputFolder:
     def drop_if_empty(self) -> None:
         """Remove the temporary folder if no file of it is finished."""
         if not self.done:
-            shutil.rmtree(self.partial)
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the temporary folder."""
+        shutil.rmtree(self.partial)
 
     def read(self, file: str) -> dict[str, Tensor]:
         """The tensors of a finished file."""
@@ -84,10 +88,8 @@ class OutputFolder:
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Add the index, the report, ``config`` and the source's tokenizer and other small files; give it its name."""
-        for file in source.iterdir():
-            hidden = file.name.startswith(".")  # what is kept about a folder is of that folder alone
-            if file.is_file() and not (hidden or file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")):
-                shutil.copyfile(file, self.partial / file.name)
+        for file in carried_files(source):
+            shutil.copyfile(file, self.partial / file.name)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
         _write_json(self.partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -95,6 +97,21 @@ class OutputFolder:
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)
+
+
+def carried_files(source: Path) -> list[Path]:
+    """Files of a checkpoint folder that its copies have too: the tokenizer's, licences and the like."""
+    # What is kept about a folder is of that folder alone, and CONFIG says how a copy is quantised.
+    of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
+    return [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.name not in of_one
+        and file.suffix not in _WEIGHT_FILES
+        and not file.name.endswith(".index.json")
+    ]
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

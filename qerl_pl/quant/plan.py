@@ -92,12 +92,17 @@ def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
+def block_of(name: str) -> str | None:
+    """The decoder block that a tensor or module is in, e.g. "model.layers.3"; None outside the blocks."""
+    block = _BLOCK_OF.match(name)
+    return block and block[1]
+
+
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
     """One file for everything outside the decoder blocks, then one for each block, in their order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
-        block = _BLOCK_OF.match(name)
-        parts.setdefault(block[1] if block else "", []).append(name)
+        parts.setdefault(block_of(name) or "", []).append(name)
     ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
     return [
         OutputFile(f"model-{number:05}-of-{len(parts):05}.safetensors", block or None, parts[block])

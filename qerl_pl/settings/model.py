@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 
-from qerl_pl.base.folder import BaseFormat, base_folder, check_base
+from qerl_pl.base.folder import BaseFormat, check_base
+from qerl_pl.base.prepared import prepared_base
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.objective import Objective
@@ -106,10 +108,10 @@ class ModuleSettings:
         )
         check_window(self.folder, config, longest=self.max_model_len)
 
-    @property
+    @cached_property
     def folder(self) -> str:
-        """The base's folder, in the format that is asked for."""
-        return base_folder(self.base, self.base_format)
+        """The base's folder, in the format that is asked for and that trainer and engine read."""
+        return prepared_base(self.base, self.base_format)
 
     @property
     def compute_dtype(self) -> torch.dtype:

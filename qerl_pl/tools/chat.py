@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from qerl_pl.base.folder import base_folder
+from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
@@ -92,7 +92,7 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
     lora = lora_settings(identity)  # config.yaml may be of a later start
-    base = base_folder(model["base"], model["base_format"])
+    base = prepared_base(model["base"], model["base_format"])
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)

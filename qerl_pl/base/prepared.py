@@ -1,0 +1,43 @@
+"""The folder that a run loads: the base that its settings name, in a format that trainer and engine both read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from qerl_pl.base.cache import made_once
+from qerl_pl.base.folder import BaseFormat, base_folder
+from qerl_pl.base.tokenizer import load_tokenizer
+from qerl_pl.quant.convert import VERSION, convert_checkpoint
+from qerl_pl.quant.families import check_family
+from qerl_pl.quant.files import CONFIG
+from qerl_pl.quant.published import conversion_reasons
+
+
+def prepared_base(base: str, base_format: BaseFormat | None = None) -> str:
+    """Find the folder that a run loads, and make it where that is needed; says what was ignored or changed.
+
+    Args:
+        base: folder of a checkpoint.
+        base_format: see ``base_folder``.
+
+    Returns:
+        The base's folder, or that of its W4A16 copy in the cache, if it is a published NVFP4 checkpoint with more than
+        4-bit weights.
+
+    Raises:
+        ValueError: in one line: the base cannot be used.
+    """
+    folder = Path(base_folder(base, base_format))
+    if not (folder / CONFIG).is_file():
+        return str(folder)  # check_base says what is wrong
+    config = check_family(folder)
+    reasons = conversion_reasons(folder)
+    if not reasons:
+        return str(folder)
+    load_tokenizer(folder, config)
+    settings = {"convert to": "W4A16", "version": VERSION}
+    copy = made_once(folder, f"{folder.name}-w4a16", settings, lambda output: convert_checkpoint(folder, output))
+    rank_zero_info(f"{folder} is read as 4-bit weights with 16-bit activations, from {copy}: {'; '.join(reasons)}")
+    return str(copy)

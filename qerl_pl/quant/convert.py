@@ -1,0 +1,153 @@
+"""A published NVFP4 checkpoint to one of this package's own: 4-bit weights, 16-bit activations, nothing else.
+
+The copy is in the format that ``quantize_checkpoint`` writes, so that the trainer and the engine read the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from qerl_pl.quant.families import check_family
+from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
+from qerl_pl.quant.loading import meta_model, tied_weights
+from qerl_pl.quant.nvfp4 import dequantize
+from qerl_pl.quant.output import OutputFolder
+from qerl_pl.quant.plan import output_files
+from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
+from qerl_pl.quant.rescale import Scales, share_scale
+from qerl_pl.quant.writers import WRITERS
+
+VERSION = 1  # of what is written; part of the cache's key
+NAN_BITS = 0x7F  # of E4M3, but for the sign
+
+
+def convert_checkpoint(path: Path, output: Path) -> list[str]:
+    """Write a published NVFP4 checkpoint as this package's own.
+
+    Weights are those that compressed-tensors decompresses, bit for bit. It converts a checkpoint of ModelOpt by storing
+    the reciprocal of each tensor scale in fp32, which changes weights by at most 2^-23 of their value before rounding.
+
+    Args:
+        path: its folder.
+        output: folder to make; appears when it is whole.
+
+    Returns:
+        What was ignored and changed, as ``conversion_reasons`` says it.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or its scales cannot be shared without loss.
+    """
+    check_family(path)
+    reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
+    stored = read_stored(checkpoint)
+    groups = fused_packed(path, stored)
+    _check_complete(checkpoint, skeleton, stored)
+    packed = {name for group in groups for name in group}
+    dropped = {*stored.activations, *stored.cache}
+    settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
+    writer, folder = WRITERS["nvfp4"], OutputFolder(output, {**settings, "changes": reasons})
+    for file in tqdm(output_files(checkpoint), desc="convert to W4A16", unit=" files"):
+        if file.name in folder.done:
+            continue
+        tensors = {name: checkpoint.read(name) for name in file.tensors if name not in dropped}
+        modules = {name.rpartition(".")[0] for name in tensors}
+        try:
+            written = _dense(tensors, stored, modules - packed, skeleton.dtype)
+            for group in groups:
+                if group[0] in modules:
+                    written |= _packed(path, {name: _scales(tensors, stored, name) for name in group})
+        except ValueError:
+            folder.discard()  # the next try would end in the same way
+            raise
+        quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
+        folder.add(file.name, rest | written, {"layers": [], "folds": []})
+    dense = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear) and name not in packed]
+    folder.finish(path, {**read_json(path / CONFIG), "quantization_config": writer.config(dense, skeleton.dtype)})
+    return reasons
+
+
+def _dense(
+    tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights of the quantised ones among some modules, dequantised."""
+    written = {}
+    for name in modules:
+        if name in stored.packed:
+            written[f"{name}.weight"] = dequantize(_scales(tensors, stored, name).weight, dtype)
+        elif name in stored.fp8:
+            written[f"{name}.weight"] = _dense_of_fp8(tensors, name).to(dtype)
+    return written
+
+
+def _packed(path: Path, scales: Mapping[str, Scales]) -> dict[str, Tensor]:
+    shared = share_scale(list(scales.values()))
+    if shared is None:
+        numbers = ", ".join(f"{scale.multiplier.item():.6g}" for scale in scales.values())
+        raise ValueError(
+            f"{path}: the tensor scales of {', '.join(scales)} are {numbers}; engines fuse these linears, which then "
+            "have one scale, and no block scales in E4M3 make up for the difference without changing weights: quantise "
+            "the bf16 model by `qerl quantize`"
+        )
+    divisor, block_scales = shared
+    written = {}
+    for (name, member), bits in zip(scales.items(), block_scales, strict=True):
+        written[f"{name}.weight_packed"] = member.codes
+        written[f"{name}.weight_scale"] = bits.view(torch.float8_e4m3fn)
+        written[f"{name}.weight_global_scale"] = divisor.view(1).clone()
+    return written
+
+
+def _scales(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> Scales:
+    if stored.packed[name] == COMPRESSED:
+        divisor = tensors[f"{name}.weight_global_scale"].float().reshape(())
+        codes, multiplier = tensors[f"{name}.weight_packed"], 1 / divisor.double()
+    else:
+        codes = tensors[f"{name}.weight"]
+        multiplier = tensors[f"{name}.weight_scale_2"].double().reshape(())
+    if not (multiplier.isfinite() and multiplier > 0):
+        raise ValueError(f"{name} has tensor scale {float(multiplier)}; expected a finite number above 0")
+    block_scale = tensors[f"{name}.weight_scale"].view(torch.uint8)
+    if (block_scale & NAN_BITS == NAN_BITS).any():
+        raise ValueError(f"{name}.weight_scale holds NaN")
+    return Scales(codes, block_scale, multiplier)
+
+
+def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """[N, K] in the dtype of the scales, by compressed-tensors; they are of the tensor, of rows or of blocks."""
+    weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+    rows, columns = weight.shape
+    if scale.numel() == 1:
+        scale = scale.reshape(1)
+    elif scale.numel() == rows:
+        scale = scale.reshape(rows, 1)
+    else:
+        scale = scale.squeeze()  # ModelOpt keeps [N/128, 1, K/128, 1]
+    args = None
+    if scale.ndim == 2 and scale.shape[1] > 1:
+        block = next((size for size in (128, 64, 32, 16) if scale.shape == (-(-rows // size), -(-columns // size))), 0)
+        if not block:
+            raise ValueError(f"{name} is in FP8 with scales {list(scale.shape)} for {[rows, columns]}; expected blocks")
+        args = QuantizationArgs(strategy="block", block_structure=[block, block])  # pyright: ignore[reportArgumentType]
+    return dequantize_fp8(weight, scale, args=args, dtype=scale.dtype)
+
+
+def _check_complete(checkpoint: Checkpoint, skeleton: PreTrainedModel, stored: Stored) -> None:
+    tied = tied_weights(skeleton)
+    held = {*checkpoint.names(), *(f"{name}.weight" for name in stored.packed)}
+    wanted = {name for name, _ in skeleton.named_parameters()}
+    if missing := sorted(name for name in wanted - held if tied.get(name) not in held):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"{checkpoint.path} is half a checkpoint: {', '.join(missing[:3])}{more} missing")
+    if copies := [name for name in stored.packed if f"{name}.weight" in tied]:
+        raise ValueError(
+            f"{checkpoint.path}: {copies[0]} is packed and config.json ties it to {tied[copies[0] + '.weight']}"
+        )
