@@ -19,6 +19,7 @@ COMMANDS = {
     "pretrain": "make a policy from scratch on generated word problems, and measure it",
     "problems": "write generated word problems as JSON Lines",
     "quantize": "write a 4-bit copy of a checkpoint",
+    "study": "run a grid of arms and seeds, and compare them",
     "plan": "say how much GPU memory a run will take, and what to change if it does not fit",
     "score": "score a file of completions with a reward",
     "export": "write a run's adapter as a PEFT folder",

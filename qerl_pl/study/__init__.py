@@ -1,0 +1,1 @@
+"""Studies: a grid of arms and seeds as ordinary runs, and what they say together."""

@@ -1,0 +1,211 @@
+"""A study's file: arms, seeds, and the runs and commands that follow from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+FIT = "fit"
+Settings = dict[str, Any]
+"""A piece of a configuration, as a -c file holds it."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What ``--analyse`` is to compare.
+
+    Attributes:
+        comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
+        validation: the scalar that is the accuracy on held-out problems.
+        metric: the readout that the study decides by; only its comparisons are Holm-corrected. See ``readouts``.
+    """
+
+    comparisons: list[list[str]] | None = None
+    validation: str = "val/accuracy"
+    metric: str = "area under accuracy"
+
+
+@dataclass(frozen=True)
+class Study:
+    """The content of a study's file.
+
+    Attributes:
+        output: folder of all runs, their analysis included.
+        arms: name to what is particular to the arm, as a -c file holds it.
+        seeds: every arm is run with each (``seed_everything``), so arms are paired.
+        config: -c files or shipped names that every run reads first, e.g. [configs/word_problems.yaml].
+        settings: what every run has beside them, as a -c file holds it.
+        grid: option to its values, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}: every arm is run at each.
+        evaluations: name to the settings of a ``test`` of each finished run, e.g. other problems or more samples.
+        gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
+        jobs: runs at a time on a GPU, or on a machine without one; null: as many as memory and cores allow.
+        attempts: starts of a run that fails, before it is reported as failed.
+        analysis: see ``Analysis``.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    output: Path
+    arms: dict[str, Settings]
+    seeds: list[int]
+    config: list[str] = field(default_factory=list)
+    settings: Settings = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    evaluations: dict[str, Settings] = field(default_factory=dict)
+    gpu_memory: float | None = None
+    jobs: int | None = None
+    attempts: int = 2
+    analysis: Analysis = field(default_factory=Analysis)
+
+    def __post_init__(self) -> None:
+        if not self.arms or not self.seeds:
+            raise ValueError("a study needs at least one arm and one seed")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds are {self.seeds}; each may be there once")
+        for name in (*self.arms, *self.evaluations):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
+                raise ValueError(f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
+        if FIT in self.evaluations:
+            raise ValueError(f"an evaluation may not be called {FIT!r}")
+        for name in ("jobs", "attempts", "gpu_memory"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; expected more than 0")
+        for pair in self.analysis.comparisons or []:
+            if len(pair) != 2 or not set(pair) <= set(self.arms) or pair[0] == pair[1]:
+                raise ValueError(f"comparison {pair} is not of two of the arms {', '.join(self.arms)}")
+
+    @property
+    def comparisons(self) -> list[tuple[str, str]]:
+        """Pairs of arms: the first is compared with the second."""
+        first, *others = self.arms
+        given = self.analysis.comparisons
+        return [(arm, first) for arm in others] if given is None else [(one, other) for one, other in given]
+
+    def runs(self) -> list[Run]:
+        """Every run, those of one seed together: what is cut short is complete for the first seeds."""
+        points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        found = []
+        for seed, point, arm in itertools.product(self.seeds, points, self.arms):
+            middle = [",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in point.items())] if point else []
+            found.append(Run(arm, point, seed, self.output.joinpath("runs", arm, *middle, f"seed-{seed}")))
+        return found
+
+
+class Run(NamedTuple):
+    """One run of a study."""
+
+    arm: str
+    point: dict[str, Any]
+    """The values of the grid's options."""
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Its folder below the study's runs."""
+        return "/".join(self.folder.parts[-3 if self.point else -2 :])
+
+
+class Command(NamedTuple):
+    """One process of a run: the training, or an evaluation of what it made."""
+
+    name: str
+    arguments: list[str]
+
+
+def read_study(path: Path, output: Path | None = None) -> Study:
+    """Read a study's file.
+
+    Args:
+        path: YAML with the fields of ``Study``.
+        output: takes the place of the file's.
+
+    Raises:
+        ValueError: the file is missing or no YAML, or a key or value is wrong.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no study {path}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no mapping; expected {_names(Study)}")
+    _check_keys(content, Study, path.name)
+    for key, kind in (("arms", dict), ("settings", dict), ("grid", dict), ("evaluations", dict), ("analysis", dict)):
+        if not isinstance(content.get(key) or {}, kind):
+            raise ValueError(f"{path}: {key} is {content[key]!r}; expected a mapping")
+    for key in ("seeds", "config"):
+        if not isinstance(content.get(key) or [], list):
+            raise ValueError(f"{path}: {key} is {content[key]!r}; expected a list")
+    analysis = content.pop("analysis", None) or {}
+    _check_keys(analysis, Analysis, f"{path.name}, analysis")
+    for key in ("output", "arms", "seeds"):
+        if key not in content and not (key == "output" and output is not None):
+            raise ValueError(f"{path} has no {key}")
+    for key in ("arms", "evaluations"):
+        content[key] = {str(name): settings or {} for name, settings in (content.get(key) or {}).items()}
+    content["output"] = Path(output or content["output"])
+    for key, values in (content.get("grid") or {}).items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{path}: grid.{key} is {values!r}; expected a list of values")
+    return Study(**content, analysis=Analysis(**analysis))
+
+
+def files_of(study: Study, run: Run) -> dict[Path, str]:
+    """The -c files of a run that its study writes, and their content."""
+    found = {"settings": study.settings, "arm": study.arms[run.arm]}
+    found |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
+    return {run.folder / "study" / f"{name}.yaml": _dump(settings) for name, settings in found.items()}
+
+
+def commands_of(study: Study, run: Run) -> list[Command]:
+    """What is run, one after the other: ``fit``, then each evaluation of the last policy."""
+    written = run.folder / "study"
+    files = [*study.config, *(str(written / f"{name}.yaml") for name in ("settings", "arm"))]
+    options = ["--seed_everything", str(run.seed)]
+    for key, value in run.point.items():
+        options += [
+            f"--{key}",
+            json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value),
+        ]
+    if study.gpu_memory is not None:
+        options += ["--model.gpu_memory", str(study.gpu_memory)]
+    configs = [word for file in files for word in ("-c", file)]
+    found = [Command(FIT, [FIT, *configs, *options, "--run_dir", str(run.folder), "--ckpt_path", "last"])]
+    for name in study.evaluations:
+        folder, last = run.folder / "evaluations" / name, run.folder / "checkpoints" / "last.ckpt"
+        more = ["-c", str(written / f"evaluate-{name}.yaml"), *options, "--run_dir", str(folder)]
+        found.append(Command(name, ["test", *configs, *more, "--ckpt_path", str(last)]))
+    return found
+
+
+def program(command: Command) -> list[str]:
+    """The words that start a process."""
+    return [sys.executable, "-m", "qerl_pl", *command.arguments]
+
+
+def _dump(settings: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(settings), sort_keys=False) if settings else "{}\n"
+
+
+def _names(kind: type) -> str:
+    return ", ".join(each.name for each in fields(kind))
+
+
+def _check_keys(content: Mapping[str, Any], kind: type, where: str) -> None:
+    unknown = [key for key in content if key not in {each.name for each in fields(kind)}]
+    if unknown:
+        raise ValueError(
+            f"{where} has the unknown keys {', '.join(map(str, unknown))}; expected some of {_names(kind)}"
+        )

@@ -1,0 +1,91 @@
+"""What is known of a run on disk: which of its commands ended well, and whether a runner is at work on it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from qerl_pl.common.files import write_whole
+from qerl_pl.study.plan import Run, Study, commands_of, files_of
+
+STATE = "study.json"
+LOCK = ".study.lock"
+
+
+def seconds_done(run: Run) -> dict[str, float]:
+    """Names of the commands that ended well, and how many seconds they took over all starts."""
+    return _read(run).get("done", {})
+
+
+def seconds_spent(run: Run) -> dict[str, float]:
+    """Seconds that starts took which did not end well, by command."""
+    return _read(run).get("spent", {})
+
+
+def failure(run: Run) -> str | None:
+    """Why the run failed when it was last tried; None: it did not."""
+    return _read(run).get("failure")
+
+
+def is_finished(study: Study, run: Run) -> bool:
+    """Whether every command of the run ended well."""
+    return set(seconds_done(run)) >= {command.name for command in commands_of(study, run)}
+
+
+def keep(run: Run, **changes: Any) -> None:
+    """Change some fields of the run's state."""
+    write_whole(run.folder / STATE, json.dumps(_read(run) | changes, indent=2) + "\n")
+
+
+def write_files(study: Study, run: Run) -> None:
+    """Write the run's -c files.
+
+    Raises:
+        ValueError: the run began with others.
+    """
+    for path, text in files_of(study, run).items():
+        began = path.exists() and bool(seconds_done(run) or (run.folder / "checkpoints").exists())
+        if began and path.read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"{path} is not what the study says now: the run began with other settings, and what is finished is "
+                "never overwritten; give the arm another name, or the study another output"
+            )
+        write_whole(path, text)
+
+
+def check_unchanged(study: Study) -> None:
+    """Refuse a study that has changed what some of its runs began with, before anything is started.
+
+    Raises:
+        ValueError: as ``write_files``.
+    """
+    for run in study.runs():
+        if run.folder.exists():
+            write_files(study, run)
+
+
+def lock(run: Run) -> IO[str] | None:
+    """Hold the run for as long as this process lives or the file is open; None where another runner holds it."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    file = (run.folder / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def log_of(run: Run, command: str) -> Path:
+    """Where the output of a command goes, of all its starts."""
+    return run.folder / "study" / f"{command}.log"
+
+
+def _read(run: Run) -> dict[str, Any]:
+    path = run.folder / STATE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

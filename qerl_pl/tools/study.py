@@ -1,0 +1,68 @@
+"""python -m qerl_pl study: run a grid of arms and seeds, and compare what they did (docs/study.md).
+
+Every run is an ordinary `fit` in a folder of its own, with the evaluations that the study asks for. Given again, the
+command goes on: finished runs are recognised and never touched, interrupted ones continue from their checkpoint.
+Exit status: 0 all finished; 1 some failed; 3 the time was up; 128 plus a signal's number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_pl.study.plan import Study, commands_of, program, read_study
+from qerl_pl.study.runner import Outcome, Runner, slots_for
+from qerl_pl.study.state import check_unchanged, failure, is_finished
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line and run the study; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        study = read_study(options.study, options.output)
+        if options.jobs is not None and options.jobs < 1:
+            raise ValueError(f"--jobs is {options.jobs}; expected at least 1")
+        if not 0 <= options.task < options.of:
+            raise ValueError(f"--task is {options.task} and --of {options.of}; expected 0 <= task < of")
+        if options.dry_run:
+            for run in study.runs()[options.task :: options.of]:
+                print("\n".join(shlex.join(program(command)) for command in commands_of(study, run)))
+            return 0
+        return _run(study, options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl_pl study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path, help="YAML file with arms and seeds")
+    parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")
+    parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
+    parser.add_argument("--minutes", type=float, help="stop at the next checkpoints after so long (default: never)")
+    parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
+    parser.add_argument("--of", type=int, default=1, help="of array jobs: how many there are (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
+    return parser
+
+
+def _run(study: Study, options: argparse.Namespace) -> int:
+    check_unchanged(study)
+    runs = study.runs()[options.task :: options.of]
+    slots = slots_for(study, options.jobs)
+    print(f"{len(runs)} runs, {len(slots)} at a time, in {study.output}", flush=True)
+    try:
+        Runner(study, runs, slots, options.minutes).work()
+    except Outcome as outcome:
+        print(outcome)
+        return outcome.status
+    failed = [run for run in runs if not is_finished(study, run)]
+    for run in failed:
+        print(f"failed: {run.name}: {failure(run)}")
+    print(f"{len(runs) - len(failed)} of {len(runs)} runs are finished")
+    return 1 if failed else 0

@@ -1,0 +1,113 @@
+"""A study's file, and the runs and commands that follow from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.study.plan import Study, commands_of, files_of, read_study
+
+CONTENT = {
+    "output": "out",
+    "config": ["configs/word_problems.yaml"],
+    "settings": {"trainer": {"max_steps": 4}},
+    "arms": {"bf16": None, "nvfp4": {"model": {"base_format": "nvfp4"}}},
+    "grid": {"model.optimizer.init_args.lr": [0.001, 0.002]},
+    "seeds": [3, 5],
+    "evaluations": {"reach": {"data": {"val_limit": 4}}},
+    "gpu_memory": 8,
+}
+
+
+def written(path: Path, **changes: object) -> Path:
+    path.write_text(yaml.safe_dump({**CONTENT, **changes}))
+    return path
+
+
+def test_every_arm_runs_at_every_point_with_every_seed_and_the_first_seeds_come_first(tmp_path):
+    study = read_study(written(tmp_path / "study.yaml"))
+    runs = study.runs()
+    assert len({run.folder for run in runs}) == len(runs) == 2 * 2 * 2
+    assert [run.seed for run in runs] == [3] * 4 + [5] * 4
+    assert runs[0].folder == Path("out/runs/bf16/lr=0.001/seed-3")
+    assert runs[0].name == "bf16/lr=0.001/seed-3"
+    assert read_study(written(tmp_path / "s.yaml", grid={})).runs()[1].name == "nvfp4/seed-3"
+    assert read_study(tmp_path / "study.yaml", Path("else/where")).runs()[0].folder.parts[:2] == ("else", "where")
+
+
+def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_policy(tmp_path):
+    study = read_study(written(tmp_path / "study.yaml"))
+    run = study.runs()[1]
+    fit, reach = commands_of(study, run)
+    assert (fit.name, reach.name) == ("fit", "reach")
+    folder = "out/runs/nvfp4/lr=0.001/seed-3"
+    common = [
+        "-c",
+        "configs/word_problems.yaml",
+        "-c",
+        f"{folder}/study/settings.yaml",
+        "-c",
+        f"{folder}/study/arm.yaml",
+    ]
+    options = ["--seed_everything", "3", "--model.optimizer.init_args.lr", "0.001", "--model.gpu_memory", "8"]
+    assert fit.arguments == ["fit", *common, *options, "--run_dir", folder, "--ckpt_path", "last"]
+    assert reach.arguments[0] == "test"
+    assert reach.arguments[-4:] == [
+        *("--run_dir", f"{folder}/evaluations/reach", "--ckpt_path", f"{folder}/checkpoints/last.ckpt")
+    ]
+    files = {path.name: yaml.safe_load(text) for path, text in files_of(study, run).items()}
+    assert files == {
+        "settings.yaml": CONTENT["settings"],
+        "arm.yaml": {"model": {"base_format": "nvfp4"}},
+        "evaluate-reach.yaml": {"data": {"val_limit": 4}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": {}}, "at least one arm and one seed"),
+        ({"arms": {"a/b": {}}}, "'a/b' becomes the name of a folder"),
+        ({"seeds": [1, 1]}, "each may be there once"),
+        ({"seeds": 3}, "seeds is 3; expected a list"),
+        ({"sedes": [1]}, "unknown keys sedes; expected some of output, arms, seeds"),
+        ({"grid": {"model.rank": 3}}, "grid.model.rank is 3; expected a list of values"),
+        ({"jobs": 0}, "jobs is 0; expected more than 0"),
+        ({"evaluations": {"fit": {}}}, "may not be called 'fit'"),
+        ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
+        ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_study(written(tmp_path / "study.yaml", **changes))
+    assert command(["study", str(tmp_path / "study.yaml"), "--output", str(tmp_path / "out")]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_or_broken_file_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="there is no study"):
+        read_study(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("arms: [")
+    with pytest.raises(ValueError, match="is no YAML"):
+        read_study(tmp_path / "bad.yaml")
+
+
+def test_arms_are_compared_with_the_first_unless_the_file_says_otherwise():
+    arms = {name: {} for name in "abc"}
+    assert Study(Path("out"), arms, [0]).comparisons == [("b", "a"), ("c", "a")]
+
+
+def test_array_jobs_share_the_runs_and_a_dry_run_starts_nothing(tmp_path, capsys):
+    path, shares = written(tmp_path / "study.yaml", output=str(tmp_path / "out")), []
+    for task in range(3):
+        assert command(["study", str(path), "--dry-run", "--task", str(task), "--of", "3"]) == 0
+        shares += [line for line in capsys.readouterr().out.splitlines() if " fit " in line]
+    assert len(shares) == len(set(shares)) == 8
+    assert not (tmp_path / "out").exists()
+    assert command(["study", str(path), "--task", "3", "--of", "3"]) == 1
+    assert "expected 0 <= task < of" in capsys.readouterr().err

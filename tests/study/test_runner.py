@@ -1,0 +1,167 @@
+"""Runs as processes: several at a time, failures, kills, and nothing that is finished is run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.study import state
+from qerl_pl.study.plan import Command, Study
+from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
+
+WORK = """
+import signal, sys, time
+from pathlib import Path
+folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+folder.mkdir(parents=True, exist_ok=True)
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+place = folder / "steps"  # the checkpoint: steps done, as a run keeps them
+with (folder / "starts").open("a") as file:
+    file.write("x")
+while (done := len(place.read_text()) if place.exists() else 0) < 5:
+    time.sleep(0.02 if behaviour != "slow" else 0.1)
+    if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
+        sys.exit("it broke")
+    place.write_text("x" * (done + 1))
+    if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
+        sys.exit("it broke")
+    if stopped:
+        sys.exit(143)
+"""
+"""Does 5 steps, from a checkpoint after each, and stops after one when it is asked to, as ``fit`` does."""
+
+
+def words(command: Command) -> list[str]:
+    """A small program in place of training: how it behaves is the arm's name."""
+    folder = Path(command.arguments[command.arguments.index("--run_dir") + 1])
+    behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in folder.parts)
+    return [sys.executable, "-c", WORK, str(folder), behaviour.replace("-", " ")]
+
+
+def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
+    return Study(output, {arm: {} for arm in arms}, list(range(seeds)), evaluations={"reach": {}})
+
+
+def work(study: Study, *, jobs: int = 3, minutes: float | None = None) -> Runner:
+    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], minutes, words)
+    runner.work()
+    return runner
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text())
+
+
+def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, capsys):
+    study = study_of(tmp_path, "good")
+    assert not work(study).failed
+    assert "2 finished, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out
+    for run in study.runs():
+        assert state.is_finished(study, run)
+        assert set(state.seconds_done(run)) == {"fit", "reach"}
+        assert starts(run.folder) == starts(run.folder / "evaluations" / "reach") == 1
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert not work(study).failed
+    assert "2 of 2 runs are finished already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    more = study_of(tmp_path, "good", seeds=3)
+    work(more)
+    assert [starts(run.folder) for run in more.runs()] == [1, 1, 1], "a further seed is all that is run"
+
+
+def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_path, capsys):
+    study = study_of(tmp_path, "fails", "fails-once", "good", seeds=1)
+    runner = work(study)
+    fails, once, good = study.runs()
+    assert [run.name for run in runner.failed] == ["fails/seed-0"]
+    assert state.is_finished(study, once)
+    assert state.is_finished(study, good)
+    assert (starts(fails.folder), starts(once.folder), starts(good.folder)) == (2, 2, 1)
+    assert "it broke" in str(state.failure(fails))
+    assert "fails/seed-0 FAILED: fit ended with status 1 (2 starts)" in capsys.readouterr().out
+    for folder in (fails.folder, fails.folder / "evaluations" / "reach"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mended").touch()
+    work(study)
+    assert starts(fails.folder) == 3, "given again, it goes on from its checkpoint"
+    assert state.failure(fails) is None
+
+
+def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path):
+    study = study_of(tmp_path, "slow", seeds=2)
+    with pytest.raises(Outcome, match="the time is up") as outcome:
+        work(study, minutes=0.25 / 60)
+    assert outcome.value.status == TIME_IS_UP
+    first = study.runs()[0]
+    assert 1 <= len((first.folder / "steps").read_text()) < 5
+    assert state.seconds_spent(first)["fit"] > 0.1
+    assert state.failure(first) is None
+    assert not work(study).failed
+    assert starts(first.folder) == 2
+    assert state.seconds_done(first)["fit"] > 0.5, "the time of both starts"
+
+
+def test_a_signal_stops_the_runs_too(tmp_path):
+    study = study_of(tmp_path, "slow", seeds=1)
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Outcome, match="stopped") as outcome:
+        work(study)
+    assert outcome.value.status == 128 + signal.SIGTERM
+    work(study)
+    assert state.is_finished(study, study.runs()[0])
+
+
+def test_processes_of_a_runner_that_was_killed_end_and_a_new_one_goes_on(tmp_path):
+    study = study_of(tmp_path, "slow", seeds=3)
+    process = get_context("fork").Process(target=work, args=(study,))
+    process.start()
+    steps = study.runs()[0].folder / "steps"
+    while not steps.exists():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    work(study)
+    for run in study.runs():
+        assert state.is_finished(study, run)
+        assert 1 <= starts(run.folder) <= 2
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert left.stdout == "", "no process is left behind"
+
+
+def test_two_runners_at_once_never_work_on_the_same_run(tmp_path):
+    study = study_of(tmp_path, "good", seeds=6)
+    processes = [get_context("fork").Process(target=work, args=(study,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert [starts(run.folder) for run in study.runs()] == [1] * 6
+
+
+def test_settings_that_changed_since_a_run_began_are_refused_before_anything_starts(tmp_path):
+    study = study_of(tmp_path, "good", seeds=1)
+    work(study)
+    changed = replace(study, settings={"trainer": {"max_steps": 9}})
+    with pytest.raises(ValueError, match=r"settings\.yaml is not what the study says now"):
+        state.check_unchanged(changed)
+    state.check_unchanged(study)
+    assert json.loads((study.runs()[0].folder / "study.json").read_text())["done"]
+
+
+def test_slots_follow_the_cores_where_there_is_no_gpu(tmp_path):
+    study = study_of(tmp_path, "good")
+    assert len(slots_for(study, 5)) == 5
+    assert len(slots_for(replace(study, jobs=3))) == 3
+    assert len(slots_for(study)) == max(1, len(os.sched_getaffinity(0)) // 2)
