@@ -124,7 +124,7 @@ class SyncCanary(Callback):
         gaps = score_gaps(loop, policy, noise, fixed_tokens(policy, num_tokens), seed=seed, with_scores=with_scores)
         tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
         if wrong := too_far(gaps, tolerance):
-            found = "; ".join(f"{what}, by {gaps[what]:.2g} nats a token" for what in wrong)
+            found = "; ".join(f"{what}, by {gaps[what]:.2g} nats per token" for what in wrong)
             raise RuntimeError(
                 "the rollout engine does not compute with the current policy, although the adapter and norms that it "
                 f"holds are the trainer's. Of its log-probabilities these differ by more than {max(wrong.values()):.2g}"

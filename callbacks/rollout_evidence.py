@@ -182,7 +182,9 @@ class RolloutEvidence(Callback):
             "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are sound, "
             "raise RolloutEvidence.max_gap or max_jump"
         )
-        said = f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {gap:.2g} nats a token"
+        said = (
+            f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {gap:.2g} nats per token"
+        )
         if not gap <= limit:
             raise RuntimeError(f"{said}, more than {limit:.2g}: {advice}")
         if self.max_jump is not None and found.ratio > self.max_jump and found.sigmas > SURE_SIGMAS:

@@ -1,4 +1,4 @@
-"""All commands: ``qerl COMMAND``, and ``python -m qerl_pl COMMAND`` where the project is not installed."""
+"""Entry point of all commands: ``qerl COMMAND``, or ``python -m qerl_pl COMMAND`` without installation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAINING = {
     "fit": "train a policy",
     "validate": "evaluate a policy on the validation problems",
     "test": "evaluate a policy, with intervals over problems",
-    "predict": "write the completions of a policy",
+    "predict": "write completions of a policy",
 }
 COMMANDS = {
     "tiny": "make a small warm-started policy for the quickstart and for tests",
@@ -20,12 +20,12 @@ COMMANDS = {
     "problems": "write generated word problems as JSON Lines",
     "quantize": "write a 4-bit copy of a checkpoint",
     "study": "run a grid of arms and seeds, and compare them",
-    "plan": "say how much GPU memory a run will take, and what to change if it does not fit",
+    "plan": "predict the GPU memory of a run, and what to change if it does not fit",
     "score": "score a file of completions with a reward",
     "export": "write a run's adapter as a PEFT folder",
     "report": "table and curves of a run from its event files",
-    "chat": "talk to a run's policy, and to its base beside it",
-    "doctor": "say what this machine can run, and with -c what would stop a configuration",
+    "chat": "talk to the policy of a run and to its base model",
+    "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
 
 
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"unknown command {argv[0]!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # rewards and callbacks of the user's, which an installed program does not see
-    # Imported on demand: `doctor` has to run where half of the packages are missing.
+        sys.path.append(str(Path.cwd()))  # so that an installed program finds the user's own rewards and callbacks
+    # Imported on demand, because `doctor` has to run on machines where packages are missing.
     if argv[0] in TRAINING:
         status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
         if isinstance(status, str):

@@ -1,4 +1,4 @@
-"""Checkpoints: the adapter and what training needs to go on, written so that a crash loses nothing."""
+"""Checkpoints: the adapter and the training state, written so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -29,33 +29,32 @@ PREVIOUS = "previous.ckpt"
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames, so that a full disk or a kill leaves the old file as it was; a damaged
-    ``last.ckpt`` falls back to the one before it.
+    """Writes to a temporary file and renames it, so that a full disk or a kill leaves the old checkpoint intact.
 
-    A large checkpoint may be written while training goes on: with Adam, a 7B policy's adapter of rank 32 takes 1 GB. It
-    is copied to host memory first, which is kept for the next one until ``teardown``.
+    A damaged ``last.ckpt`` falls back to the checkpoint before it. A large checkpoint can be written in the background:
+    with Adam, an adapter of rank 32 on a 7B takes 1 GB. It is first copied to host memory, which is reused for the next
+    checkpoint until ``teardown``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        self._host: list[Tensor] = []  # of the last copy, tensor by tensor; read while it is written
+        self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors; the writing thread reads it
         self.damaged: Path | None = None
-        """The file for which the last load took the one before it."""
+        """The damaged file that the last load replaced by the checkpoint before it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, whole or not at all.
+        """Write a checkpoint, or leave the old file intact.
 
         Args:
-            checkpoint: may change as soon as this returns.
+            checkpoint: may be modified as soon as this returns.
             path: of the file.
-            storage_options: ``{"background_bytes": n}`` returns before the file is written if tensors take n bytes or
-                more; ``wait`` tells when it is.
+            storage_options: with ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
+                written in the background; ``wait`` waits for it.
 
         Raises:
-            OSError: the disk is full or not writable; the checkpoints that were there are untouched. Also where the
-                one before this one was written in the background and failed.
+            OSError: the disk is full or not writable, or the last write in the background failed.
         """
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
@@ -66,34 +65,34 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._writing = self._in_background(checkpoint_file.write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """Tell whether no write is pending, so that ``wait`` would return at once."""
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Until no file is being written.
+        """Wait until no file is being written.
 
         Raises:
-            OSError: the checkpoint that was written in the background could not be written.
+            OSError: a checkpoint could not be written in the background.
         """
         writing = self._writing
         if writing is not None:
-            wait_for([writing])  # Ctrl-C may cut this short, and the file is still being written then
+            wait_for([writing])  # Ctrl-C may interrupt this; the file is then still being written
             self._writing = None
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename a file over another, and return before that one's space is free: of 1 GB it takes a fifth of a second.
+        """Rename a file over another and return before the old file's blocks are freed (0.2 seconds for 1 GB).
 
         Raises:
-            OSError: there is no source, or it cannot be renamed.
+            OSError: the source does not exist, or it cannot be renamed.
         """
-        old = target.open("rb") if target.exists() else None  # while it is open, its space is not freed
+        old = target.open("rb") if target.exists() else None  # the blocks are not freed while it is open
         os.replace(source, target)
         if old is not None:
             self._in_background(old.close)
 
     def teardown(self) -> None:
-        """Write what is left to write, end the thread, and let go of the host memory."""
+        """Finish pending writes, end the thread and free the host memory."""
         try:
             self.wait()
         finally:
@@ -103,15 +102,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 self._thread = None
 
     def _in_background(self, function: Callable[..., None], *args: object) -> Future[None]:
-        """One after another."""
+        """Run functions in a background thread, one after another."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """On the host, with its tensors in the memory of the copy before it, which must have been written.
+        """Copy a checkpoint to the host, reusing the memory of the previous copy, which must have been written.
 
-        A tensor whose forerunner had another shape or dtype gets new memory.
+        A tensor whose shape or dtype differs from the previous one gets new memory.
         """
         self._host = [_host_memory(*pair) for pair in zip(tensors, chain(self._host, repeat(None)), strict=False)]
         for host, tensor in zip(self._host, tensors, strict=True):
@@ -122,10 +121,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
+        """Load a checkpoint of tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
 
         Raises:
-            ValueError: the file is damaged and there is nothing to fall back to; every damaged file is named.
+            ValueError: the file is damaged and there is no older one; the message names every damaged file.
         """
         path = Path(path)
         try:
@@ -145,7 +144,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
             found = checkpoint_file.read(path, map_location or "cpu")
-            if not path.name.startswith("."):  # in hidden files Lightning hands weights from process to process
+            if not path.name.startswith("."):  # Lightning passes weights between processes in hidden files
                 checkpoint_file.check_contents(found)
             return found
         except (FileNotFoundError, PermissionError):
@@ -164,7 +163,7 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 
 
 def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """For a copy of the tensor: pinned for one on a GPU, which then copies without the host."""
+    """Allocate host memory for a copy of the tensor: pinned for a GPU tensor, so that the copy is asynchronous."""
     wanted = (tensor.shape, tensor.dtype, tensor.is_cuda)
     if before is not None and (before.shape, before.dtype, before.is_pinned()) == wanted:
         return before
@@ -172,23 +171,23 @@ def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """What a policy must be loaded with: the base (by content, not by path), the adapter's shape, the seed."""
+    """Describe what a checkpoint's policy needs when it is loaded: the base (a digest), adapter settings and seed."""
     settings = asdict(lora)
     settings["targets"] = sorted(settings["targets"])
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
 
 
 def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
-    """The adapter's, of a run's identity."""
+    """Extract the adapter's settings from a run's identity."""
     found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
     return LoraSettings(**{**found, "targets": tuple(found["targets"])})
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The identity that a checkpoint was written with.
+    """Return the identity that is stored in a checkpoint.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the checkpoint holds none.
     """
     found = checkpoint.get("identity")
     if not isinstance(found, Mapping) or "base" not in found:

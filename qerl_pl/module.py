@@ -1,4 +1,4 @@
-"""QeRLModule: one training step is one RL iteration."""
+"""The LightningModule: each ``training_step`` is one RL iteration (rollout, rewards, policy updates)."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ from qerl_pl.update import improve
 
 
 class QeRLModule(LightningModule):
-    """A LoRA policy on a frozen base, trained on rollouts of its own (GRPO and its relatives).
+    """A LoRA policy on a frozen base, trained on its own rollouts with GRPO or a related objective.
 
     Args:
-        engine: what samples, e.g. qerl_pl.rollout.vllm.VLLMEngine.
-        rewards: what completions are worth, each with a name and a weight.
-        settings: the fields of ``ModuleSettings``, of which ``base`` has no default.
+        engine: samples the rollouts, e.g. qerl_pl.rollout.vllm.VLLMEngine.
+        rewards: score the completions; each has a name and a weight.
+        settings: the fields of ``ModuleSettings``. Only ``base`` has no default.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a setting is out of range or contradicts another.
     """
 
     def __init__(self, engine: RolloutEngine, rewards: list[WeightedReward], **settings: Any) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.strict_loading = False  # checkpoints hold the adapter alone; on_load_checkpoint checks its keys
+        self.strict_loading = False  # checkpoints hold only the adapter; on_load_checkpoint checks its keys
         self.settings = ModuleSettings(**settings)
         self.engine = engine
         self.sampling = self.settings.sampling
@@ -70,37 +70,37 @@ class QeRLModule(LightningModule):
         self.rewards = ready_rewards(rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric)
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
-        """The plan for this run on its GPU; None without one."""
+        """The memory plan of this run on its GPU; None on a CPU or where everything is set in YAML."""
         self.entropy_coefficient = 0.0
-        """Weight of the entropy bonus in the next rollout's loss, where the objective controls it."""
+        """Coefficient of the entropy bonus in the next rollout's loss; only used where the objective adapts it."""
         self.norm_noise = NormNoise()
-        """Noise of the next rollout; a callback may set it before each."""
+        """Noise of the next rollout; a callback may set it before each rollout."""
         self.policy: Policy
         self.grad_norm: Tensor
-        """[] norm of the gradient at the last optimizer step, before clipping."""
+        """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
-        """One record per completion of the last evaluation, over all ranks, in the order of the problems."""
+        """Records of the last evaluation, one per completion, gathered from all ranks in the order of the problems."""
         self._built = described(engine, self.rewards)
 
-    # ---- what a step is a function of -------------------------------------------------------------------------------
+    # ---- progress of the run ----------------------------------------------------------------------------------------
 
     @property
     def rollout_index(self) -> int:
-        """RL iterations done. Not global_step, which counts optimizer steps."""
+        """Number of finished RL iterations. It differs from global_step, which counts optimizer steps."""
         return self.trainer.global_step // self.settings.steps_per_rollout
 
     @property
     def num_rollouts(self) -> int:
-        """RL iterations of the whole run."""
+        """Number of RL iterations of the whole run."""
         return self.trainer.max_steps // self.settings.steps_per_rollout
 
     # ---- set-up and tear-down ---------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check what only the trainer knows.
+        """Check settings and the rewards' use of the data's answers, plan the memory, and create the rollout loop.
 
         Raises:
-            ValueError: trainer settings that do not fit one another.
+            ValueError: settings of the trainer contradict each other or the module's.
         """
         if self.trainer.precision != "32-true":
             raise ValueError(
@@ -131,7 +131,7 @@ class QeRLModule(LightningModule):
         )
 
     def configure_model(self) -> None:
-        """Load the base and put the adapter on it, on this rank's device; once."""
+        """Load the base on this rank's device and add the adapter. A second call does nothing."""
         if hasattr(self, "policy"):
             return
         self.policy = load_policy(
@@ -142,14 +142,14 @@ class QeRLModule(LightningModule):
         )
         if self.memory_plan is not None and (how := self.memory_plan.run.recompute(self.policy.num_layers)):
             self.policy.set_recompute(how)
-        # DDP has nothing to do: every rank reads the base itself, and ``ranks`` averages the gradients. It is left one
-        # parameter, because it takes no module without.
+        # DDP has no work: every rank reads the base from disk, and ``ranks`` averages the gradients. DDP still gets one
+        # parameter to manage, because it refuses a module without any.
         kept = next(name for name, parameter in self.named_parameters() if parameter.requires_grad)
         names = {name for name, _ in chain(self.named_parameters(), self.named_buffers())}
         self._ddp_params_and_buffers_to_ignore = names - {kept}
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over what is trained, and the schedule over trainer.max_steps."""
+        """Create the optimizer for the trained parameters and the learning-rate schedule over trainer.max_steps."""
         optimizer = self.settings.optimizer(parameter_groups(self.parameters()))
         scheduler = lr_scheduler(
             optimizer,
@@ -161,20 +161,20 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Go on with the optimizer's settings of this start: those of a checkpoint come with its moments."""
+        """Restore the optimizer settings of this start; loading a checkpoint replaced them by the earlier start's."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
         restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings)
 
     def teardown(self, stage: str) -> None:
-        """Give the engine's memory back."""
+        """Close the engine and free its memory."""
         self.engine.close()
 
     def cpu(self) -> Self:
-        """Move all but what is frozen, for which Lightning asks when a run ends: a copy of the base is of no use.
+        """Move only the trained parameters to the CPU. Lightning calls this when a run ends.
 
-        It would take as much of the host's memory as of the GPU's, on every rank.
+        Moving the frozen base too would take as much host memory as it takes GPU memory, on every rank.
         """
         frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
         return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
@@ -182,7 +182,7 @@ class QeRLModule(LightningModule):
     # ---- one RL iteration -------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Sample, score, update; returns what callbacks report on."""
+        """Sample, score and update once; returns rollout, update report and seconds per phase, for the callbacks."""
         index, watch = self.rollout_index, Stopwatch()
         self._start_engine()
         rollout = self.loop.collect(
@@ -206,7 +206,7 @@ class QeRLModule(LightningModule):
             entropy_coefficient=self.entropy_coefficient,
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
-            backward=Tensor.backward,  # manual_backward would have DDP reduce, and ranks differ in micro-batches
+            backward=Tensor.backward,  # manual_backward would run DDP's reduction, but ranks differ in micro-batches
             step=self._optimizer_step,
             watch=watch,
         )
@@ -227,7 +227,7 @@ class QeRLModule(LightningModule):
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Sample from the clean policy: the current adapter, no noise."""
+        """Start the engine and load the current adapter, without noise."""
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
@@ -239,13 +239,13 @@ class QeRLModule(LightningModule):
     on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:  # a list, which Lightning hands to callbacks
-        """Score one batch of held-out prompts; returns a record a completion."""
+        """Sample and score one batch of held-out prompts; returns one record per completion."""
         return self._evaluation.score(batch)
 
     test_step = predict_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the records, and log means over the completions of all ranks; a prediction logs nothing."""
+        """Keep the records and log means over the completions of all ranks. ``predict`` logs nothing."""
         self.evaluated = self._evaluation.records()
         if not self.trainer.predicting:
             stage = "test" if self.trainer.testing else "val"
@@ -258,27 +258,27 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must stay the same over a run; reads the base's files."""
+        """Return what must not change during a run: base, adapter settings, seed. Reads the base's files."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        """What must stay the same for training to go on: steps are counted in updates."""
+        """Return what must not change when training is resumed, because progress is counted in optimizer steps."""
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the adapter alone, and what the run must not change."""
+        """Reduce the checkpoint's weights to the adapter, and add the run's identity."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the adapter in.
+        """Load the adapter.
 
         Raises:
-            ValueError: the checkpoint is of another base, adapter or seed.
+            ValueError: the checkpoint belongs to another base, adapter shape or seed.
         """
         current = self._identity
         if self.trainer.state.fn == TrainerFn.FITTING:
@@ -294,7 +294,7 @@ class QeRLModule(LightningModule):
         self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
 
     def _plan_memory(self, stage: str) -> None:
-        """Choose micro-batches, the engine's cache and what is recomputed, where the YAML leaves them open."""
+        """Choose micro-batch, the engine's cache and recomputation, where the YAML leaves them open."""
         limit = available_bytes(self.trainer.strategy.root_device, self.settings.gpu_memory)
         plan = plan_for(
             checkpoint_shape(self.settings.folder, self.settings.compute_dtype), self._run_memory(stage), limit
@@ -304,7 +304,7 @@ class QeRLModule(LightningModule):
         rank_zero_info(plan.summary())
 
     def _run_memory(self, stage: str) -> RunMemory:
-        """What decides how much memory a rank takes."""
+        """Collect the settings that decide how much memory a rank takes."""
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         fit = stage == "fit"
         return run_memory(

@@ -1,4 +1,4 @@
-"""The trainer's half of an iteration: experience in, optimizer steps out."""
+"""Policy updates: train the policy on the experience of one rollout."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from qerl_pl.training.terms import BatchTerms, batch_terms
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What the updates on one batch saw."""
+    """Results of all updates on one batch."""
 
     metrics: dict[str, Tensor]
-    """Name to [] value, over the rows of all ranks."""
+    """Name to [] value; each covers the rows of all ranks."""
     old_logprobs: Tensor
-    """[B, S] fp32 nats of the trainer before its first update, 0 where nothing was sampled."""
+    """[B, S] fp32 nats: the trainer's log-probabilities before its first update, 0 where nothing was sampled."""
     entropy: Tensor
-    """[B, S] fp32 nats, likewise."""
+    """[B, S] fp32 nats: entropies before the first update, 0 where nothing was sampled."""
     experience: Experience
-    """As used: on the policy's device, the KL taken off the advantages where ``kl_in`` is "reward"."""
+    """The batch on the policy's device; with ``kl_in`` "reward" the KL penalty is subtracted from its advantages."""
     with_gradient: Tensor
-    """[B] bool, rows that went backward: those of an advantage other than 0 that are in the loss."""
+    """[B] bool, rows that had a backward pass: rows in the loss whose advantage is not 0."""
     micro_batch_tokens: int
-    """As given, or what was left of it when memory ran out."""
+    """The given limit, or the smaller one that remained after running out of memory."""
     entropy_coefficient: float
-    """As given, or that of the next batch where the objective controls it."""
+    """The given coefficient, or the next batch's where the objective adapts it."""
 
 
 def improve(
@@ -57,36 +57,37 @@ def improve(
     entropy_coefficient: float = 0.0,
     seed: int = 0,
 ) -> UpdateReport:
-    """Update the policy on one batch: ``num_updates`` passes over it of ``num_mini_batches`` optimizer steps each.
+    """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
-    The old log-probabilities are the trainer's own before the first update. Where nothing else needs them earlier they
-    are read off the first update's forward pass, so one update a rollout costs one forward pass. Rows without a
-    gradient (advantage exactly 0, or left out of the loss) get a forward pass without one, for the statistics.
+    The old log-probabilities are the trainer's own before the first update. If nothing needs them earlier, they are
+    taken from the forward pass of the first update, so that one update per rollout costs one forward pass. Rows without
+    a gradient (advantage exactly 0, or left out of the loss) get a forward pass without gradient, for the statistics.
 
-    When memory runs out the passes of an update, or of an evaluation, begin again with less (``Batch.run``). Only whole
-    gradients reach ``step``, and the divisor is that of the mini-batch, so the update is the same to rounding.
+    After running out of memory, the passes of an optimizer step or of a scoring are repeated with a smaller micro-batch
+    or more recomputation (``Batch.run``). ``step`` only sees complete gradients, and the divisor of the loss is that of
+    the mini-batch, so the update does not depend on micro-batches, up to rounding.
 
-    Where several ranks share a batch each gives its rows here at the same time. Ranks need not have equally many rows
-    or micro-batches: they meet once before the updates, in ``step``, and for the metrics.
+    With several ranks, each calls this with its own rows. Numbers of rows and of micro-batches may differ between
+    ranks: they communicate only before the updates, in ``step``, and for the metrics.
 
     Args:
         policy: in training mode.
         experience: B = P * group_size rows.
         group_size: completions per prompt.
-        temperature: of sampling; logits are divided by it here too.
-        max_tokens: longest completion that could have been sampled.
-        num_updates: passes over this batch.
+        temperature: of sampling; the trainer's logits are divided by it too.
+        max_tokens: limit on the completion length during sampling.
+        num_updates: epochs over this batch.
         micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
-        backward: adds a loss's gradient.
+        backward: accumulates the gradient of a loss.
         step: averages the gradients over ranks, clips, takes an optimizer step, clears the gradients; returns the norm
             before clipping, [].
-        watch: gets the seconds of the phases logprob, wait (for slower ranks) and train.
-        num_mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches).
-        entropy_coefficient: where the objective controls it, that of this batch.
-        seed: of what is drawn on this batch, the same on all ranks.
+        watch: records the seconds of the phases logprob, wait (for slower ranks) and train.
+        num_mini_batches: optimizer steps per epoch, each on its share of the prompts, as in PPO.
+        entropy_coefficient: of the entropy bonus on this batch, where the objective adapts it.
+        seed: of the random choices on this batch; the same on all ranks.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
-    # From the second mini-batch on the policy is no longer the one before the first update.
+    # From the second mini-batch on, the policy has already been updated, so old log-probabilities are needed first.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
         counts = _score(batch, objective, group_size, everything=first_pass)
@@ -123,7 +124,7 @@ def improve(
 
 
 def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
-    """The controlled weight of the entropy bonus, None where there is no control, and the next batch's coefficient."""
+    """Return the adapted entropy coefficient of this batch (None if it is not adapted), and the next batch's."""
     control, entropy = objective.entropy_control, terms.mean_entropy
     if control is None or entropy is None:
         return None, coefficient
@@ -140,10 +141,10 @@ def _state_metrics(batch: Batch, terms: BatchTerms, bonus: float | None) -> dict
 
 
 def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
-    """Run the passes without a gradient; returns [B] bool, the rows that get one.
+    """Run the forward passes without gradient; returns [B] bool, the rows that need a gradient.
 
     Args:
-        everything: every row's log-probabilities are needed before the first gradient.
+        everything: score all rows, because the loss needs old log-probabilities before the first backward pass.
     """
     if objective.kl_coefficient > 0:
         batch.score_reference()
@@ -170,13 +171,13 @@ def _gradient(
     bonus: float | None,
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Add up the gradient of one optimizer step; returns the sums of its metrics.
+    """Accumulate the gradient of one optimizer step; returns the sums of its metrics.
 
     Args:
-        rows: of the mini-batch, those with a gradient.
-        bonus: weight of the entropy bonus where it is controlled, else None.
-        record: keep the log-probabilities and entropies: they are those before the first update.
-        max_tokens: most tokens of a pass.
+        rows: rows of the mini-batch that need a gradient.
+        bonus: adapted entropy coefficient, or None if it is not adapted.
+        record: store log-probabilities and entropies, because this is the first pass before any update.
+        max_tokens: most tokens per pass.
     """
     experience = batch.experience
     sums: dict[str, Tensor] = {}
@@ -202,7 +203,7 @@ def _gradient(
             entropy_coefficient=bonus,
             penalized=None if terms.penalized is None else part.read(terms.penalized),
         )
-        with torch.autograd.set_multithreading_enabled(False):  # small passes wait for autograd's own thread
+        with torch.autograd.set_multithreading_enabled(False):  # a thread switch costs more than a small pass
             backward(loss)
         for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
             sums[name] = sums.get(name, 0) + value

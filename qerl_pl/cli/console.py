@@ -1,4 +1,4 @@
-"""Messages of libraries that no user of this program needs: all that are held back, with the reason, in one place."""
+"""Filter library messages that do not help a user of this program. Each pattern has the reason next to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import warnings
 WARNINGS = (
     r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
-    r"Checkpoint directory .* exists and is not empty",  # so it should be when a run goes on
-    r"The dirpath has changed from",  # so it should be when a run is evaluated
-    r".*there is no last checkpoint available",  # the first start of a command that may be repeated; its hint is wrong
+    r"Checkpoint directory .* exists and is not empty",  # expected when a run is resumed
+    r"The dirpath has changed from",  # expected when a run is evaluated
+    r".*there is no last checkpoint available",  # expected at the first start with --ckpt_path last
 )
 MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (
@@ -20,11 +20,11 @@ MESSAGES = {
     ),
     "vllm.triton_utils.importing": (r"Triton is installed, but doesn't include CPU backend",),  # on every CPU
 }
-"""A logger's name to the beginnings of what it says."""
+"""Name of a logger to patterns of the messages that are dropped, matched at their start."""
 
 
 def quieten() -> None:
-    """Hold the messages back from now on; everything else is said as before."""
+    """Install the filters above; all other warnings and log messages are printed as before."""
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     for name, patterns in MESSAGES.items():

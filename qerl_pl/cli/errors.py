@@ -1,4 +1,4 @@
-"""What the command line says where jsonargparse would print a page: the value, what was expected, the nearest name."""
+"""Shorten jsonargparse's error messages: name the value, what was expected, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from qerl_pl.cli.yaml_files import config_files
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
-"""What jsonargparse says of the types that a value is not meant to be."""
+"""Beginnings of jsonargparse's complaints about the other members of a union type; they do not help the user."""
 TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
-"""Classes whose messages name their settings as the command line does."""
+"""Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
     """Shorten an error of the command line's parser.
 
     Args:
-        message: what jsonargparse says.
-        keys: every setting there is, with dots.
-        arguments: the command line; its YAML files are looked through for what is wrong.
+        message: of jsonargparse.
+        keys: dotted paths of all settings, for suggestions.
+        arguments: the command line; its YAML files are searched for the line to blame.
 
     Returns:
-        At most five lines; the message itself where nothing in it is known to be superfluous.
+        At most five lines. A message of a kind that is not recognised is returned unchanged, up to that length.
     """
     unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
     if unknown and ("accept" in message or "unrecognized" in message):
@@ -45,9 +45,9 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """What is wrong with a value, without what jsonargparse says of types that it might have had.
+    """Reduce jsonargparse's report about one value to its cause, dropping the members of a union that do not apply.
 
-    A message of another kind is returned as it is.
+    A message of another kind is returned unchanged.
     """
     subject = re.search(r'[Pp]arser key "([^"]+)"', message)
     if subject is None and "Subtypes:" not in message:
@@ -70,7 +70,7 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
-    """What an exception says, behind the name of the configured class whose constructor raised it."""
+    """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
     said, name = of_the_value(str(error), arguments), _constructor_of(error)
     return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
 
@@ -89,7 +89,7 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """One cause, with the class that it is about and the nearest of what there is."""
+    """Format one cause with the class that it concerns and the nearest known name."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     inner = re.findall(r'Parser key "([^"]+)":', cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
@@ -104,8 +104,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
     if module := re.search(r"No module named '([\w.]+)'", cause):
         where = _where(re.escape(module[1]), arguments)
         return (
-            f"{place}: there is no module {module[1]}{where}; it is looked for in the folder that the program was "
-            "started from and among the installed packages"
+            f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
+            "among the installed packages"
         )
     if missing := re.search(r"the following arguments are required: (.+)", cause):
         return f"{place} needs {missing[1]} (under init_args)"
@@ -126,7 +126,7 @@ def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> s
 
 
 def _kind(text: str) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     if literal := re.fullmatch(r"typing\.Literal\[(.*)\]", text):
         return literal[1]
     if builtin := re.fullmatch(r"<class '(\w+)'>", text):
@@ -138,11 +138,11 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     near = get_close_matches(name, known, n=2, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(known)[:200]}" if known else "--help lists those that there are"
+    return f"known names: {', '.join(known)[:200]}" if known else "--help lists all settings"
 
 
 def _parameters(path: str) -> list[str]:
-    """Names of what a class or function takes."""
+    """List the parameters of a class or function, given by its import path."""
     module, _, name = path.rpartition(".")
     try:
         found = inspect.signature(getattr(importlib.import_module(module), name)).parameters
@@ -152,7 +152,7 @@ def _parameters(path: str) -> list[str]:
 
 
 def _members(path: str) -> list[str]:
-    """Names of the public classes, functions and modules in a module."""
+    """List the public classes, functions and submodules of a module."""
     try:
         module = importlib.import_module(path)
     except ImportError:
@@ -167,7 +167,7 @@ def _members(path: str) -> list[str]:
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
-    """File and line in the YAML files of a command line that a pattern is first found in, as `` (FILE, line 3)``."""
+    """Find the first line that matches a pattern in the YAML files of a command line; returns `` (FILE, line 3)``."""
     for path in config_files(arguments):
         if path.is_file():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
@@ -181,7 +181,7 @@ def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str
     leaf = rf"\b{re.escape(key.rpartition('.')[2])}\+?[\"']?\s*:"
     where = _where(leaf, [argument for path in places for argument in ("-c", str(path))])
     near = get_close_matches(key, list(keys), n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "--help lists those that there are"
+    hint = f"did you mean {near[0]}?" if near else "--help lists all settings"
     return f"there is no setting {key}{where}; {hint}"
 
 

@@ -1,4 +1,4 @@
-"""The configurations that come with the program, found by name: ``-c gsm8k -c qwen2.5-7b -c nvfp4_aqn``."""
+"""Find shipped configurations by name: ``-c gsm8k -c qwen2.5-7b -c nvfp4_aqn``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs"
-"""Beside the package, in the repository and in an installation."""
+"""Folder of the configurations: next to the package, both in the repository and in an installed wheel."""
 BASE_CONFIG = FOLDER / "base.yaml"
 OPTIONS = ("-c", "--config")
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """Replace the name of a shipped configuration by its path wherever a command line has one after ``-c``.
+    """Replace names of shipped configurations that follow ``-c`` on a command line by their paths.
 
     Raises:
         ValueError: see ``config_path``.
@@ -31,11 +31,11 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
 def config_path(name: str) -> Path:
     """Find a configuration: a file, or the name of a shipped one.
 
-    A name may begin with its folder, ``eval/gsm8k``. Without one, an evaluation is the last that is thought of:
-    ``gsm8k`` is ``tasks/gsm8k``.
+    A name may contain its folder, as in ``eval/gsm8k``. A name without a folder prefers every other folder to eval/, so
+    ``gsm8k`` means ``tasks/gsm8k``.
 
     Raises:
-        ValueError: there is neither; lists the names.
+        ValueError: there is neither a file nor a configuration of that name; the message lists the known names.
     """
     if Path(name).is_file():
         return Path(name)

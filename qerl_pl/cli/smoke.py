@@ -1,4 +1,4 @@
-"""``fit --smoke``: every part of a configuration once, small, before anything long is started."""
+"""``fit --smoke``: run every part of a configuration once at a small size, before a long run is started."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST_COMPLETIONS = 4  # per prompt
 VALIDATION_PROMPTS = 4
 HELP = (
     "try the configuration: two small rollouts (three where there is noise), each with a validation and a checkpoint, "
-    f"completions of at most {MOST_TOKENS} tokens, in a folder of its own beside run_dir; says nothing about memory, "
-    "which is what `plan` is for"
+    f"completions of at most {MOST_TOKENS} tokens, in its own folder next to run_dir; it does not test memory: use "
+    "`plan` for that"
 )
 
 

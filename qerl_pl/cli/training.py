@@ -42,14 +42,14 @@ SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml once a run has begun: a start that the checkpoint refuses leaves the record as it was."""
+    """Writes config.yaml when training begins, so that a start that fails earlier leaves the old file unchanged."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = trainer.log_dir  # asked for by all ranks: the first one tells the others
+        folder = trainer.log_dir  # a collective: rank 0 broadcasts it, so all ranks have to read it
         if trainer.is_global_zero and folder is not None:
             text = self.parser.dump(self.config, skip_none=False)
             changes, kept = keep_old_config(Path(folder, self.config_filename), text)
@@ -64,8 +64,8 @@ class QeRLCLI(LightningCLI):
     """LightningCLI with one folder per run and each value given once.
 
     Args:
-        run_now: False builds everything and runs nothing.
-        more: arguments of LightningCLI, as ``named`` are.
+        run_now: False builds module, data and trainer without running the subcommand.
+        more, named: arguments of LightningCLI.
     """
 
     def __init__(self, *more: Any, run_now: bool, **named: Any) -> None:
@@ -86,31 +86,34 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
-        # What is not given follows from what is: the values that it had without anything given must not count as given.
+        # None marks an objective setting as not given, so that it follows from the preset and not from a default.
         parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
 
     def before_instantiate_classes(self) -> None:
-        """Give an evaluation its own folder in the run's: its curves and completions are not those of the training.
+        """Check the trainer's settings and choose the folder that the loggers write to.
 
-        Each policy has one, named by its checkpoint, and the base has one.
+        An evaluation writes to RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), so that its
+        curves and completions stay apart from those of training.
         """
         command = str(self.subcommand)
         config = self.config[command]
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
-            raise ValueError("trainer.logger is off; curves and folders of a run are its logger's: leave that on")
+            raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")
         check_trainer(config.trainer, command=command)
         self._smoke = config.pop("smoke")
         if self._smoke:
             if command != "fit":
-                raise ValueError(f"--smoke tries a training and not {command}; for few problems: --data.val_limit 4")
+                raise ValueError(
+                    f"--smoke works with fit, not with {command}; to evaluate few problems: --data.val_limit 4"
+                )
             shorten(config)
         if command == "fit":
             last = Path(config.run_dir, "checkpoints", LAST)
             if config.ckpt_path is None and last.exists():
                 raise ValueError(
-                    f"{config.run_dir} has a run already ({last}): go on with it by --ckpt_path last, or start another "
-                    "by --run_dir"
+                    f"{config.run_dir} already holds a run ({last}): resume it with --ckpt_path last, or choose "
+                    "another folder with --run_dir"
                 )
             self._log_to(config.run_dir, loggers)
             return
@@ -124,11 +127,11 @@ class QeRLCLI(LightningCLI):
         self._log_to(folder, loggers)
 
     def after_fit(self) -> None:
-        """Say how a smoke run ended."""
+        """Report that a smoke run finished."""
         if self._smoke and not self.trainer.interrupted:
             rank_zero_info(
-                f"smoke: {self.trainer.global_step} optimizer steps with validation and checkpoint went well; see "
-                f"{self.config[str(self.subcommand)].run_dir}"
+                f"smoke: {self.trainer.global_step} optimizer steps with validation and checkpoint finished without an "
+                f"error; see {self.config[str(self.subcommand)].run_dir}"
             )
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
@@ -141,11 +144,11 @@ class QeRLCLI(LightningCLI):
                 keep_metrics(Path(folder, name or "", version))
 
     def _parse_ckpt_path(self) -> None:
-        """Checkpoints hold no hyperparameters that could override the YAML; config.yaml is the record."""
+        """Do nothing: Lightning would read hyperparameters from the checkpoint here, and ours are in config.yaml."""
 
 
 def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
-    """Run one subcommand, or only build what it needs."""
+    """Run one subcommand of the command line, or with ``run_now=False`` only build module, data and trainer."""
     args = with_paths(args)
     check_yaml_files(args)
     quieten()
@@ -165,7 +168,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
 
 
 def command_line(args: list[str]) -> list[str]:
-    """Put configs/base.yaml, and a run_dir for settings that name none, before what was typed."""
+    """Put configs/base.yaml and the default run_dir in front of the user's arguments, which override them."""
     if args and args[0] in SUBCOMMANDS:
         own = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
         if args[0] in ("validate", "test"):
@@ -178,7 +181,8 @@ def exit_status(args: list[str]) -> int | str:
     """Run the program.
 
     Returns:
-        0; 128 plus the number of the signal that ended the run; or a message about what the user can mend (status 1).
+        0; 128 plus the number of the signal that ended the run; or the message of an error that the user can fix (the
+        process then exits with status 1).
     """
     try:
         cli = main(args)

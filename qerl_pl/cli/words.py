@@ -1,4 +1,4 @@
-"""``objective: dapo`` in YAML and ``--model.objective dapo`` on the command line."""
+"""Accept the name of a preset as an objective: ``objective: dapo`` in YAML, ``--model.objective dapo`` as an option."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OPTION = "--model.objective"
 
 
 class Parser(LightningArgumentParser):
-    """Writes configurations (``--print_config``, config.yaml) with every value of the objective that is in force."""
+    """Writes configurations (``--print_config``, config.yaml) with all settings of the objective filled in."""
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """As jsonargparse's, with nulls of the objective replaced by what they stand for.
+        """Dump a configuration as jsonargparse does, after replacing nulls in the objective by the preset's values.
 
         Raises:
-            ValueError: its settings contradict its name.
+            ValueError: a setting of the objective contradicts its preset.
         """
         namespace = namespace.clone()
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
@@ -32,7 +32,7 @@ class Parser(LightningArgumentParser):
         return super().dump(namespace, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with an error that fits on a screen; jsonargparse's begins with the usage, a hundred lines.
+        """End the program with a short error, in place of jsonargparse's, which begins with a hundred lines of usage.
 
         Raises:
             SystemExit: with status 2.
@@ -45,7 +45,7 @@ class Parser(LightningArgumentParser):
 
 
 def spelt_out(arguments: list[str]) -> list[str]:
-    """The command line with ``--model.objective WORD`` as ``--model.objective.preset WORD``."""
+    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``."""
     found = list(arguments)
     for index, argument in enumerate(arguments):
         name, equals, word = argument.partition("=")
@@ -58,7 +58,7 @@ def spelt_out(arguments: list[str]) -> list[str]:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` as ``objective: {preset: WORD}``; a second call changes nothing."""
+    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Idempotent."""
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _spelt_out(load(text)), exceptions=(yaml.YAMLError,))
 

@@ -1,4 +1,4 @@
-"""What YAML itself lets pass in a file of settings, and means nothing that was meant."""
+"""Check configuration files for mistakes that YAML itself accepts: duplicate keys, empty sections, cyclic aliases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each file that a command line names; one that is not there is the parser's.
+    """Check each configuration file on a command line; missing files are left to the argument parser.
 
     Raises:
         ValueError: see ``check_yaml``.
@@ -46,7 +46,7 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse a key given twice (the last would win), one that is unknown, a section without a value, and a loop.
+    """Refuse duplicate keys (YAML would take the last), unknown top-level keys, empty sections and cyclic aliases.
 
     Raises:
         ValueError: with the file and the line.
@@ -57,9 +57,9 @@ def check_yaml(path: Path) -> None:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}, line {line}: this is not YAML: {error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: this is not a text in YAML: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path}: not a YAML text file: {str(error).splitlines()[0]}") from error
     except RecursionError as error:
-        raise ValueError(f"{path}: nested too deep to be settings") from error
+        raise ValueError(f"{path}: nested too deeply for a configuration") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
@@ -76,7 +76,7 @@ def check_yaml(path: Path) -> None:
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...]) -> None:
     if id(node) in above:
-        raise ValueError(f"{_place(path, node)}: an alias (*) stands for something that it is itself in")
+        raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     above = (*above, id(node))
     if isinstance(node, yaml.SequenceNode):
         for entry in node.value:

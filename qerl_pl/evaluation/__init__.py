@@ -1,1 +1,1 @@
-"""Evaluations: batches that are kept while one goes on, what identifies them, and pass@k."""
+"""Evaluation on held-out problems: sampling and scoring, a cache of finished batches, and pass@k."""

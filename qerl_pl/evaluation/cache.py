@@ -1,4 +1,4 @@
-"""Finished batches of an evaluation on disk, so that an interrupted one goes on where it stopped."""
+"""A cache on disk of an evaluation's finished batches, so that an interrupted evaluation can be resumed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from qerl_pl.common.types import Prompt
 
 
 class EvaluationCache:
-    """Records of batches under a name that says what they are a function of: another policy finds nothing.
+    """Records of finished batches, keyed by a digest of everything that they depend on.
 
     Args:
-        folder: where the files go.
-        identity: everything but the prompts that the records depend on (policy, engine, sampling, rewards), JSON-ready.
+        folder: folder of the files.
+        identity: everything but the prompts that the records depend on (policy, engine, sampling, rewards), as JSON.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]] | None:
-        """The records of a batch, or None where it was not finished."""
+        """Return the records of a batch, or None if it has not been finished."""
         path = self._path(prompts)
         if not path.exists():
             return None
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a batch, whole or not at all."""
+        """Store the records of a batch atomically."""
         write_whole(self._path(prompts), "".join(json.dumps(row) + "\n" for row in rows))
 
     def _path(self, prompts: Sequence[Prompt]) -> Path:

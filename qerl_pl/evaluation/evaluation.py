@@ -1,4 +1,4 @@
-"""An evaluation: held-out prompts are sampled and scored, finished batches are kept, means go over all ranks."""
+"""Evaluate a policy: sample and score held-out prompts, cache finished batches, average over all ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Evaluation:
     """One pass over the held-out prompts.
 
     Args:
-        loop: whose engine samples from the policy that is evaluated.
-        sampling: of the completions.
-        seed: of the sampling; every batch gets the same.
-        cache: of finished batches, so that an interrupted evaluation goes on; None: nothing is kept.
-        device: of the means, that of the process group's collectives.
+        loop: its engine holds the policy that is evaluated.
+        sampling: settings of the completions.
+        seed: seed of the sampling, the same for every batch.
+        cache: of finished batches, to resume an interrupted evaluation; None stores nothing.
+        device: device of the means, on which the process group's collectives run.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Evaluation:
         names = [*(term.name for term in loop.rewards), *_OF_ROWS]
         self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
-        self._add([])  # a rank may get no prompt
+        self._add([])  # a rank may get no prompts at all
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Sample and score a batch of this rank; returns one record per completion, from the cache if it is there."""
+        """Return one record per completion of a batch: from the cache, or by sampling and scoring."""
         rows = None if self._cache is None else self._cache.read(prompts)
         if rows is None:
             watch = Stopwatch()
@@ -58,15 +58,15 @@ class Evaluation:
         return rows
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of all ranks in the order of the prompts. Collective."""
+        """Gather the records of all ranks in the order of the prompts. Collective."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Means over the completions of all ranks, [] fp64 each; nothing where there is no completion. Collective.
+        """Average over the completions of all ranks; [] fp64 each, empty where there is no completion. Collective.
 
-        Every reward by its name, the weighted sum (``reward``), the shares that could not be scored or were cut off at
-        the longest length, and with several completions per problem pass@k of those that the first reward gives 1. A
-        completion that could not be scored has earned 0.
+        The means are those of every reward by its name and of the weighted sum (``reward``); the shares of completions
+        that could not be scored and that were truncated; and, with several completions per problem, pass@k, where a
+        completion is right if the first reward gives it 1. A completion that could not be scored counts as 0.
         """
         found = self._means.compute() | self._pass_at_k.compute()
         return {} if found["reward"].isnan() else found

@@ -1,4 +1,4 @@
-"""Words for an object that are equal wherever it does the same: its class's source, and what it is made of."""
+"""Describe an object by its class's source code and its state, so that equal descriptions mean equal behaviour."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ PLAIN = str, bytes, int, float, complex, bool, NoneType
 
 
 class Indescribable(ValueError):
-    """Something has no description that another process would give too."""
+    """An object cannot be described in a way that is the same in every process."""
 
 
 def describe(value: object) -> str:
-    """Import paths, a digest of their source, and settings, to any depth: equal for equal objects, in every process.
+    """Describe an object by import paths, digests of their source, and settings, recursively.
 
-    An object is made of what pickle would keep of it, so ``__reduce__`` and ``__getstate__`` are heeded. The source of
-    a module in a package is all of that package's files, because what it does is often in the one beside it.
+    Equal objects have equal descriptions in every process. The state is what pickle would store, so ``__reduce__`` and
+    ``__getstate__`` are respected. The source of a module inside a package is all files of that package, because a
+    module's behaviour often depends on its neighbours.
 
     Args:
-        value: a class's instance, a function or plain data.
+        value: an instance of a class, a function, or plain data.
 
     Raises:
-        Indescribable: it holds what cannot be imported by name (a lambda, a local class), what pickle refuses (a lock,
-            a file), a tensor, or itself.
+        Indescribable: it contains something that cannot be imported by name (a lambda, a local class), that pickle
+            refuses (a lock, a file), a tensor, or itself.
     """
     return _describe(value, ())
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Sixteen hex digits over the names and bytes of files, in the order given."""
+    """Compute a digest of sixteen hex digits from the names and contents of files, in the given order."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
@@ -68,7 +69,7 @@ def _describe(value: Any, above: tuple[int, ...]) -> str:
 
 def _describe_object(value: Any, above: tuple[int, ...]) -> str:
     made = _reduced(value)
-    if isinstance(made, str):  # pickle's word for what is found by its name
+    if isinstance(made, str):  # pickle's way to say: import this name
         parts = [type(value), getattr(value, "__module__", None), made, getattr(value, "__wrapped__", None)]
     else:
         make, arguments, state, items, pairs = (*made, None, None, None)[:5]
@@ -77,7 +78,7 @@ def _describe_object(value: Any, above: tuple[int, ...]) -> str:
 
 
 def _reduced(value: Any) -> Any:
-    """What pickle would keep."""
+    """Return what pickle would store of an object."""
     if isinstance(value, Tensor):
         raise Indescribable("tensors are not described")
     if isinstance(value, BuiltinFunctionType) and inspect.ismodule(value.__self__):
@@ -90,7 +91,7 @@ def _reduced(value: Any) -> Any:
 
 
 def _check_name(owner: type) -> None:
-    """Refuse a class made on the fly: its name and its file do not say what it does."""
+    """Refuse a class that was created dynamically: its name and file do not determine its behaviour."""
     found: Any = sys.modules.get(owner.__module__)
     for part in owner.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -99,7 +100,7 @@ def _check_name(owner: type) -> None:
 
 
 def _named(owner: type | FunctionType) -> str:
-    """Import path of a class or function, and a digest of its source."""
+    """Return the import path of a class or function, and a digest of its source."""
     name = f"{owner.__module__}.{owner.__qualname__}"
     if "<" in name:
         raise Indescribable(f"{name} cannot be imported by name: define it at the top of a module")

@@ -1,4 +1,4 @@
-"""What the records of an evaluation depend on, so that a kept one is found again by an equal evaluation alone."""
+"""Collect everything that an evaluation's records depend on; it is the key of the evaluation's cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from qerl_pl.rollout.common import end_tokens
 
 
 def described(*values: object) -> str | Indescribable:
-    """A description of an engine and rewards as they were built, or why there is none.
+    """Describe an engine and rewards as they were built; returns the error where they cannot be described.
 
-    Ask before they start: an engine that runs holds more than its settings.
+    Call this before the engine starts, because a running engine holds more than its settings.
     """
     try:
         return describe(values)
@@ -32,13 +32,13 @@ def described(*values: object) -> str | Indescribable:
 def evaluation_identity(
     policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str | Indescribable
 ) -> dict[str, Any]:
-    """What the records of an evaluation are a function of, beside the prompts: JSON-ready.
+    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
 
     Args:
         policy: with the adapter that is evaluated.
-        sampling: of the completions.
-        run: what stays the same over a run: base, adapter settings, seed.
-        built: from ``described``.
+        sampling: settings of the completions.
+        run: what does not change during a run: base, adapter settings, seed.
+        built: result of ``described``.
     """
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
@@ -54,7 +54,7 @@ def evaluation_identity(
 
 
 def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | None:
-    """The cache of an evaluation in a folder; None, with a warning, where its engine or rewards have no description."""
+    """Open the cache of an evaluation in a folder; None, with a warning, if engine or rewards cannot be described."""
     built = identity["engine and rewards"]
     if isinstance(built, Indescribable):
         rank_zero_warn(

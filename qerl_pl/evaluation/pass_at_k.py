@@ -1,4 +1,4 @@
-"""Accuracy over several completions a problem, and how sure one can be of it. P problems, n completions each."""
+"""Accuracy over several completions per problem, with bootstrap intervals. P problems, n completions each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
-    """Unbiased chance that one of k completions is right: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    """Estimate without bias the chance that one of k completions is right (arXiv 2107.03374, eq. 1).
 
-    With k = 1 it is the share of right completions, avg@n.
+    The estimate is 1 - C(n - c, k) / C(n, k) for c right completions of n. With k = 1 it is their share, avg@n.
 
     Args:
         num_correct: [P] int64, right completions of each problem, 0 to n.
@@ -26,14 +26,14 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
         raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
     if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
         raise ValueError(f"a problem has {num_correct.tolist()} right completions; expected 0 to {n}")
-    # The product of (n - c - i) / (n - i) over i < k, without the factorials that overflow.
+    # The product of (n - c - i) / (n - i) over i < k: the same value without factorials, which would overflow.
     steps = torch.arange(k, dtype=torch.float64)  # [k]
     wrong = (n - num_correct.double()).unsqueeze(1)  # [P, 1]
     return 1 - ((wrong - steps).clamp(min=0) / (n - steps)).prod(dim=1)
 
 
 def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
-    """avg@n, then pass@k for k = 2, 4, 8, ... and n, by name: [P] fp64 each; with n = 1 avg@1 alone."""
+    """Compute avg@n, then pass@k for k = 2, 4, 8, ... and n, by name: [P] fp64 each; with n = 1 only avg@1."""
     powers = {2**power for power in range(1, n.bit_length())}
     return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
         f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})
@@ -43,19 +43,19 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
 def bootstrap_interval(
     values: Tensor, *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of a mean over problems.
+    """Compute a percentile bootstrap interval of a mean over problems.
 
     Args:
-        values: [P] one value a problem, P at least 1.
+        values: [P] one value per problem, P at least 1.
         level: coverage, in (0, 1).
         num_resamples: draws of P problems with replacement.
-        seed: of the draws; equal arguments give equal intervals.
+        seed: of the resampling; equal arguments give equal intervals.
 
     Returns:
-        Lower and upper end.
+        Lower and upper bound.
 
     Raises:
-        ValueError: there is no problem, or the level is out of range.
+        ValueError: there are no problems, or the level is out of range.
     """
     if not len(values):
         raise ValueError("an interval over no problems is not defined")

@@ -1,4 +1,4 @@
-"""python -m qerl_pl chat: talk to a run's policy, and to its base beside it."""
+"""Talk to the policy of a run and to its base model side by side (python -m qerl_pl chat)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from qerl_pl.rollout.common import end_tokens
 
 Chat = list[dict[str, str]]
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the direction of text."""
+"""Characters that change the direction of text; printed as ``?``."""
 
 
 def main(argv: list[str]) -> int:
-    """Read questions from the terminal until its end; returns the exit status."""
+    """Read questions from the terminal until end of input and print the answers; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl chat",
-        description="Talk to the policy of a run and to its base, the same questions to both; transformers samples. "
-        "Answers are written as they come. An empty line begins a new conversation, Ctrl-D ends the program.",
+        description="Talk to the policy of a run and to its base model: both get the same questions. Sampled with "
+        "transformers, printed token by token. An empty line starts a new conversation, Ctrl-D ends the program.",
     )
     parser.add_argument("run", type=Path, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
-    parser.add_argument("--without-base", action="store_true", help="let the policy alone answer")
+    parser.add_argument("--without-base", action="store_true", help="print answers of the policy only")
     options = parser.parse_args(argv)
     try:
         if options.temperature < 0 or options.max_tokens < 1:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
-    """Load the policy that a run has trained, ready to sample, on the GPU where there is one.
+    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one.
 
     Returns:
         The policy, and the run's configuration.
@@ -91,14 +91,14 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     model = config["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
-    lora = lora_settings(identity)  # config.yaml may be of a later start
+    lora = lora_settings(identity)  # the checkpoint's, because config.yaml may have been written by a later start
     base = prepared_base(model["base"], model["base_format"])
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)
     policy.load_adapter_state({name: tensor.to(device) for name, tensor in found["state_dict"].items()})
     policy.eval()
-    policy.causal_lm.generation_config = GenerationConfig()  # or the checkpoint's preferences fill gaps
+    policy.causal_lm.generation_config = GenerationConfig()  # else the base's generation_config.json would act too
     return policy, config
 
 
@@ -112,13 +112,13 @@ def answer(
     temperature: float,
     max_tokens: int,
 ) -> str:
-    """Sample an answer to a chat and print it as it comes.
+    """Sample an answer to a chat and print it token by token.
 
     Args:
         policy: in evaluation mode.
         tokenizer: of its base.
-        chat: messages, the last of them the user's.
-        adapter: False: the base answers.
+        chat: messages; the last is the user's.
+        adapter: False answers with the base model.
         temperature: 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
 
@@ -145,7 +145,7 @@ def answer(
 
 
 class SafeStreamer(TextStreamer):
-    """Prints text as it comes, without control characters: what a model writes must not steer the terminal."""
+    """Prints text token by token without control characters, so that a model's output cannot control the terminal."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print a piece of text."""
@@ -153,7 +153,7 @@ class SafeStreamer(TextStreamer):
 
 
 def printable(text: str) -> str:
-    """The text with ``?`` for each control character but line ends and tabs, and for what turns text around."""
+    """Replace control characters other than line feed and tab, and characters that change text direction, by ``?``."""
     return "".join("?" if each in TURNS or _is_control(each) else each for each in text)
 
 

@@ -1,4 +1,4 @@
-"""Scalars of a run over its rollouts, and the numbers that sum it up."""
+"""Read the scalars of a run from its event files, and summarise them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from qerl_pl.tools.event_files import Scalar, read_scalars
 
 
 class Curve(NamedTuple):
-    """One scalar over the rollouts of a run."""
+    """One scalar as a function of the rollout's index."""
 
     steps: list[int]
     values: list[float]
     times: list[float]
-    """When each was logged, in seconds since the epoch."""
+    """Wall-clock time of each value, in seconds since the epoch."""
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Every scalar of a run. Where a resumed run logged a step again, the later value stands.
+    """Read all scalars of a run. Where a resumed run logged a step again, the later value counts.
 
-    What cannot be read of a damaged or cut off event file is left out, and said on stderr.
+    Unreadable parts of a damaged or truncated event file are skipped, with a warning on stderr.
 
     Raises:
-        ValueError: the folder holds no event file, or none of which anything can be read.
+        ValueError: the folder holds no event file, or none with a readable scalar.
     """
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
@@ -48,7 +48,7 @@ def _curve(scalars: list[Scalar]) -> Curve:
 
 
 def summarize(curves: dict[str, Curve]) -> dict[str, float]:
-    """The numbers that tell whether a run learned, and whether it can be trusted; absent where nothing was logged."""
+    """Summarise a run in numbers: accuracy, reward, entropy, speed and sampler-trainer gap, where they were logged."""
     found: dict[str, float] = {}
 
     def ends(name: str, tag: str, window: int = 1) -> None:
@@ -60,7 +60,7 @@ def summarize(curves: dict[str, Curve]) -> dict[str, float]:
     ends("accuracy (held out, greedy)", "val/accuracy")
     ends("reward (held out)", "val/reward")
     ends("reward (rollouts, mean of 5)", "train/reward", window=5)
-    ends("entropy (nats a token, mean of 5)", "policy/entropy", window=5)
+    ends("entropy (nats per token, mean of 5)", "policy/entropy", window=5)
     if "throughput/rollout_tokens_per_s" in curves:
         values = sorted(curves["throughput/rollout_tokens_per_s"].values)
         found["rollout tokens/s (median)"] = values[len(values) // 2]
@@ -77,5 +77,5 @@ def summarize(curves: dict[str, Curve]) -> dict[str, float]:
 
 
 def _at(curve: Curve | None, step: int) -> float:
-    """The value at a step; 0 where nothing is logged."""
+    """Return the value at a step, or 0 where nothing was logged."""
     return dict(zip(curve.steps, curve.values, strict=True)).get(step, 0.0) if curve else 0.0

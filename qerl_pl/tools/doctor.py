@@ -1,4 +1,4 @@
-"""python -m qerl_pl doctor: what this machine can run, or would stop a configuration, and why."""
+"""Check what this machine can run, and with -c whether a configuration can run on it (python -m qerl_pl doctor)."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ TESTED = {
     "transformers": ("5.17", "5.19"),
     "vllm": ("0.32",),
 }
-"""Versions, by their first two numbers, that this release's tests and measurements ran with."""
+"""Versions, by their first two numbers, with which this release was tested and measured."""
 
 
 def main(argv: list[str]) -> int:
-    """Print one line a check; returns 0 if the quickstart, or the given configuration, can run, else 1."""
+    """Print one line per check; returns 0 if the quickstart, or the given configuration, can run, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl doctor",
-        description="Say what this machine can run, and why not. With -c: also what would stop that configuration; "
-        "further arguments are those of `fit`.",
+        description="Check what this machine can run. With -c: also check everything in that configuration that can "
+        "fail after the start; further arguments are those of `fit`.",
     )
     parser.add_argument("-c", "--config", action="append", default=[], help="as for `fit`; repeatable")
     options, more = parser.parse_known_args(argv)
     arguments = [argument for name in options.config for argument in ("-c", name)] + more
     if more and not options.config:
-        parser.error(f"{' '.join(more)}: give the configuration that this belongs to by -c")
+        parser.error(f"{' '.join(more)}: further arguments need a configuration; give one with -c")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("Python", _python),
         *((name, lambda name=name: _package(name)) for name in PACKAGES),
@@ -63,17 +63,17 @@ def main(argv: list[str]) -> int:
     _print_patches()
     if options.config:
         print(f"\nfit {' '.join(arguments)}:")
-        # Imported here: it needs all packages, and the lines above say which is missing.
+        # Imported late: it needs all packages, and the checks above have already reported missing ones.
         failed += _print_checks(
             importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(arguments)
         )
     ready = f"fit {' '.join(arguments)}" if options.config else "make quickstart"
-    print(f"\nready: {ready}" if not failed else f"\n{failed} of the above must be mended before training runs")
+    print(f"\nready: {ready}" if not failed else f"\n{failed} of the checks above failed; fix them before training")
     return 1 if failed else 0
 
 
 def _print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Collection[str] = ()) -> int:
-    """Print a line a check; returns how many failed that must not."""
+    """Print one line per check; returns the number of required checks that failed."""
     failed = 0
     for name, check in checks:
         try:
@@ -90,8 +90,8 @@ def _print_patches() -> None:
     try:
         patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
     except ImportError:
-        return  # a package is missing, which was said above
-    print("\nreplaced while a program runs, nothing on disk (qerl_pl/rollout/vllm/patches.py):")
+        return  # a package is missing, which a check above has reported
+    print("\nreplaced at run time, nothing on disk (qerl_pl/rollout/vllm/patches.py):")
     for patch in patches.PATCHES:
         print(f"  {patch.__name__:26} {(inspect.getdoc(patch) or '').splitlines()[0]}")
 
@@ -108,7 +108,7 @@ def _package(name: str) -> str:
 
 
 def with_advice(name: str, version: str) -> str:
-    """Say beside a version that it was never tested with this release, and which were; of other packages nothing."""
+    """Return the version, and if this release was never tested with it, a warning that lists the tested versions."""
     tested = TESTED.get(name)
     if tested is None or ".".join(version.split(".")[:2]) in tested:
         return version

@@ -1,4 +1,4 @@
-"""What would stop a configuration after its start: all is built, data are read and scored, nothing is trained."""
+"""Check a configuration without training: build it, read the data, score known answers, plan memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from qerl_pl.tools.plan import card_bytes, planned_run, read_settings
 
 GIB = 2**30
 SCORED = 8
-"""Training problems whose known answers are given to the rewards."""
+"""Number of training problems whose known answers are given to the rewards."""
 CHECKPOINTS = 4
-"""Files that are on the disk at once: last, previous, best, and the one that is written."""
+"""Number of checkpoint files on the disk at the same time: last, previous, best, and the one being written."""
 
 
 def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], str]]]:
-    """Checks of ``fit`` with these arguments, each a name and what says that it is well or raises.
+    """List the checks of ``fit`` with these arguments: name, and a function that returns a finding or raises.
 
-    The first builds callbacks, loggers, rewards, engine and data source, and looks at the base's files; the others need
-    it.
+    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The
+    others need its result, and fail with a pointer to it where it failed.
     """
     built: dict[str, QeRLCLI] = {}
 
@@ -49,7 +49,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
         except (ValueError, OSError) as error:
             raise ValueError(of_error(error, sys.argv[1:])) from error
         except SystemExit:
-            raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's
+            raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's own message
         finally:
             sys.argv = command_line
         model = cli.model
@@ -59,7 +59,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
     def after(check: Callable[[Any], str]) -> Callable[[], str]:
         def run() -> str:
             if "cli" not in built:
-                raise ValueError("not looked at: the configuration comes first")
+                raise ValueError("not checked, because the configuration could not be built")
             return check(built["cli"])
 
         return run
@@ -104,13 +104,13 @@ def _data(cli: Any) -> str:
 def _rewards(cli: Any) -> str:
     prompts, rewards = cli.datamodule.some_train_prompts(), cli.model.rewards
     if not prompts:
-        raise ValueError("not looked at: the data come first")
+        raise ValueError("not checked, because the data could not be read")
     check_answers(rewards, prompts)
     prompts = prompts[:SCORED]
     texts = [f"<think>known</think><answer>{prompt.answer}</answer>" for prompt in prompts]
     table = score_rewards(rewards, prompts, [Completion((0, 0), (0.0, 0.0), True, text) for text in texts])
     means = (f"{name} {scores.nanmean().item():.2f}" for name, scores in table.components.items())
-    return f"a completion of the known answer alone, in <answer>, earns on average: {', '.join(means)}"
+    return f"mean score of completions that hold only the known answer, in <answer>: {', '.join(means)}"
 
 
 def _memory(config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Scalars of TensorBoard event files, with word of what could not be read."""
+"""Read scalars from TensorBoard event files and count the bytes that cannot be read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAt
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
-HEADER = 12  # bytes of a record before its data: the data's length and a checksum of that
-FOOTER = 4  # a checksum of the data
+HEADER = 12  # bytes of a record before its data: the length of the data, and a checksum of that length
+FOOTER = 4  # bytes of a record after its data: a checksum of the data
 
 
 class Scalar(NamedTuple):
-    """One value of one curve."""
+    """One value of a scalar."""
 
     tag: str
     step: int
     value: float
     time: float
-    """When it was logged, in seconds since the epoch."""
+    """Wall-clock time at which it was logged, in seconds since the epoch."""
 
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
     """Read the scalars of an event file.
 
-    A record whose checksum is wrong is left out; one whose length cannot be known leaves out what comes after it too.
+    A record with a wrong checksum is skipped. A record whose length is unknown ends the reading, because the next
+    record cannot be found.
 
     Returns:
         The scalars in the order in which they were written, and the number of bytes that could not be read.

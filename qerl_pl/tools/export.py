@@ -1,4 +1,4 @@
-"""python -m qerl_pl export: a run's adapter as a PEFT folder."""
+"""Export the adapter of a run as a PEFT folder (python -m qerl_pl export)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     """Parse the command line and export; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl export",
-        description="Write a run's adapter as a PEFT folder, which stock PEFT and stock vLLM load beside the base.",
+        description="Write the adapter of a run as a PEFT folder, which stock PEFT and stock vLLM load.",
     )
     parser.add_argument("--run", required=True, type=Path, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
@@ -45,13 +45,13 @@ def main(argv: list[str]) -> int:
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the adapter's settings, its weights and a model card, whole or not at all.
+    """Write the adapter's settings, weights and model card to a new folder; after an error nothing is left there.
 
-    The base is named by its absolute path, so that the folder may be moved; a model's name on a hub stays a name.
+    A base in a folder is named by its absolute path, so that the export may be moved; a name on a hub is kept.
 
     Args:
         run: folder of a run.
-        output: folder to make.
+        output: folder to create.
         checkpoint: "last", "best", or a file.
 
     Returns:
@@ -59,7 +59,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint is damaged, or ``output`` exists.
-        OSError: the output cannot be written; nothing is left of it.
+        OSError: the output cannot be written.
     """
     config_file = run / "config.yaml"
     if not config_file.exists():
@@ -71,7 +71,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         raise ValueError(f"{output} exists; give a folder that does not")
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
-    adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be of a later start
+    adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be from a later start
     base = base_folder(model["base"], model.get("base_format"))
     base = str(Path(base).resolve()) if Path(base).exists() else base
     temporary = output.with_name(output.name + ".tmp")
@@ -84,7 +84,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         config.save_pretrained(str(temporary))
         weights = temporary / "adapter_model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
-        shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors lets nobody else read it
+        shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors creates files that only we can read
         card = model_card(found, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         os.replace(temporary, output)

@@ -1,4 +1,4 @@
-"""The README.md of an exported adapter, in the form that model hubs read."""
+"""Write the model card (README.md) of an exported adapter, with the front matter that model hubs read."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ model = PeftModel.from_pretrained(base, {folder!r})
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Describe an exported adapter.
+    """Describe an exported adapter in Markdown.
 
     Args:
-        checkpoint: the one that it is from.
-        settings: the adapter's.
-        base: path or name of its base.
-        folder: name of the folder of the export.
+        checkpoint: checkpoint of the adapter.
+        settings: settings of the adapter.
+        base: path or name of the base.
+        folder: name of the export's folder.
         run: folder of the run, whose curves are the evidence.
     """
     identity = checkpoint["identity"]
@@ -74,7 +74,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
 
 
 def evidence(run: Path) -> str:
-    """What a run measured and what its checks found, over all of its rollouts, as Markdown."""
+    """Summarise in Markdown what a run measured and what its checks found, over all of its rollouts."""
     try:
         curves = read_curves(run)
     except ValueError as error:

@@ -40,7 +40,7 @@ BAR = 60
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 if there is nothing to plan."""
+    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl plan",
         description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """Parse the whole configuration of ``fit`` with these arguments; builds nothing of it."""
+    """Parse the whole configuration of ``fit`` with these arguments without building anything."""
     printed = StringIO()
     command_line = list(sys.argv)
     try:
@@ -100,29 +100,29 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def card_bytes(gib: float | None) -> int:
-    """Bytes of the card, as given or as found.
+    """Return the memory of the GPU to plan for, in bytes: the given one, or else that of this machine's GPU.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: no size is given and the machine has no GPU.
     """
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
     if not torch.cuda.is_available():
-        raise ValueError("this machine has no GPU to plan for: say how many GiB one has, e.g. --gpu-memory 80")
+        raise ValueError("this machine has no GPU to plan for: give its memory in GiB, e.g. --gpu-memory 80")
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """The part of a parsed configuration that decides its memory, on one of its GPUs.
+    """Reduce a parsed configuration to the settings that decide its memory on one of its GPUs.
 
     Raises:
-        ValueError: a number that no run has, or an engine that cannot be built.
+        ValueError: a count is out of range, or the engine cannot be built.
     """
     check_counts(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
-    optimizer = model["optimizer"]  # a path alone where it is a function, as the default is
+    optimizer = model["optimizer"]  # a string where it is an import path without arguments, as the default is
     sampling = Sampling(**model["sampling"])
     engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
     return run_memory(
@@ -143,7 +143,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse numbers that no run has: classes that check their own settings are not built here.
+    """Check counts such as numbers of tokens and completions, because nothing that would check them is built here.
 
     Raises:
         ValueError: names the setting.
@@ -173,7 +173,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def print_plan(found: Plan, gpu_bytes: int) -> None:
-    """GiB of each part at each moment, and a bar a moment."""
+    """Print the GiB of each part in each phase as a table, and one bar per phase."""
     table = Table("GiB", *MOMENTS)
     for name, sizes in found.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in MOMENTS))
@@ -189,7 +189,7 @@ def print_plan(found: Plan, gpu_bytes: int) -> None:
 
 
 def print_choices(found: Plan, shape: ModelShape) -> None:
-    """What the plan has chosen, or was given."""
+    """Print the micro-batch, cache size and recomputation that the plan chose or was given."""
     run, engine = found.run, found.run.engine
     print(f"model.micro_batch_tokens: {found.micro_batch_tokens}")
     if engine is not None:
@@ -197,13 +197,13 @@ def print_choices(found: Plan, shape: ModelShape) -> None:
         at_once = min(engine.max_num_seqs, run.rows)
         print(f"model.engine.init_args.kv_cache_bytes: {found.kv_cache_bytes}")
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
-    said = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' chains of kernels"
+    said = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' own modules"
     print(f"element-wise work: {said}")
     print(f"model.gradient_checkpointing: {found.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """What gradient_checkpointing could have been chosen from: sizes of passes, memory, and time for each token."""
+    """Print the candidates for gradient_checkpointing: micro-batch, memory, and time per token relative to the best."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -216,7 +216,7 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
 
 
 def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """The plan as plain values, in bytes but for the smallest GPU."""
+    """Convert the plan to plain values; sizes are in bytes, except the smallest GPU's, which is in GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),
@@ -233,7 +233,7 @@ def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: in
 
 
 def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
-    """A stacked bar a moment, and the card's memory."""
+    """Draw a stacked bar per phase and a line at the GPU's memory into a picture file."""
     import matplotlib
 
     matplotlib.use("Agg")

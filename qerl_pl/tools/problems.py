@@ -1,4 +1,4 @@
-"""python -m qerl_pl problems: write the generated word problems as JSON Lines, to train or evaluate with elsewhere."""
+"""Write generated word problems as JSON Lines, for use with other software (python -m qerl_pl problems)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def record(problem: WordProblem) -> dict[str, object]:
-    """One line of a file: what ``datamodules.table.Table`` reads, and what a benchmark wants to know."""
+    """Convert a problem to a row: the columns that ``datamodules.table.Table`` reads, and the problem's structure."""
     return {
         "id": problem.identity,
         "question": problem.question,

@@ -1,4 +1,4 @@
-"""python -m qerl_pl quantize: write a 4-bit copy of a checkpoint."""
+"""Write a 4-bit copy of a checkpoint (python -m qerl_pl quantize)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qerl_pl.quant.quantize import FormatName, Method, quantize_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 2 after an error that the user can mend, in one line on stderr."""
+    """Quantise a checkpoint; returns 0, or 2 after an error, which is printed to stderr in one line."""
     arguments = _parser().parse_args(argv)
     try:
         run(arguments)
@@ -23,13 +23,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"quantize: {error}".replace("\n", " "), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("quantize: stopped; the same command continues where it was", file=sys.stderr)
+        print("quantize: stopped; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantise and say how it went."""
+    """Quantise with parsed arguments and print the largest errors."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
     calibration = None
@@ -69,14 +69,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         default=["lm_head"],
         metavar="NAME",
-        help='linears left alone: names, or "re:PATTERN" (default: lm_head)',
+        help='linears that stay dense: names, or "re:PATTERN" (default: lm_head)',
     )
     parser.add_argument(
         "--calibration",
         metavar="SOURCE",
-        help=".txt or .jsonl file or data set of the Hugging Face hub; awq and gptq need it, mse and rtn take it",
+        help=".txt or .jsonl file, or dataset of the Hugging Face hub; required by awq and gptq, optional for others",
     )
     parser.add_argument("--samples", type=int, default=256, help="calibration sequences (default: 256)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens a calibration sequence (default: 2048)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per calibration sequence (default: 2048)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     return parser

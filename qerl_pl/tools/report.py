@@ -1,4 +1,4 @@
-"""python -m qerl_pl report: a run's table and curves, from its TensorBoard event files."""
+"""Report on runs from their TensorBoard event files: a table, curves, and an HTML page (python -m qerl_pl report)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qerl_pl.tools.page.render import render
 CURVES = (
     ("val/accuracy", "accuracy on held-out problems"),
     ("train/reward", "reward of the rollouts"),
-    ("policy/entropy", "entropy (nats a token)"),
+    ("policy/entropy", "entropy (nats per token)"),
     ("aqn/sigma", "noise sigma"),
     ("rollout/completion_tokens", "tokens a completion"),
     ("gap/mean_abs", "sampler-trainer gap (nats)"),
@@ -37,10 +37,12 @@ def main(argv: list[str]) -> int:
         type=picture_file,
         help="draw the curves into this PNG, PDF or SVG file (default: RUN/curves.png for one run)",
     )
-    parser.add_argument("--json", type=output_file, help="write the table there, one JSON line a run")
-    parser.add_argument("--html", type=output_file, help="write a page with curves, checks, settings and completions")
-    parser.add_argument("--follow", action="store_true", help="serve that page to this machine while the run goes on")
-    parser.add_argument("--port", type=int, default=8008, help="where --follow serves it (default: 8008)")
+    parser.add_argument("--json", type=output_file, help="write the table to this file, one JSON line per run")
+    parser.add_argument(
+        "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
+    )
+    parser.add_argument("--follow", action="store_true", help="serve that page on this machine while the run continues")
+    parser.add_argument("--port", type=int, default=8008, help="TCP port of --follow (default: 8008)")
     parser.add_argument(
         "--completions", type=int, default=10_000, help="most completions on a page (default: 10000, spread evenly)"
     )
@@ -81,7 +83,7 @@ def serve(runs: Sequence[Path], *, port: int, limit: int) -> None:
 
 
 def print_table(summaries: dict[Path, dict[str, float]]) -> None:
-    """One column a run."""
+    """Print the summaries of some runs, one column per run."""
     table = Table("", *(run.name for run in summaries))
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary):
         table.add_row(name, *(f"{summary[name]:.4g}" if name in summary else "-" for summary in summaries.values()))
@@ -89,7 +91,7 @@ def print_table(summaries: dict[Path, dict[str, float]]) -> None:
 
 
 def draw(curves: dict[Path, dict[str, Curve]], picture: Path) -> None:
-    """One panel a quantity, one line a run."""
+    """Draw the curves into a picture file: one panel per quantity, one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")

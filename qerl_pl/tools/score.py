@@ -1,4 +1,4 @@
-"""python -m qerl_pl score: score a file of completions with a reward."""
+"""Score a file of completions with a reward (python -m qerl_pl score)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import Reward, judge_rows
 
-CHUNK = 1024  # rows in memory at once; a completion may have 100 kB
+CHUNK = 1024  # rows held in memory at a time; one completion may have 100 kB
 NAMED = {
     "gsm8k": {
         "class_path": "qerl_pl.rewards.math.NumericAnswer",
@@ -29,9 +29,9 @@ NAMED = {
     "dapo": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "line"}},
 }
 _EPILOG = """\
-gsm8k and math read what people would: a tagged answer, else the last box, else the #### line, else what the text
-states as its answer, else its last number or formula. As a reward in training, unmarked answers count 0 unless asked
-for; for that here: --reward math --reward.fallback none, and --reward.marker answer for the tag alone.
+gsm8k and math accept unmarked answers: they read the first of a tagged answer, the last box, the #### line, a sentence
+that states the answer, and the last number or formula. In training the same rewards give unmarked answers 0 by default;
+to score that way: --reward math --reward.fallback none. --reward.marker answer accepts only the <answer> tag.
 """
 
 Row = dict[str, object]
@@ -63,15 +63,15 @@ def main(argv: list[str]) -> int:
 
 
 def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
-    """Write the rows of ``source`` to ``target`` with score and reason, all or nothing.
+    """Write the rows of ``source`` to ``target`` with a score and a reason each. Nothing is written after an error.
 
     Returns:
-        How often each score came up, and why rows are unscored.
+        The number of rows by score, and the number of unscored rows by reason.
 
     Raises:
-        ValueError: a row is malformed; the message names file and line. Nothing is written.
+        ValueError: a row is malformed; the message names file and line.
     """
-    num_rows = sum(1 for _ in read_rows(source))  # also finds a malformed row before the work, not after it
+    num_rows = sum(1 for _ in read_rows(source))  # reports a malformed row before any row is scored
     counts: Counter[float | None] = Counter()
     reasons: Counter[str] = Counter()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
@@ -95,10 +95,10 @@ def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[floa
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSON-lines file; empty lines are passed over.
+    """Read the rows of a JSON-lines file, skipping empty lines.
 
     Raises:
-        ValueError: a line is not a JSON object, or lacks a text in "completion" or a text or number in "answer".
+        ValueError: a line is not a JSON object, its "completion" is no text, or its "answer" is no text or number.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -122,7 +122,7 @@ def _row(line: bytes, where: str) -> Row:
 
 
 def _named(argv: Iterable[str]) -> list[str]:
-    """The names after ``--reward`` as what they stand for."""
+    """Replace short names such as ``math`` after ``--reward`` by the settings that they stand for."""
     spelled = []
     for argument in argv:
         option, equals, value = argument.partition("=")

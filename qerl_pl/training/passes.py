@@ -1,4 +1,4 @@
-"""A batch on the trainer's side: what is found about its tokens, and passes over some of its rows."""
+"""Forward and backward passes over micro-batches of one rollout's experience."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Part:
-    """Some rows of a batch, cut to the longest of them."""
+    """One micro-batch: some rows of a batch, cut to the longest of them (R rows of width tokens)."""
 
     def __init__(self, experience: Experience, rows: Tensor) -> None:
         self.rows = rows
@@ -26,21 +26,21 @@ class Part:
         self.sampled = self.read(experience.sampled)
 
     def read(self, whole: Tensor) -> Tensor:
-        """[R, width] of a [B, S]."""
+        """Take the rows of this micro-batch from a tensor of the whole batch: [B, S] to [R, width]."""
         return whole[self.rows, : self.width]
 
     def write(self, whole: Tensor, values: Tensor) -> None:
-        """Put [R, width] into a [B, S]."""
+        """Store values [R, width] of this micro-batch in a tensor [B, S] of the whole batch."""
         whole[self.rows, : self.width] = values
 
 
 class Batch:
-    """Experience on the policy's device, with the trainer's log-probabilities and entropies as they become known.
+    """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies.
 
     Args:
         policy: in training mode.
         experience: B rows.
-        temperature: of sampling; logits are divided by it here too.
+        temperature: of sampling; the trainer's logits are divided by it too.
         micro_batch_tokens: most tokens in one pass; a longer row is a pass by itself.
     """
 
@@ -52,34 +52,34 @@ class Batch:
         self.budget = MicroBatchBudget(micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats of the trainer before its first update, 0 where nothing was sampled or is known yet."""
+        """[B, S] fp32 nats of the trainer before its first update; 0 where nothing was sampled or not yet computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, likewise."""
+        """[B, S] fp32 nats, entropies before the first update; 0 where nothing was sampled or not yet computed."""
         self.reference: Tensor | None = None
-        """[B, S] fp32 nats of the base, or None."""
+        """[B, S] fp32 nats of the base model, or None if they are not needed."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """``work(most tokens of a pass)``, begun again with less memory when it runs out (``MicroBatchBudget.run``).
+        """Call ``work(most tokens per pass)``; after running out of memory, call it again with less.
 
         Args:
             work: may run out of memory.
-            with_gradient: it goes backward, so that keeping less for that may help.
+            with_gradient: it has a backward pass, so that more recomputation may help.
         """
         longest = int(self.experience.lengths.max())
         more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Some of the rows, in micro-batches."""
+        """Split some of the rows into micro-batches."""
         for chunk in micro_batches(self.experience.lengths[rows], max_tokens):
             yield Part(self.experience, rows[chunk.to(rows.device)])
 
     def score(self, rows: Tensor) -> None:
-        """Fill in log-probabilities and entropies of these rows, without a gradient."""
+        """Compute log-probabilities and entropies of some rows without gradient and store them."""
         self._evaluate(rows, self.old, self.entropy)
 
     def score_reference(self) -> None:
-        """Fill in the log-probabilities of the base, with the adapter off."""
+        """Compute the log-probabilities of the base model (adapter disabled) and store them."""
         self.reference = torch.zeros_like(self.old)
         with self.policy.model.disable_adapter():
             self._evaluate(self.rows, self.reference)

@@ -39,7 +39,7 @@ def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_p
     sabotage = ("--trainer.callbacks+=tests.bench.bench_faults.RolloutFault", fault, "--trainer.callbacks.at=2")
     bound = with_arguments("callbacks.rollout_evidence.RolloutEvidence", {"max_jump": 12.0}, tmp_path)
     with (
-        pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats a token, 4\.0 times the usual"),
+        pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats per token, 4\.0 times the usual"),
         pytest.raises(RuntimeError, match=r"of rollout 3 differ .* 16\.0 times the usual"),
     ):
         run("fit", tmp_path / "run", "-c", bound, *sabotage)

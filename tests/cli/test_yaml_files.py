@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         ("- model\n", "expected settings as"),
         ("model\n", "expected settings as"),
         ("? [model]\n: 3\n", "a key is a list"),
-        ("model: {a: \x00}\n", "not a text in YAML"),
+        ("model: {a: \x00}\n", "not a YAML text file"),
         ("model: " + "[" * 3000, "nested too deep|not YAML"),
     ],
 )

@@ -101,7 +101,7 @@ def test_another_run_is_not_resumed(run, bases, finished, other, said):
 
 @pytest.mark.slow
 def test_a_run_is_not_replaced_by_one_that_starts_anew(run, finished):
-    with pytest.raises(ValueError, match=r"has a run already.*--ckpt_path last.*--run_dir"):
+    with pytest.raises(ValueError, match=r"already holds a run.*--ckpt_path last.*--run_dir"):
         run("fit", finished)
 
 

@@ -86,7 +86,7 @@ MISTAKES = {
     ),
     "key of the optimizer": (
         {"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"learning_rate": 1}}}},
-        r"AdamW has no setting learning_rate .*there are lr, betas",
+        r"AdamW has no setting learning_rate .*known names: lr, betas",
     ),
     "key of the logger": (
         {"trainer": {"logger": {"class_path": f"{LOGGERS}.TensorBoardLogger", "init_args": {"save_dirr": "x"}}}},
@@ -114,7 +114,7 @@ MISTAKES = {
     ),
     "module that is not there": (
         reward("nowhere.score"),
-        r"there is no module nowhere .*in the folder that",
+        r"there is no module nowhere .*in the working directory",
     ),
     "no callback": (added("collections.OrderedDict"), r"OrderedDict does not correspond to a subclass of Callback"),
     "signature of a reward": (reward("mine.one_list"), r"expected two parameters, the prompts and the completions"),

@@ -58,5 +58,5 @@ def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path
 
 
 def test_smoke_is_for_training(run, tmp_path):
-    with pytest.raises(ValueError, match=r"--smoke tries a training and not test; .* --data\.val_limit"):
+    with pytest.raises(ValueError, match=r"--smoke works with fit, not with test; .* --data\.val_limit"):
         run("test", tmp_path, "--smoke")
