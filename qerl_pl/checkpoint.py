@@ -196,10 +196,10 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run that was started with other settings.
+    """Refuse to resume a run with settings that differ from those it was started with.
 
     Raises:
-        ValueError: lists every difference, the run's value first.
+        ValueError: lists every difference; the run's value comes first.
     """
     differences = [
         f"{name}: the run has {json.dumps(saved.get(name))}, this start has {json.dumps(value)}"

@@ -1,7 +1,8 @@
-"""A checkpoint's file: written whole, closed by a checksum over every byte, checked before a byte of it is used.
+"""Write and read a checkpoint file: written atomically, ended by a checksum of all bytes that is checked at loading.
 
-torch's zip has a checksum for each entry and none for its directory, so that one flipped bit there can load memory that
-was never written. The SHA-256 of the whole zip stands behind its end, where readers of zip files do not look.
+torch's zip format has a checksum for each entry but none for its directory, where one flipped bit can make the loader
+return memory that was never written. The SHA-256 of the whole zip follows its end, where readers of zip files do not
+look.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch import Tensor
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
-HIGHEST_STEP = 2**53  # the largest whole number up to which a double, and so a curve's x axis, has every one
+HIGHEST_STEP = 2**53  # doubles represent all integers up to this one, so the x axis of a curve is exact
 
 
 class Damaged(Exception):
-    """The file is not what was written, or does not hold what a run of this program writes."""
+    """The file differs from what was written, or does not hold a checkpoint of this program."""
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write to a file beside the target, which is then renamed.
+    """Write to a temporary file and rename it to the target.
 
     Raises:
-        OSError: the disk is full or not writable; what was there before is untouched.
+        OSError: the disk is full or not writable; the old file is left intact.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -42,17 +43,17 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
             file.write(MARK + digest)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
         raise OSError(f"could not write the checkpoint {path}: {error}; earlier ones are untouched") from error
     os.replace(temporary, path)
 
 
 def read(path: Path, map_location: Any) -> dict[str, Any]:
-    """Tensors and builtins of a file that is, byte for byte, the one that was written.
+    """Load tensors and builtins from a file after checking its checksum.
 
     Raises:
-        Damaged: it is not, or it holds something else than a dict.
+        Damaged: the checksum does not match, or the content is not a dict.
         FileNotFoundError, PermissionError: as ``open``.
     """
     with path.open("rb") as file:
@@ -70,7 +71,7 @@ def read(path: Path, map_location: Any) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint has what a run goes on from, with finite numbers.
+    """Check that a checkpoint has everything that resuming needs, with finite numbers.
 
     Raises:
         Damaged: names the part and what is wrong with it.
@@ -92,7 +93,7 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """SHA-256 of a file's first bytes."""
+    """Compute the SHA-256 of the first ``size`` bytes of a file."""
     digest, left = hashlib.sha256(), size
     file.seek(0)
     while left and (chunk := file.read(min(left, 2**20))):

@@ -16,7 +16,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CHECKED = [
+    "qerl_pl/__init__.py",
+    "qerl_pl/__main__.py",
+    "qerl_pl/checkpoint.py",
+    "qerl_pl/checkpoint_file.py",
+    "qerl_pl/cli",
+    "qerl_pl/evaluation",
     "qerl_pl/kernels",
+    "qerl_pl/module.py",
+    "qerl_pl/tools",
+    "qerl_pl/training",
+    "qerl_pl/update.py",
+    "train.py",
 ]
 """Folders and files that the rules below hold for."""
 

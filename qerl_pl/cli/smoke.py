@@ -1,4 +1,4 @@
-"""``fit --smoke``: run every part of a configuration once at a small size, before a long run is started."""
+"""Smoke runs (``fit --smoke``): run every part of a configuration once at a small size, before a long run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m qerl_pl plan: the GPU memory that a run will take, part by part, before it is started."""
+"""Predict the GPU memory of a run, part by part, before it is started (python -m qerl_pl plan)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         "--model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
-    parser.add_argument("--gpu-memory", type=float, help="GiB of the card (default: model.gpu_memory, or this card's)")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU (default: model.gpu_memory, or this GPU's)")
     parser.add_argument("--json", type=output_file, help="write the plan there")
     parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
     options, more = parser.parse_known_args(argv)
@@ -246,7 +246,7 @@ def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
         widths = [sizes.get(moment, 0) / GIB for moment in MOMENTS]
         axis.barh(list(MOMENTS), widths, left=list(left.values()), label=name, color=colour)
         left = {moment: start + width for (moment, start), width in zip(left.items(), widths, strict=True)}
-    axis.axvline(gpu_bytes / GIB, color="black", linestyle="--", label="the card")
+    axis.axvline(gpu_bytes / GIB, color="black", linestyle="--", label="the GPU")
     axis.invert_yaxis()
     axis.set_xlabel("GiB")
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,8 +1,8 @@
-"""python -m qerl_pl pretrain: a policy made from scratch on generated word problems, and what it can do.
+"""Train a policy from scratch on generated word problems and measure it (python -m qerl_pl pretrain).
 
 A Qwen2-architecture model with a small tokenizer of its own, in ordinary Hugging Face format, trained on problems with
 worked solutions (docs/word_problems.md). At the end it is sampled from: reinforcement learning has room where pass@1 is
-5 to 20 % and pass@64 above 50 %. The folder holds, beside the policy, pretrain.json (settings and measurements),
+5 to 20 % and pass@64 above 50 %. The folder holds the policy, pretrain.json (settings and measurements),
 task.yaml (a configuration with the problems that have room) and reach.jsonl (problems that no sample solved). A run
 that was interrupted goes on when the same command is given again.
 """

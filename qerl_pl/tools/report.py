@@ -23,7 +23,7 @@ CURVES = (
     ("train/reward", "reward of the rollouts"),
     ("policy/entropy", "entropy (nats per token)"),
     ("aqn/sigma", "noise sigma"),
-    ("rollout/completion_tokens", "tokens a completion"),
+    ("rollout/completion_tokens", "tokens per completion"),
     ("gap/mean_abs", "sampler-trainer gap (nats)"),
 )
 

@@ -1,12 +1,12 @@
-"""python -m qerl_pl tiny: a small policy with a skill and a bad habit, for the quickstart and for tests.
+"""Make a small policy with a skill and a bad habit, for the quickstart and for tests (python -m qerl_pl tiny).
 
 A Qwen2-architecture model of 464 000 parameters in ordinary Hugging Face format, with a byte-level tokenizer (any text
 can be encoded) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
-(qerl_pl/tasks/arithmetic.py): it can do the arithmetic, and it prefers the careless way. That leaves reinforcement
-learning something to improve within minutes, which stopping the fine-tuning half-way does not: a policy without the
-skill hardly ever earns a reward.
+(qerl_pl/tasks/arithmetic.py), so it can do the arithmetic but prefers the careless way. Reinforcement learning can then
+improve it within minutes. Stopping the fine-tuning half-way would not serve: a policy without the skill hardly ever
+earns a reward.
 
-Everything is a function of the seed, and nothing of it touches the global random streams.
+The result depends only on the seed, and the global random states are left unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
 
-SFT_STEPS = 900  # at 450 the habit is there and the skill is not firm: RL stops at 0.77 on one seed in three
+SFT_STEPS = 900  # with 450 the skill is unreliable: on one seed of three, RL stops at an accuracy of 0.77
 BATCH_SIZE = 64
-LEARNING_RATE = 2e-3  # 3e-3 leaves one seed in ten without the skill
+LEARNING_RATE = 2e-3  # with 3e-3 one seed in ten does not learn the skill
 WARMUP_STEPS = 30
-SLIP = 0.6  # probability of a careless step, of the steps with a carry or borrow
+SLIP = 0.6  # probability that the solver is careless in a step with a carry or borrow
 NUM_HELD_OUT = 512
 ACCURACY_RANGE = (0.2, 0.5)
 MIN_SKILL = 0.85
@@ -47,12 +47,12 @@ END_ID, PAD_ID = 256, 257  # the bytes come first
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, make the policy, say what it can do."""
+    """Parse the command line, make the policy and print what it can do; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl tiny", description="Make a small policy with a skill and a bad habit."
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default: 0)")
     args = parser.parse_args(argv)
     torch.set_num_threads(min(NUM_THREADS, torch.get_num_threads()))
     try:
@@ -72,15 +72,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Make the policy and write it to a folder: all of it, or nothing.
+    """Make the policy and write it to a folder; after an error the folder is left as it was.
 
     Args:
-        output: folder to write; it must not exist or be empty.
-        seed: of the weights and the demonstrations.
+        output: folder to write; it must be empty or not exist.
+        seed: seed of the weights and the demonstrations.
         sft_steps: steps of supervised training; 0 leaves the weights random (for tests that need no skill).
 
     Returns:
-        ``seconds``, and where it was trained ``accuracy`` and ``skill`` (see ``measure``).
+        ``seconds``, and if it was trained ``accuracy`` and ``skill`` (see ``measure``).
 
     Raises:
         ValueError: the folder is not empty, or the trained policy lacks the skill or the habit.
@@ -101,7 +101,7 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
 
 
 def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
-    """Whether a folder holds a finished policy of these settings."""
+    """Tell whether a folder holds a finished policy that was made with these settings."""
     record = output / RECORD
     if not record.is_file() or not all((output / name).is_file() for name in FILES):
         return False
@@ -109,7 +109,7 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
-    """The architecture with random fp32 weights."""
+    """Create the model with random fp32 weights."""
     return policy.random_model(
         tokenizer,
         seed=seed,
@@ -125,7 +125,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 
 def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, steps: int) -> None:
-    """Supervised training on fresh careless demonstrations, in place; the loss is on the solution's tokens only."""
+    """Train in place on fresh careless demonstrations; the loss covers only the tokens of the solution."""
     rng = random.Random(derive_seed(seed, "tiny/demonstrations"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
     model.train()
@@ -147,11 +147,11 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
 
 
 def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Chat prompts followed by solutions and the end token.
+    """Encode chat prompts, each followed by its solution and the end token.
 
     Returns:
-        tokens: [B, S] int64, padded on the right.
-        mask: [B, S] bool, True on the solution's tokens, end token included.
+        tokens: [B, S] int64, right-padded.
+        mask: [B, S] bool, True on the tokens of the solution including the end token.
     """
     chats = [[{"role": "user", "content": question(expression)}] for expression in expressions]
     prompts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
@@ -170,10 +170,10 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """[B] bool: greedy decoding gives exactly this solution.
+    """Test for each row whether greedy decoding produces exactly this solution; returns [B] bool.
 
-    One forward decides it: greedy decoding follows a text as long as each of its tokens is the most likely one after
-    the tokens before it.
+    One forward pass suffices: greedy decoding produces a text if each of its tokens is the most likely one given the
+    tokens before it.
     """
     tokens, mask = encode(tokenizer, expressions, solutions)
     most_likely = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)  # [B, S - 1]
@@ -181,9 +181,10 @@ def reproduces(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
-    """Shares of held-out problems: ``accuracy``, greedy work is right; ``skill``, each step of it is right or careless.
+    """Measure on held-out problems the ``accuracy`` of greedy solutions, and the ``skill``.
 
-    Work in other words than the demonstrations' counts as wrong, so both are lower bounds.
+    The skill is the share of problems whose greedy solution has no error other than the careless ones. A solution that
+    is worded differently from the demonstrations counts as wrong, so both are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # the first: no step is careless
@@ -194,13 +195,13 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) ->
     rows = [(expression, text) for expression, options in zip(expressions, texts, strict=True) for text in options]
     written = reproduces(model, tokenizer, [row[0] for row in rows], [row[1] for row in rows])
     right = torch.tensor([text == options[0] for options in texts for text in options])
-    # Greedy decoding writes one text, so at most one of an expression's texts is written.
+    # Greedy decoding produces one text, so it equals at most one of an expression's texts.
     num = len(expressions)
     return {"accuracy": (written & right).sum().item() / num, "skill": written.sum().item() / num}
 
 
 def check(record: dict[str, float]) -> None:
-    """Refuse a policy that reinforcement learning could not improve, or not visibly.
+    """Refuse a policy that reinforcement learning could not visibly improve.
 
     Raises:
         ValueError: accuracy or skill is out of range.

@@ -42,7 +42,7 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What decides how many operations a token costs."""
+    """Sizes of a model that decide how many operations a token costs."""
 
     frozen: int
     """Weights of the linears of all blocks, without the adapter."""

@@ -1,4 +1,4 @@
-"""What is logged of the updates on a batch, over the rows of all ranks. What was not measured is absent."""
+"""Metrics of the updates on a batch, over the rows of all ranks; a metric that was not measured is absent."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class EffectiveShare(Metric):
         self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
-        """Add [] sums over some units."""
+        """Add the sums [] over some tokens or sequences: their number, their weights, their squared weights."""
         self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
 
     def compute(self) -> Tensor:
-        """[] in [0, 1] (``objective.correction.effective_share``)."""
+        """Return the effective share [] in [0, 1] (``objective.correction.effective_share``)."""
         return effective_share(*self.sums)
 
 
@@ -50,18 +50,21 @@ def update_metrics(
     num_steps: int,
     reference: bool,
 ) -> dict[str, Tensor]:
-    """Means per token: the surrogate's over the tokens that carry it, the KL to the reference over all that count.
+    """Average the sums of all updates per token.
+
+    The surrogate is averaged over the tokens that carry the policy loss, the KL to the base over all tokens in the
+    loss.
 
     Args:
-        totals: sums over all updates by name; those of a loss are missing where this rank had no row in it.
-        num_tokens: [] tokens that count in the loss, of rows with a gradient.
-        num_kept: [] those of them that carry the policy loss.
-        num_updates: passes over the batch.
+        totals: sums over all updates by name; sums of the loss are missing where this rank had no row in it.
+        num_tokens: [] tokens in the loss, of rows with a gradient.
+        num_kept: [] number of those that carry the policy loss.
+        num_updates: epochs over the batch.
         num_steps: optimizer steps.
-        reference: the KL to the base was measured.
+        reference: whether the KL to the base was measured.
     """
     zero = torch.zeros_like(num_tokens)
-    per_step = totals.get("loss", zero) / num_steps  # its divisors are means over ranks
+    per_step = totals.get("loss", zero) / num_steps  # its divisors already average over ranks
     found = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}
     carried |= {"policy/kl_ref": num_tokens} if reference else {}
@@ -73,7 +76,7 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
-    """Shares that were out of bounds or rejected, and the effective sample size; nothing without a correction."""
+    """Return shares of clipped and rejected tokens and the effective sample size; empty without a correction."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -89,12 +92,12 @@ def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
 
 
 def gap() -> Pooled:
-    """Statistics of log(trainer / sampler) over tokens, or of any part of it (``objective.correction.mismatch``)."""
+    """Create the metric of log(trainer / sampler) per token, or of a part of it (``objective.correction.mismatch``)."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
-    """``gap`` before the first update, over the sampled tokens."""
+    """Return the statistics of ``gap`` over the sampled tokens before the first update."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     found = over_ranks(gap(), log_ratio)
     return {f"gap/{name}": value for name, value in found.items()}

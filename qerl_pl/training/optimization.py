@@ -1,4 +1,4 @@
-"""What the optimizer trains with: parameter groups, and the learning rate over the run."""
+"""The optimizer's parameter groups, the learning-rate schedule, and gradient clipping over ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for an optimizer: weight decay acts on matrices, and not on norm weights and biases.
+    """Split parameters into groups for an optimizer, so that weight decay acts on matrices only.
 
-    Decay pulls towards 0, which for a norm's weight is no neutral value: it starts near 1.
+    Norm weights and biases have no weight decay: it pulls towards 0, and the neutral value of a norm weight is near 1.
 
     Args:
-        parameters: all of the policy's; those without requires_grad are left out.
+        parameters: of the policy; those without requires_grad are left out.
 
     Returns:
         The matrices; then, if there are any, the vectors with weight_decay 0.
@@ -37,14 +37,14 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse a checkpoint's optimizer whose moments would be given to other parameters, or to none.
+    """Refuse an optimizer state whose moments would be assigned to other parameters.
 
     Args:
-        saved: the optimizer states of a Lightning checkpoint; one, or none in a checkpoint without.
+        saved: the optimizer states of a Lightning checkpoint: one, or none.
         groups: from ``parameter_groups``.
 
     Raises:
-        ValueError: the numbers of parameters in the groups differ.
+        ValueError: the groups differ in their numbers of parameters.
     """
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
@@ -58,14 +58,14 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """What the learning rate is multiplied by at an optimizer step.
+    """Return the factor on the learning rate at an optimizer step.
 
-    The ramp ends at 1 and begins at 1 / warmup_steps, not at 0: a step at rate 0 would throw its rollout away.
+    The warm-up goes from 1 / warmup_steps to 1. It does not start at 0, because a step at rate 0 would waste a rollout.
 
     Args:
         step: optimizer steps taken before this one.
-        schedule: after the ramp "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at total_steps.
-        warmup_steps: length of the ramp.
+        schedule: after the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at total_steps.
+        warmup_steps: length of the warm-up.
         total_steps: of the run.
     """
     if step < warmup_steps:
@@ -77,14 +77,14 @@ def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: 
 
 
 def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """``lr_factor`` on every group of an optimizer."""
+    """Create a scheduler that applies ``lr_factor`` to every parameter group."""
     return LambdaLR(
         optimizer, partial(lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
     )
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group; its learning rate is what the schedule starts from."""
+    """Copy the settings of each parameter group; the learning rate is the initial one, before the schedule."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
@@ -92,7 +92,7 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Give an optimizer its own settings back after a checkpoint brought others with its moments; say which.
+    """Restore an optimizer's settings after loading a checkpoint replaced them, and log every difference.
 
     Args:
         optimizer: with the checkpoint's settings.
@@ -114,11 +114,11 @@ def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor
     """Average the gradients over ranks and clip them. Collective.
 
     Args:
-        parameters: all of the policy's.
-        max_norm: largest norm of the gradient over all parameters; 0: it is not clipped.
+        parameters: all parameters of the policy.
+        max_norm: largest norm of the gradient over all parameters; 0 disables clipping.
 
     Returns:
-        [] the norm before clipping.
+        [] the gradient norm before clipping.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks.average_gradients(trained)

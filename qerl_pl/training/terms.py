@@ -1,4 +1,4 @@
-"""What the loss takes from the whole batch, over micro-batches and ranks, before its first gradient."""
+"""Quantities of the loss that need the whole batch, over all micro-batches and ranks, before the first gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl_pl.training.passes import Batch
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Of B rows on this rank, in M mini-batches."""
+    """Masks and divisors of B rows on this rank, in M mini-batches."""
 
     mini_batch: Tensor
     """[B] int64, the mini-batch of each row."""
@@ -26,29 +26,29 @@ class BatchTerms:
     counted: Tensor
     """[B, S] bool, tokens over which the policy loss is averaged."""
     divisors: Tensor
-    """[M] of the KL and entropy terms, over all ranks."""
+    """[M] divisors of the KL and entropy terms, over all ranks."""
     policy_divisors: Tensor
-    """[M] of the policy loss."""
+    """[M] divisors of the policy loss, over all ranks."""
     penalized: Tensor | None
-    """[B, S] bool, tokens that pay for leaving the old policy; None where none does."""
+    """[B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None where no token has one."""
     held_back_share: Tensor | None
-    """[] share of the tokens of all ranks that the control of the covariance holds back; None without."""
+    """[] share of the tokens of all ranks that covariance control restrains; None without such control."""
     mean_entropy: float | None
-    """Nats per token that counts, over all ranks; None where nothing follows it."""
+    """Entropy in nats per token in the loss, over all ranks; None where nothing depends on it."""
 
 
 def batch_terms(
     batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
 ) -> BatchTerms:
-    """Collective: every rank calls it with the same settings and its own rows.
+    """Compute the terms. Collective: every rank calls it with the same settings and its own rows.
 
     Args:
-        batch: with its log-probabilities and entropies where the objective needs them first.
+        batch: with log-probabilities and entropies, if the objective needs them before the first update.
         objective: the loss.
-        group_size: completions a prompt.
-        num_mini_batches: optimizer steps that share the rows of a pass.
-        max_tokens: longest completion that could have been sampled.
-        seed: of what is drawn on this batch, the same on all ranks.
+        group_size: completions per prompt.
+        num_mini_batches: optimizer steps per epoch, which share the rows.
+        max_tokens: limit on the completion length during sampling.
+        seed: of the random choices on this batch; the same on all ranks.
     """
     experience = batch.experience
     kept = counted = experience.mask
@@ -72,7 +72,7 @@ def batch_terms(
         for mask in (experience.mask, counted)
         for index in range(num_mini_batches)
     ]
-    # A mean over ranks, because the gradients are averaged too.
+    # The mean over ranks and not the sum, because the gradients are averaged over ranks too.
     divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
     mean_entropy = None
     if objective.entropy_control is not None:
@@ -83,7 +83,7 @@ def batch_terms(
 
 
 def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """[B, S] bool, the tokens that are held back, and their share of all. Collective."""
+    """Choose the tokens that covariance control restrains: [B, S] bool, and their share of all tokens. Collective."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
     logprobs = batch.old[mask].double()
     per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
@@ -100,7 +100,7 @@ def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed
 
 
 def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
-    """[B, S] fp64, a number from [0, 1) for each sampled token: a function of its place in the batch of all ranks."""
+    """Draw a number in [0, 1) for each sampled token: [B, S] fp64, a function of its position in the global batch."""
     sampled = batch.experience.sampled
     draws = torch.zeros(sampled.shape, dtype=torch.float64)
     for row, tokens in enumerate(sampled.cpu()):
@@ -113,10 +113,10 @@ def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
-    """[groups] int64, the mini-batch of each group of this rank. Collective.
+    """Assign a mini-batch to each group of this rank: [groups] int64. Collective.
 
-    Whole groups in the order of the batch over all ranks, of which rank r of W has the groups r, r + W, ...: which
-    groups share a step does not depend on W. Where dynamic sampling left fewer groups the mini-batches are smaller.
+    Mini-batches consist of whole groups in the order of the global batch. Rank r of W holds its groups r, r + W, ...,
+    so the groups of a mini-batch do not depend on W. Dynamic sampling may leave fewer groups and smaller mini-batches.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Everything that a page of several runs shows, at once or as news."""
+"""Collect everything that the page of several runs shows, or only what is new."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ def collect(folders: Sequence[Path], *, limit: int) -> tuple[dict[str, Any], lis
 
     Args:
         folders: of the runs.
-        limit: completions that the page may hold; of more, whole files are left out evenly, and the page says so.
+        limit: completions that the page may hold; if there are more, whole files are left out, spread evenly over the
+            run, and the page says so.
 
     Returns:
-        The summary and the completions, a block a file, both JSON-ready.
+        The summary and the completions (one block per file), as JSON-serialisable values.
 
     Raises:
-        ValueError: a folder is of no run.
+        ValueError: a folder does not hold a run.
     """
     files, note = choose_files(folders, limit)
     return _summary(folders, note, newest=_newest(folders)), [block(path, run) for run, path in files]
 
 
 def news(folders: Sequence[Path], *, after: int) -> dict[str, Any]:
-    """Read the summary anew, and the completions of files that were written later than ``after``.
+    """Read the summary again, and the completions of files that were written later than ``after``.
 
     Args:
         folders: of the runs.
-        after: nanoseconds since the epoch, ``newest`` of the summary before.
+        after: nanoseconds since the epoch, the ``newest`` of the previous summary.
     """
     newest = _newest(folders)
     blocks = [
@@ -45,7 +46,7 @@ def news(folders: Sequence[Path], *, after: int) -> dict[str, Any]:
 
 
 def _summary(folders: Sequence[Path], note: str, *, newest: int) -> dict[str, Any]:
-    # A string: JavaScript's numbers have too few digits.
+    # A string, because numbers in JavaScript have too few digits.
     return {"runs": [run_content(folder) for folder in folders], "note": note, "newest": str(newest)}
 
 

@@ -1,4 +1,4 @@
-"""Completions of a run as blocks of JSON, a block a file, with the numbers of their tokens where they were written."""
+"""Convert completion files of a run to blocks of JSON, with per-token numbers where they were written."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 from qerl_pl.rollout.token_file import read_tokens
 
-STEP = 1000  # numbers of tokens are written in thousandths of a nat
-LARGEST = 32.0  # nats, what is beyond is cut off
+STEP = 1000  # per-token numbers are stored in thousandths of a nat
+LARGEST = 32.0  # nats; larger values are clipped
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Pick completion files of several runs, evenly over each run, until they hold about ``limit`` completions.
+    """Choose completion files, evenly over each of several runs, until they hold about ``limit`` completions.
 
     Returns:
-        (index of the run, file) in order, and a sentence that says what was left out; empty where nothing was.
+        (index of the run, file) in order, and a sentence that says what was left out, or "" if nothing was.
     """
     found = [(index, path) for index, folder in enumerate(folders) for path in completion_files(folder)]
     counts = [_count(path) for _, path in found]
@@ -36,18 +36,16 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
 
 
 def completion_files(folder: Path) -> list[Path]:
-    """Files of the completion logger, by stage and then by rollout."""
+    """List the files of the completion logger, by stage and then by rollout."""
     return sorted((folder / "completions").glob("*.jsonl"))
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
-    """One file's completions.
-
-    A line that cannot be read is counted in ``damaged`` and left out.
+    """Convert the completions of one file. Lines that cannot be read are skipped and counted in ``damaged``.
 
     Returns:
-        JSON-ready: run, stage, step, pieces (texts of tokens), rows. Numbers of tokens are base64 of little-endian
-        integers: piece indices uint32, the others int16 in thousandths of a nat.
+        JSON-serialisable: run, stage, step, pieces (texts of tokens), rows. Per-token numbers are base64 of
+        little-endian integers: piece indices are uint32, the others int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
     lines = [_read(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]

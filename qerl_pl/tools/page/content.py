@@ -1,4 +1,4 @@
-"""Read a run's folder into what its page shows."""
+"""Read from a run's folder what its page shows."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def run_content(folder: Path) -> dict[str, Any]:
 
 
 def _seconds(curves: Mapping[str, Curve]) -> float:
-    """From the first scalar to the last, pauses between starts included."""
+    """Return the seconds from the first scalar to the last, including pauses between starts."""
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     return max(times) - min(times)
 
 
 def _changes(folder: Path) -> list[dict[str, Any]]:
-    """What each start that went on changed, oldest first: config.1.yaml is the settings before the first change."""
+    """List what each resume changed in the settings, oldest first; config.1.yaml is from before the first change."""
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
     files = [*earlier, folder / "config.yaml"]
     return [
@@ -71,5 +71,5 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | None:
-    """A number of a few digits; None for what JSON has no word for."""
+    """Round to a few significant digits; None for values that JSON cannot hold (NaN and infinity)."""
     return float(f"{value:.{DIGITS}g}") if abs(value) < float("inf") else None

@@ -1,4 +1,4 @@
-"""Serve the page of a run while it goes on, to this machine alone."""
+"""Serve the page of a run on this machine while the run continues."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOCAL = "127.0.0.1"
 
 
 def make_server(folders: Sequence[Path], *, port: int, limit: int) -> ThreadingHTTPServer:
-    """Make a server of the page; ``serve_forever`` runs it.
+    """Create a server of the page; ``serve_forever`` runs it.
 
-    It binds to 127.0.0.1, answers GET only, names no file of the disk in a request, and refuses requests that were
-    addressed to another host name, which a web page elsewhere could make a browser send.
+    It binds to 127.0.0.1 and answers GET only. Requests cannot name files of the disk. Requests addressed to another
+    host name are refused, because a web page elsewhere could make a browser send them.
 
     Args:
         folders: of the runs.
@@ -26,9 +26,9 @@ def make_server(folders: Sequence[Path], *, port: int, limit: int) -> ThreadingH
         limit: see ``collect``.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
-    collect(folders, limit=0)  # a folder of no run is said now
+    collect(folders, limit=0)  # reports a folder without a run before the server starts
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -58,6 +58,6 @@ def make_server(folders: Sequence[Path], *, port: int, limit: int) -> ThreadingH
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a page asks every three seconds."""
+            """Log nothing, because an open page asks every three seconds."""
 
     return ThreadingHTTPServer((LOCAL, port), Handler)

@@ -1,4 +1,4 @@
-"""Put a run's content into one HTML file that needs nothing else."""
+"""Render the content of a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow: bool = False) -> str:
-    """Write the page as text.
+    """Render the page as text.
 
-    What a model wrote is data: it stands in JSON, in which ``<`` is escaped, and the page shows it as text only. The
-    page's own policy forbids every request, and every script but its own.
+    A model's output is data: it is stored as JSON, in which ``<`` is escaped, and the page only ever shows it as text.
+    The page's content security policy forbids all requests, and all scripts but its own.
 
     Args:
         summary: runs and notes, see ``collect``.
-        blocks: completions, a block a file, see ``completions.block``.
-        follow: the page asks its server for news.
+        blocks: completions, one block per file, see ``completions.block``.
+        follow: the page polls its server for new data.
     """
     parts = {
         name: files("qerl_pl.tools.page").joinpath(f"page.{name}").read_text(encoding="utf-8")
@@ -47,5 +47,5 @@ def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow:
 
 
 def as_json(value: object) -> str:
-    """JSON that may stand inside a script element."""
+    """Serialise to JSON that is safe inside a script element."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

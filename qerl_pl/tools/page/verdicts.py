@@ -1,4 +1,4 @@
-"""What the checks of a run found, in words."""
+"""Say in words what the checks of a run found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CAUSES = {
     "decode": "decoding token by token",
     "staleness": "the updates since the rollout",
 }
-"""Causes of the ledger, in words."""
+"""Causes of the ledger, in words for the page."""
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
     """Say for each check what it found.
 
     Returns:
-        One record a check: ``check``, ``good`` (True, False, or None where it did not run) and ``text``.
+        One record per check: ``check``, ``good`` (True, False, or None where it did not run) and ``text``.
     """
     return [_canary(curves), _gap(curves), _ledger(curves), _noise(curves), _memory(curves)]
 
