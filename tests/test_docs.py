@@ -54,7 +54,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path):
-    folders = ("rollout", "quant", "policy")
+    folders = ("rollout", "quant", "policy", "kernels")
     places = (ROOT, path.parent, ROOT / "qerl_pl", *(ROOT / "qerl_pl" / folder for folder in folders))
     named = [piece for piece in code(path) if re.fullmatch(r"[a-z0-9_./-]+\.(py|yaml|md|toml)", piece)]
     assert [name for name in named if not any((place / name).exists() for place in places)] == []
@@ -137,3 +137,20 @@ def test_a_table_has_a_column_a_run(tmp_path):
     text = filled(f"before\n<!-- table: {lines} -->\nold\n<!-- end -->\nafter\n")
     body = "|  | a | b |\n| --- | ---: | ---: |\n| x | 0.1235 | 1 |\n| y | 2 | - |"
     assert text == f"before\n<!-- table: {lines} -->\n{body}\n<!-- end -->\nafter\n"
+
+
+def test_the_kernels_page_names_constants_and_functions_that_exist():
+    from qerl_pl.kernels import costs
+
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    sources = "".join(path.read_text() for path in (ROOT / "qerl_pl" / "kernels").glob("*"))
+    constants = set(re.findall(r"`(?:costs\.)?([A-Z][A-Z0-9_]{3,})`", text))
+    assert constants >= {name for name in vars(costs) if name.isupper()} - {
+        "SMS",
+        "CLOCK_HZ",
+        "ADAPTER_S",
+        "SMS_OF_GPC",
+    }
+    assert all(hasattr(costs, name) for name in constants), constants
+    functions = set(re.findall(r"`([a-z_]+_(?:schedule|linear|reference)|fragments|shrink|add_lora)`", text))
+    assert all(f"def {name}(" in sources for name in functions), functions
