@@ -79,12 +79,11 @@ def improve(
         num_updates: epochs over this batch.
         micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
         backward: accumulates the gradient of a loss.
-        step: averages the gradients over ranks, clips, takes an optimizer step, clears the gradients; returns the norm
-            before clipping, [].
+        step: averages gradients over ranks, clips, updates and clears; returns the norm before clipping, [].
         watch: records the seconds of the phases logprob, wait (for slower ranks) and train.
         num_mini_batches: optimizer steps per epoch, each on its share of the prompts, as in PPO.
-        entropy_coefficient: of the entropy bonus on this batch, where the objective adapts it.
-        seed: of the random choices on this batch; the same on all ranks.
+        entropy_coefficient: of the entropy bonus, where the objective adapts it.
+        seed: of random choices; the same on all ranks.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     # From the second mini-batch on, the policy has already been updated, so old log-probabilities are needed first.

@@ -1,4 +1,4 @@
-"""python -m qerl_pl study: run a grid of arms and seeds, and compare what they did (docs/study.md).
+"""Run a grid of arms and seeds and compare the results (python -m qerl_pl study, docs/study.md).
 
 Every run is an ordinary `fit` in a folder of its own, with the evaluations that the study asks for. Given again, the
 command goes on: finished runs are recognised and never touched, interrupted ones continue from their checkpoint.
