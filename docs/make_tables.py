@@ -1,7 +1,7 @@
-"""Puts tables of measured numbers into README.md: python docs/make_tables.py
+"""Put tables of measured numbers into README.md: python docs/make_tables.py
 
-A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``, FILE being JSON lines as
-``python -m qerl_pl report RUN... --json FILE`` writes them, by its path from the root of the repository.
+A table is between ``<!-- table: FILE -->`` and ``<!-- end -->``. FILE is a path from the root of the repository to JSON
+lines that ``python -m qerl_pl report RUN... --json FILE`` has written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,39 @@ _PLACE = re.compile(r"(?P<head><!-- table: (?P<file>\S+) -->\n).*?(?P<tail><!-- 
 
 
 def filled(text: str) -> str:
-    """The text with every table made anew."""
+    """Replace every table in the text by a new one."""
     return _PLACE.sub(lambda place: f"{place['head']}{table(ROOT / place['file'])}\n{place['tail']}", text)
 
 
+COLUMNS = {
+    "accuracy, held out": ("accuracy (held out, greedy), first", "accuracy (held out, greedy), last"),
+    "entropy, nats per token": (
+        "entropy (nats per token, mean of 5), first",
+        "entropy (nats per token, mean of 5), last",
+    ),
+    "gap without noise, nats": ("logprob gap mean_abs, without noise (nats)",),
+    "rollout tokens/s": ("rollout tokens/s (median)",),
+    "seconds": ("seconds in RL steps",),
+}
+"""Header of a column to the names of its values; two values are the first and the last of the run."""
+
+
 def table(path: Path) -> str:
-    """A column a run, a row a quantity, to four digits."""
+    """Format one row per run and one column per quantity of ``COLUMNS``, with three significant digits."""
     if not path.exists():
         return f"*Not measured yet: there is no {path.relative_to(ROOT)}.*"
     runs = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [["", *(run["run"] for run in runs)], ["---", *("---:" for _ in runs)]]
-    for name in dict.fromkeys(name for run in runs for name in run if name != "run"):
-        rows.append([name, *(f"{run[name]:.4g}" if name in run else "-" for run in runs)])
+    rows = [["run", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
+    for run in runs:
+        values = (" to ".join(_digits(run.get(name)) for name in names) for names in COLUMNS.values())
+        rows.append([run["run"], *values])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _digits(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

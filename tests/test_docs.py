@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -131,12 +132,24 @@ def test_tables_are_what_their_script_makes_of_the_measurements():
     assert filled(text) == text
 
 
-def test_a_table_has_a_column_a_run(tmp_path):
+def test_a_table_has_a_row_per_run(tmp_path):
     lines = tmp_path / "runs.jsonl"
-    lines.write_text('{"run": "a", "x": 0.12345, "y": 2}\n{"run": "b", "x": 1}\n')
+    first = {"run": "a", "accuracy (held out, greedy), first": 0.12345, "accuracy (held out, greedy), last": 1.0}
+    lines.write_text(json.dumps(first) + "\n" + json.dumps({"run": "b", "seconds in RL steps": 123.4}) + "\n")
     text = filled(f"before\n<!-- table: {lines} -->\nold\n<!-- end -->\nafter\n")
-    body = "|  | a | b |\n| --- | ---: | ---: |\n| x | 0.1235 | 1 |\n| y | 2 | - |"
-    assert text == f"before\n<!-- table: {lines} -->\n{body}\n<!-- end -->\nafter\n"
+    assert text.splitlines()[2].startswith("| run | accuracy, held out | entropy")
+    assert text.splitlines()[4:6] == [
+        "| a | 0.123 to 1 | - to - | - | - | - |",
+        "| b | - to - | - to - | - | - | 123 |",
+    ]
+    assert text.endswith("|\n<!-- end -->\nafter\n")
+
+
+def test_the_readmes_examples_are_those_that_the_tests_run():
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/extending.md"))
+    blocks = re.findall(r"^```(?:python|yaml|json)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 3
+    assert all(block in page for block in blocks)
 
 
 def test_the_kernels_page_names_constants_and_functions_that_exist():

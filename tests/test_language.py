@@ -16,6 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CHECKED = [
+    "README.md",
+    "docs/differences.md",
+    "docs/kernels.md",
+    "docs/metrics.md",
     "qerl_pl/__init__.py",
     "qerl_pl/__main__.py",
     "qerl_pl/checkpoint.py",

@@ -23,7 +23,7 @@ Column = Callable[[Line], object]
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
 GIB = 2**30
-HEADLINE = (8, 32, 256)
+HEADLINE = (8, 32, 128, 256)
 KERNEL_NAMES = {"native": "native", "humming": "Humming"}
 OLDER_NAMES = {"ours": "native"}  # of kernels, in lines of earlier commits
 KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
@@ -93,8 +93,8 @@ def headline_table(lines: list[Line]) -> str:
         ]
         for model in sorted({model for model, *_ in rates}, key=_by_size)
     ]
-    columns = (f"rollouts of {count}" for count in HEADLINE)
-    return table(["policy", *columns, "whole step", "smallest card tried, GiB"], rows)
+    columns = (f"{count} sequences" for count in HEADLINE)
+    return table(["model", *columns, "whole step", "smallest GPU, GiB"], rows)
 
 
 def rollouts(lines: list[Line]) -> list[Line]:

@@ -82,13 +82,13 @@ def test_the_readmes_table_has_what_the_results_say():
     readme = README.read_text()
     assert with_speeds(readme, results()) == readme
     other = with_speeds(readme, [*OLD, step("nvfp4", 9, "a", cap=24), step("nvfp4", 9, "a", cap=16, finished=False)])
-    assert "| 7B | 1.20 |  |  | 1.25 | 24 |" in other
+    assert "| 7B | 1.20 |  |  |  | 1.25 | 24 |" in other
     assert with_speeds(other, results()) == readme
 
 
 @pytest.mark.parametrize("lines", [OLD + NEW, NEW], ids=["with old lines", "new lines alone"])
 def test_speed_ups_compare_the_native_kernel_with_bf16_of_one_commit(lines):
-    assert "| 7B | 1.50 |  |  | 2.00 |" in headline_table(lines)
+    assert "| 7B | 1.50 |  |  |  | 2.00 |" in headline_table(lines)
     assert "| 7B | nvfp4 (native) | 10 (10 to 10) | 2.00 |" in steps_table(whole_steps(lines))
     assert "| 7B | speed-up | 1.50 |" in rollouts_table(rollouts(lines))
     assert "Humming" not in steps_table(whole_steps(lines))
