@@ -27,6 +27,7 @@ CHECKED = [
     "qerl_pl/cli",
     "qerl_pl/evaluation",
     "qerl_pl/kernels",
+    "qerl_pl/memory",
     "qerl_pl/module.py",
     "qerl_pl/tools",
     "qerl_pl/training",

@@ -1,1 +1,1 @@
-"""How much memory a run takes, what fits, and what happens when it did not."""
+"""Memory of a run: predict it, choose settings that fit the GPU, and go on with less when memory runs out."""

@@ -1,4 +1,4 @@
-"""What to change in a run that does not fit a card."""
+"""Advice on which settings to change so that a run fits on a GPU."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from qerl_pl.memory.shape import ModelShape
 
 @dataclass(frozen=True)
 class Change:
-    """A setting to change."""
+    """Advice to change one setting."""
 
     key: str
-    """In the YAML."""
+    """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """As the YAML would say it; of numbers, the largest of some halvings that is enough."""
+    """New value. A number is the largest of value/2, value/4, ... that makes the run fit."""
     peak: int
-    """Bytes of the run with this change and those before it."""
+    """Peak bytes of the run with this change and the changes listed before it."""
 
 
 class Lever(NamedTuple):
-    """A setting of which less memory can be asked."""
+    """Setting that can be changed to save memory."""
 
     key: str
     values: Callable[[RunMemory], Iterator[Any]]
-    """What it may be changed to, the least harmful first; nothing where it is that already."""
+    """Yields the values that save memory, the least harmful first; nothing if the setting has such a value already."""
     apply: Callable[[RunMemory, Any], RunMemory]
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """The plan of a run that is about to start; warns if it may not fit.
+    """Plan the memory of a run that is about to start; warn if it may not fit.
 
-    Training passes that do not fit get smaller while the run goes on (``retry.MicroBatchBudget``), an engine's do not.
+    Too large training passes are divided while the run goes on (``retry.MicroBatchBudget``), so they only cause a
+    warning; a rollout engine cannot be made smaller after its start.
 
     Raises:
-        ValueError: not even one sequence of the longest length could be sampled.
+        ValueError: the rollout engine does not fit, even with a KV cache for a single sequence of the longest length.
     """
     found = fitted(shape, run, gpu_bytes)
     if found.peak > usable(gpu_bytes):
@@ -56,10 +57,10 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
-    """What to change so that a run fits, the least harmful first; each change adds to those before it.
+    """List the changes that make a run fit, the least harmful first; each is applied on top of the previous ones.
 
-    Changes that do not help at any moment that does not fit are left out, and those that the others make needless. The
-    last one's peak is above ``fitting.usable`` if all together are not enough.
+    A change is left out if it saves nothing while the run exceeds the memory, or if the other changes suffice without
+    it. If all changes together do not suffice, the peak of the last one is above ``fitting.usable``.
     """
 
     def planned(chosen: Sequence[tuple[Lever, Any]]) -> Plan:
@@ -92,9 +93,9 @@ def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
 
 
 def advice_text(changes: Sequence[Change], gpu_bytes: int) -> str:
-    """The changes as a sentence for the user."""
+    """Put the changes into a sentence for the user."""
     if not changes:
-        return "no setting would help: take a smaller base, a 4-bit one, or a card with more memory"
+        return "no setting would help: take a smaller base, a 4-bit one, or a GPU with more memory"
     said = ", ".join(f"{change.key}: {_in_yaml(change.value)}" for change in changes)
     peak = changes[-1].peak
     fits = f"fits ({peak / 2**30:.1f} GiB)" if peak <= usable(gpu_bytes) else f"still takes {peak / 2**30:.1f} GiB"
@@ -116,7 +117,10 @@ def _once(value: Any, *, wanted: bool) -> Iterator[Any]:
 
 
 def _with_completions(run: RunMemory, tokens: int) -> RunMemory:
-    """Evaluations follow where they are as long, as they do when model.val_sampling is null."""
+    """Set the length of training completions, and of evaluation completions if they were equally long.
+
+    They are equally long if model.val_sampling is null.
+    """
     follows = run.evaluation_tokens == run.completion_tokens
     return replace(run, completion_tokens=tokens, evaluation_tokens=tokens if follows else run.evaluation_tokens)
 
@@ -185,4 +189,4 @@ LEVERS = (
         _with_completions,
     ),
 )
-"""The least harmful first."""
+"""Settings that ``advice`` may change, the least harmful first."""

@@ -1,4 +1,4 @@
-"""What a run leaves to be chosen, chosen for a card."""
+"""Choose the settings that a run leaves open, such as micro-batch and KV cache, so that it fits on a GPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from qerl_pl.policy.recompute import Recompute, Setting, ladder
 
 GIB = 2**30
 USUAL_MICRO_BATCH = 16384
-"""Tokens from which on a larger micro-batch trains hardly faster."""
+"""Tokens of a micro-batch; larger ones train hardly faster."""
 HEADROOM = 0.04
-"""Share of the card that a plan leaves free: what it may be wrong by."""
+"""Share of the GPU's memory that a plan leaves free, because its predictions may be too low by that much."""
 STEP = 256
-"""Tokens; chosen micro-batches are multiples of it, or just hold the longest row."""
+"""Tokens; a chosen micro-batch is a multiple of it, or exactly as long as the longest row."""
 
 
 def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """The plan of a run with what it leaves open chosen for a card. It may not fit: compare its peak with ``usable``.
+    """Plan a run, and choose for a GPU the settings that it leaves open.
 
-    Micro-batches get the usual number of tokens, or as many as fit, and at least those of the longest row. What
-    backward recomputes is chosen together with them, for the fastest pass. The cache gets room for every row of a
-    rollout at its longest, or what is left, and at least room for one sequence.
+    The plan may not fit: compare its peak with ``usable``. A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as
+    fit, and no fewer than the longest row. What backward recomputes is chosen together with it, such that a training
+    pass is fastest. The KV cache holds all rows of a rollout at their longest, or as much as fits, and at least one
+    sequence.
+
+    Args:
+        shape: dimensions of the model.
+        run: settings of the run; None and "auto" are open.
+        gpu_bytes: memory of the GPU.
     """
     offered = checkpointing_options(shape, run, gpu_bytes)
     chosen = fastest(offered, gpu_bytes)
@@ -49,33 +55,37 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """A rung of gradient checkpointing with the largest micro-batch that fits, or the smallest there may be."""
+    """Level of gradient checkpointing, with the largest micro-batch that fits or, if none fits, the smallest
+    possible."""
 
     how: Recompute
     setting: Setting
     tokens: int
     train: int
-    """Most bytes while the trainer works, a KV cache apart: the engine sleeps."""
+    """Peak bytes while the trainer works and the engine sleeps; without the KV cache."""
     time: float
-    """Predicted for each token, relative to keeping everything in an endless pass (``speed``)."""
+    """Predicted time per token, relative to an infinitely long pass without recomputation (``speed``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """What was chosen and what it costs, against keeping everything."""
+        """Say what was chosen, why, and how much slower it is than no recomputation."""
         said = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
-            return f"{said}: everything that backward needs fits"
+            return f"{said}: all activations that backward needs fit"
         passes = f"passes of {everything.tokens} tokens"
         if everything.train <= usable(gpu_bytes):
-            return f"{said}: keeping everything fits with {passes} alone, and would be slower"
+            return f"{said}: keeping all activations fits only with {passes}, and would be slower"
         cost = max(0.0, self.time / everything.time - 1)
         return (
-            f"{said}, for about {100 * cost:.0f} % of a training pass: keeping everything would take "
+            f"{said}, which costs about {100 * cost:.0f} % of a training pass: keeping all activations would take "
             f"{everything.train / GIB:.1f} GiB with {passes}"
         )
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """What may be chosen, whether it fits or not, from the most memory to the least; one option where it is given."""
+    """List the levels of gradient checkpointing to choose from, whether they fit or not, the most memory first.
+
+    It is a single option if the run's settings name the level.
+    """
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     given = run.recompute(shape.num_layers)
     found = []
@@ -90,18 +100,20 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
 
 
 def fastest(offered: Sequence[Option], gpu_bytes: int) -> Option:
-    """The option with the fastest passes of those that fit, or the one with the least memory."""
+    """Choose the option with the fastest passes among the ones that fit; if none fits, the one with the least
+    memory."""
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     return min(fitting, key=lambda option: option.time, default=offered[-1])
 
 
 def usable(gpu_bytes: int) -> int:
-    """Bytes of a card that a plan may reach."""
+    """Return the bytes of a GPU that a plan may use."""
     return int(gpu_bytes * (1 - HEADROOM))
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """GiB of the smallest card that the run fits on, in whole GiB; what it leaves open is chosen for that card."""
+    """Return the smallest GPU memory, in whole GiB, on which the run fits; its open settings are chosen for that
+    GPU."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -111,7 +123,7 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
-    """Bytes of a cache for so many sequences of the longest length."""
+    """Return the bytes of a KV cache for ``num_sequences`` sequences of the longest length."""
     one = parts.kv_token_bytes(shape, engine.itemsize(run.itemsize), engine.kv_cache_dtype)
     block = engine.block_size or parts.KV_BLOCK
     return parts.kv_cache(one, block=block, length=run.max_model_len, num_sequences=num_sequences)

@@ -1,4 +1,4 @@
-"""Bytes on the GPU at the moments of a run when there are most of them."""
+"""Predict the bytes on the GPU at the moments of a run at which they may peak."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qerl_pl.memory.shape import ModelShape
 
 MOMENTS = {
     "start": "a fresh run's engine has started",
-    "rollout": "the engine samples, or the trainer scores beside it",
-    "head": "training: the vocabulary goes backward",
-    "block": "training: the last block goes backward",
+    "rollout": "the engine samples, or the trainer scores while the engine is awake",
+    "head": "training: backward through the language-model head",
+    "block": "training: backward through the last block",
     "step": "training: the optimizer steps",
 }
 TRAINING = ("head", "block", "step")
 PASSES = ("engine's passes", "block inputs", "blocks for backward", "backward", "optimizer's temporaries")
-"""Parts that torch's allocator hands out and takes back all the time."""
+"""Parts that are allocated and freed in every pass, and so fragment the memory of torch's allocator."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Plan:
     """Predicted bytes of every part at every moment."""
 
     parts: Mapping[str, Mapping[str, int]]
-    """Part to moment to bytes; a moment at which a part is not there is left out."""
+    """Maps a part's name to its bytes by moment; moments without the part are left out."""
     run: RunMemory
-    """What was planned; nothing in it is left to be chosen."""
+    """Settings that were planned, in which no choice is left open."""
     why: str = ""
-    """What was chosen for ``gradient_checkpointing``, if anything was, and what it costs."""
+    """Explanation of the chosen ``gradient_checkpointing`` and its cost; empty if the settings named it."""
 
     def total(self, moment: str) -> int:
-        """Bytes at one of ``MOMENTS``."""
+        """Return the bytes at one of ``MOMENTS``."""
         return sum(part.get(moment, 0) for part in self.parts.values())
 
     @property
@@ -44,11 +44,11 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of vLLM's cache; 0 without vLLM."""
+        """Bytes of vLLM's KV cache; 0 without vLLM."""
         return (self.run.engine and self.run.engine.kv_cache_bytes) or 0
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Describe the plan in one line for the log."""
         cache, rollout, train = (size / 2**30 for size in (self.kv_cache_bytes, self.total("rollout"), self.train))
         return (
             f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB; "
@@ -57,22 +57,22 @@ class Plan:
 
     @property
     def train(self) -> int:
-        """Most bytes while the trainer works."""
+        """Peak bytes of training, without rollouts."""
         return max(self.total(moment) for moment in TRAINING)
 
     @property
     def peak(self) -> int:
-        """Most bytes of the run."""
+        """Peak bytes of the run."""
         return max(self.total(moment) for moment in MOMENTS)
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict a run whose micro-batches and cache are given.
+    """Predict the memory of a run with given micro-batches and KV cache.
 
     Args:
-        shape: of the model.
-        run: with ``micro_batch_tokens``, ``gradient_checkpointing`` and, if there is an engine, its
-            ``kv_cache_bytes``; ``fitting.fitted`` chooses them.
+        shape: dimensions of the model.
+        run: settings of the run. ``micro_batch_tokens``, ``gradient_checkpointing`` and, if vLLM samples, its
+            ``kv_cache_bytes`` must be given; ``fitting.fitted`` chooses them.
     """
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     found = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
@@ -94,7 +94,7 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
         "adapter, fp32": _at(4 * values, *MOMENTS),
         "optimizer state": _at(run.state_bytes * values, "rollout", *TRAINING),
         "gradients": _at(4 * values, *TRAINING),
-        "optimizer's temporaries": _at(4 * values, "step"),  # the root of the second moment, over all tensors at once
+        "optimizer's temporaries": _at(4 * values, "step"),  # the root of the second moment, of all tensors at once
     }
 
 
@@ -126,7 +126,10 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """No second model: a cache that grows, with a copy of one block's while it does, and logits of the rows in fp32."""
+    """Predict the parts of the transformers engine, which samples with the trainer's model.
+
+    They are a KV cache, a copy of one block's cache while it grows, and the logits of the rows in fp32.
+    """
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     logits = 3 * 4 * rows * shape.vocabulary

@@ -1,4 +1,4 @@
-"""Going on with less kept for backward, and then with smaller micro-batches, when memory runs out."""
+"""Repeat training passes that run out of memory with more recomputation, and then with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Most tokens in one pass, halved whenever a pass does not fit; it never grows again.
+    """Limit on the tokens of one pass, which is halved whenever a pass runs out of memory and never grows again.
 
     Args:
-        tokens: to begin with.
+        tokens: the limit to begin with.
 
     Raises:
-        ValueError: there are none.
+        ValueError: ``tokens`` is below 1.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -35,19 +35,22 @@ class MicroBatchBudget:
         undo: Callable[[], None] = lambda: None,
         recompute_more: Callable[[], object | None] = lambda: None,
     ) -> T:
-        """``work(tokens)``; if memory runs out, undone and done again from its beginning with less memory.
+        """Call ``work(tokens)``; if memory runs out, undo it and call it again with settings that need less memory.
 
-        As long as more can be recomputed in backward it is, and then there are half the tokens in a pass.
+        First more activations are recomputed in backward. If that is impossible, the tokens per pass are halved.
 
         Args:
-            work: what may run out of memory; given the most tokens of one pass.
-            longest: tokens of the longest row. A pass holds one row at least, so that is the smallest budget.
-            undo: takes back what unfinished work left behind.
-            recompute_more: keeps less for backward; returns the gradient_checkpointing that is now, or None if it is
-                as before.
+            work: the passes; its argument is the limit on the tokens of one pass.
+            longest: tokens of the longest row. A pass holds at least one row, so the limit is not lowered below it.
+            undo: reverts what a failed ``work`` has done.
+            recompute_more: raises the level of gradient checkpointing. Returns the new setting, or None if the level
+                cannot be raised.
+
+        Returns:
+            The result of ``work``.
 
         Raises:
-            RuntimeError: memory runs out with one row a pass.
+            RuntimeError: memory runs out with one row per pass.
         """
         while True:
             tokens = max(self.tokens, longest)
@@ -55,7 +58,7 @@ class MicroBatchBudget:
                 return work(tokens)
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
-            # Not earlier: the error's traceback holds the tensors of the pass.
+            # Memory is freed outside of the except block, because the error's traceback refers to the pass's tensors.
             undo()
             gc.collect()
             if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a run's settings say about its memory: the same for a run that starts and for one that is planned."""
+"""Collect the settings that decide a run's memory, for a run that starts and for the command ``plan`` alike."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def run_memory(
     engine: RolloutEngine,
     num_ranks: int = 1,
 ) -> RunMemory:
-    """The settings that decide the memory of a run on one of its GPUs.
+    """Collect the settings that decide the memory of a run on one of its GPUs.
 
     Args:
-        num_prompts: of a rollout, over all ranks.
-        sampling: of training rollouts.
-        evaluation: of evaluations.
-        max_prompt_tokens: longest prompt.
+        num_prompts: prompts of a rollout, over all ranks.
+        sampling: settings of training rollouts.
+        evaluation: settings of evaluations.
+        max_prompt_tokens: tokens of the longest prompt.
         dtype: compute dtype of the policy.
-        lora: the adapter.
-        optimizer: name of its class.
-        micro_batch_tokens: most tokens of a training pass; None where the plan chooses.
+        lora: settings of the adapter.
+        optimizer: name of the optimizer's class.
+        micro_batch_tokens: most tokens of a training pass; None if the plan is to choose.
         gradient_checkpointing: what backward recomputes.
-        offload_checkpoints: keep what it recomputes from in host memory.
+        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel.
-        engine: what samples; it need not have started.
-        num_ranks: that share the prompts.
+        engine: the rollout engine; it need not have started.
+        num_ranks: processes that share the prompts, each with a GPU.
     """
     return RunMemory(
         rows=-(-num_prompts // num_ranks) * sampling.num_completions,

@@ -1,4 +1,4 @@
-"""What of a run's settings decides its memory."""
+"""Settings of a run that decide its memory."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ from qerl_pl.base.family import PROJECTIONS
 from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192
-"""Tokens in one forward pass of vLLM on a GPU, where nothing else is said: enough to keep it busy."""
+"""Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 CHECKED_TOKENS = 4096
-"""Tokens that a pass of the trainer without gradients may have: they take less than the engine's own passes."""
+"""Tokens of a trainer's pass without gradients; such a pass takes less memory than the engine's own passes."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of a vLLM engine; the names are those of its arguments."""
+    """Settings of a vLLM engine that decide its memory, named as the arguments of ``VLLMEngine``."""
 
     dtype: str = "auto"
-    """Compute dtype; "auto" is the policy's."""
+    """Compute dtype; "auto" means the policy's."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    """None: ``DEFAULT_BATCHED_TOKENS``."""
+    """Limit on the tokens of one forward pass; None means ``DEFAULT_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
-    """None: as much as a rollout can use and as fits."""
+    """Size of the KV cache; None means as much as a rollout can use, or as much as fits."""
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     enforce_eager: bool = False
     sleep_level: int = 0
-    """0: asleep it keeps its weights on the device, and gives its cache back alone."""
+    """Memory that the engine frees while it sleeps. 0: the KV cache; 1: weights and adapter as well."""
 
     def itemsize(self, policy_itemsize: int) -> int:
-        """Bytes of the engine's compute dtype, from those of the policy's."""
+        """Return the bytes per value of the engine's compute dtype, given those of the policy's."""
         return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Of a run, on one GPU."""
+    """Settings of a run that decide its memory on one GPU."""
 
     rows: int
-    """Completions of a rollout."""
+    """Completions per rollout on this GPU."""
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     completion_tokens: int
-    """Of the longest completion that is trained on."""
+    """Tokens of the longest completion that is trained on."""
     evaluation_tokens: int = 0
-    """Of the longest completion of an evaluation."""
+    """Tokens of the longest completion of an evaluation."""
     itemsize: int = 2
-    """Bytes of the policy's compute dtype."""
+    """Bytes per value of the policy's compute dtype."""
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     train_norms: bool = False
     state_bytes: int = 8
-    """Of the optimizer, for each trained value: 8 for AdamW in fp32, 2 in 8 bits."""
+    """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""
     micro_batch_tokens: int | None = None
-    """None: the usual, or what fits."""
+    """Most tokens of a training pass; None means that the plan chooses."""
     gradient_checkpointing: Setting = "none"
-    """What backward recomputes (``policy.recompute``); "auto": what is fastest of what fits."""
+    """Activations that backward recomputes (``policy.recompute``); "auto" means the fastest choice that fits."""
     offload_checkpoints: bool = False
     fused: bool = False
-    """Norms, rotations and SwiGLU are single kernels, for which less is kept (``policy.elementwise``)."""
+    """Whether norms, rotary embeddings and SwiGLU are fused kernels, which keep less for backward."""
     engine: EngineMemory | None = None
-    """None: transformers samples with the trainer's own model."""
+    """Settings of vLLM; None means that transformers samples with the trainer's model."""
     batch_tokens: int = 0
-    """Of the transformers engine's cache."""
+    """Tokens in the KV cache of the transformers engine."""
     shared_embeddings: bool = True
-    """Trainer and engine hold embedding and head once, where their dtypes are the same."""
+    """Whether trainer and engine share embedding and head, which needs equal dtypes."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """The rung that the settings name; None: it is left open.
+        """Return the level of recomputation that the settings name; None if the setting is "auto".
 
         Raises:
-            ValueError: they name none, or more blocks than the model has.
+            ValueError: the setting is unknown, or is a number above the model's number of blocks.
         """
         setting, offload = self.gradient_checkpointing, self.offload_checkpoints
         return recompute_of(setting, num_layers, offload)
@@ -86,20 +86,21 @@ class RunMemory:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of the largest pass without gradients while the engine is awake."""
+        """Tokens of the trainer's largest pass without gradients while the engine is awake."""
         return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence that is ever sampled."""
+        """Tokens of the longest sequence that is sampled, in training or evaluation."""
         return self.prompt_tokens + max(self.completion_tokens, self.evaluation_tokens)
 
 
 def check_limit(longest_row: int) -> int:
-    """Most tokens of a pass without gradients while the engine is awake; a row is never cut."""
+    """Return the most tokens of a trainer's pass without gradients while the engine is awake: at least one whole
+    row."""
     return max(longest_row, CHECKED_TOKENS)
 
 
 def state_bytes(optimizer: str) -> int:
-    """Bytes an optimizer keeps for each trained value, by the name of its class: two moments, in fp32 or in 8 bits."""
+    """Return the bytes of state per trained parameter by the optimizer's class name: two moments, in fp32 or 8 bits."""
     return 2 if "8bit" in optimizer else 8

@@ -1,4 +1,4 @@
-"""What of a model decides the memory of a run: its dimensions and the bytes of its weights, without any weight."""
+"""Dimensions of a model and bytes of its weights, read without loading any weight; they decide a run's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from qerl_pl.quant.published import declared_layout
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder, and the bytes of its base on a device. Letters: L blocks, H hidden, I inner, V words."""
+    """Dimensions of a decoder and bytes of its base on a GPU. Letters: L blocks, H hidden size, I MLP size, V
+    vocabulary."""
 
     num_layers: int
     hidden: int
@@ -30,48 +31,48 @@ class ModelShape:
     vocabulary: int
     num_heads: int
     query_width: int
-    """Heads times the dimension of a head."""
+    """Number of query heads times the dimension of a head."""
     key_width: int
-    """Key heads times the dimension of a head."""
+    """Number of key heads times the dimension of a head."""
     head_norms: bool
-    """Queries and keys are normalised a head (Qwen3)."""
+    """Whether queries and keys are normalised per head (Qwen3)."""
     trained_norms: int
-    """Norms of a block that ``train_norms`` trains."""
+    """Number of norms per block that ``train_norms`` trains."""
     last_linear: str
-    """Name of the linear of a block whose result nothing asks for in backward."""
+    """Name of the last linear of a block, whose output no operation of the block needs in backward."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, N and K of each linear of one block."""
+    """Name, output size N and input size K of each linear of one block."""
     linear_bytes: int
-    """Weights of every linear but the head, packed ones as ``FrozenLinear`` allocates them."""
+    """Bytes of all linears except the head; packed weights count as ``FrozenLinear`` allocates them."""
     engine_linear_bytes: int
-    """The same in vLLM, which holds linears in a format that it has no kernels for (NF4) dense."""
+    """Bytes of all linears except the head in vLLM, which holds NF4 weights dense, as it has no kernels for them."""
     engine_packed_bytes: int
-    """Of those, what it holds packed, whatever its compute dtype."""
+    """Bytes of ``engine_linear_bytes`` that are packed, and so do not depend on vLLM's compute dtype."""
     embedding_bytes: int
-    """Input embedding and, if it is not tied to it, the head."""
+    """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
-    """Norms and biases."""
+    """Bytes of norms and biases."""
     largest_packed: int
-    """Weights of the largest packed linear; 0 on a dense base."""
+    """Number of weights of the largest packed linear; 0 for a dense base."""
 
     @property
     def num_key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key heads, which is also the number of value heads."""
         return self.key_width * self.num_heads // self.query_width
 
     @property
     def base_bytes(self) -> int:
-        """The whole base."""
+        """Bytes of the whole base."""
         return self.linear_bytes + self.embedding_bytes + self.other_bytes
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Of a model that exists as a configuration alone.
+    """Compute the shape of a model from its configuration only.
 
     Args:
-        config: of transformers.
-        fmt: of every linear but the head; None: dense.
-        dtype: of everything that is not packed.
+        config: the configuration of transformers.
+        fmt: format of all linears except the head; None means dense.
+        dtype: dtype of everything that is not packed.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -79,12 +80,12 @@ def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtyp
 
 
 def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
-    """Of a checkpoint folder, from config.json and the heads of its safetensors files.
+    """Compute the shape of a checkpoint folder from config.json and the headers of its safetensors files.
 
-    A folder that has no weights yet is taken to hold every linear but the head in the format that config.json names.
+    If the folder has no weights, all linears except the head are assumed to have the format that config.json names.
 
     Raises:
-        ValueError: the folder is no model, or is quantised in a way that we do not read.
+        ValueError: the folder holds no supported model, or its quantisation is not supported.
     """
     path = Path(path)
     if not (path / "config.json").is_file():

@@ -1,8 +1,9 @@
-"""How long a training pass takes, relative to others: enough to choose between micro-batches and recomputation.
+"""Predict relative times of training passes, to choose between micro-batch sizes and levels of recomputation.
 
-The constants are of a 7B on one H200 (NVFP4, LoRA of rank 32, packed rows): passes that keep everything and passes that
-recompute every block fit  time = (tokens + OVERHEAD) * (1 + share)  within 1 % from 4096 to 16384 tokens. Dequantising
-and launching, which make the overhead, grow with the parameters as the products do, so other sizes are close.
+The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): the times of passes
+without recomputation and of passes that recompute every block are within 1 % of (tokens + OVERHEAD) * (1 + share) times
+a constant, from 4096 to 16384 tokens. The overhead is dequantisation and kernel launches. It grows with the number of
+parameters as the matrix products do, so the constants are close for other model sizes.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 from qerl_pl.policy.recompute import Recompute
 
 OVERHEAD = 600
-"""Tokens that take as long as what a pass does once, whatever its size."""
+"""Fixed time of a pass, in units of the time that a token takes."""
 WHOLE = 0.33
-"""Time of recomputing every block, as a share of a pass that keeps everything. A block's last product is not made."""
+"""Extra time of recomputing every block, as a share of a pass without recomputation.
+
+It is less than the share of forward, because a block's last matrix product is not recomputed."""
 SELECTIVE = 0.09
-"""Likewise of recomputing norms, rotations, activations and sums alone."""
+"""Extra time of recomputing element-wise operations, as a share of a pass without recomputation."""
 FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.03
-"""Likewise where norms, rotations and SwiGLU are single kernels; the second is an estimate."""
+"""``WHOLE`` and ``SELECTIVE`` if norms, rotary embeddings and SwiGLU are fused kernels; the second is an estimate."""
 OFFLOAD = 0.07
-"""Share by which a pass that recomputes every block gets slower when the blocks' inputs go to the host and back."""
+"""Extra time of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes every
+block."""
 
 
 def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float:
-    """Time that recomputation adds to a pass, as a share of one that keeps everything."""
+    """Return the time that recomputation adds to a pass, as a share of a pass without recomputation."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
@@ -32,5 +36,5 @@ def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float
 
 
 def time_per_token(how: Recompute, num_layers: int, tokens: int, *, fused: bool = False) -> float:
-    """Time of a pass for each of its tokens; 1 where everything is kept and passes are endless."""
+    """Return the time per token of a pass, relative to an infinitely long pass without recomputation."""
     return (1 + extra_work(how, num_layers, fused=fused)) * (1 + OVERHEAD / tokens)
