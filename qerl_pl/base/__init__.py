@@ -1,1 +1,1 @@
-"""The base's folder before anything is loaded: is it complete, which bytes is it, can its tokenizer be used."""
+"""Check a base checkpoint before it is loaded: complete files, a digest of its bytes, and a usable tokenizer."""

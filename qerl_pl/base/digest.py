@@ -1,4 +1,4 @@
-"""A base by content: a digest over every byte of its weights, computed once and kept beside them."""
+"""Digest of a base checkpoint over every byte of its weights, computed once and stored in the base's folder."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tqdm import tqdm
 from qerl_pl.common.files import write_whole
 
 KEPT = ".qerl-pl-digests.json"
-"""In the base's folder: a weight file's name to its size, times and digest."""
-LARGE = 2**30  # bytes of weights from which on progress is shown
+"""File in the base's folder that maps the name of a weight file to its size, times and digest."""
+LARGE = 2**30  # bytes of weights above which a progress bar is shown
 
 
 def base_digest(base: str | Path) -> str:
     """Digest a base: config.json and every byte of its safetensors files.
 
-    A file is read again only if its size or its times of change (which the file system keeps, in nanoseconds) are not
-    those of the last reading. SHA-256 reads a bit over 1 GB/s a core (18 GB: 14 s) and
-    up to four files are read side by side.
+    A file is read again only if its size or its modification or change time (in nanoseconds) differs from when it was
+    last read. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s), and up to four files are read in
+    parallel.
 
     Args:
         base: checkpoint folder.
@@ -40,14 +40,14 @@ def base_digest(base: str | Path) -> str:
     missing = [path for path in files if path.name not in digests]
     if missing:
         total = sum(path.stat().st_size for path in missing)
-        text = f"reading {folder.name} once, to know it again"
+        text = f"reading {folder.name} once for its digest"
         with (
             tqdm(total=total, unit="B", unit_scale=True, desc=text, disable=None if total >= LARGE else True) as bar,
             ThreadPoolExecutor(max_workers=min(4, len(missing))) as threads,
         ):
             read = threads.map(partial(_file_digest, bar=bar), missing)
             digests |= {path.name: digest for path, digest in zip(missing, read, strict=True)}
-        with suppress(OSError):  # a folder that others own: it is read again next time
+        with suppress(OSError):  # the folder is read-only: the digest is computed again next time
             write_whole(folder / KEPT, json.dumps({name: [stamps[name], digests[name]] for name in sorted(digests)}))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in sorted(digests):
@@ -72,7 +72,7 @@ def _file_digest(path: Path, *, bar: tqdm) -> str:
 
 
 def _read(path: Path) -> dict[str, list]:
-    """What was kept; nothing where there is none or it cannot be understood."""
+    """Read the stored digests; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text())
         return {str(name): [list(stamp), str(digest)] for name, (stamp, digest) in found.items()}

@@ -1,4 +1,4 @@
-"""What of a base can be known to be wrong before anything is built: files, family, format, tokenizer."""
+"""Find the folder of a base checkpoint, and check its files, model family, format and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None) -> str:
-    """Name the folder that a run is based on: the base itself, or its copy in a 4-bit format beside it.
+    """Return the folder of the checkpoint that a run uses: the base itself, or its copy in a 4-bit format.
 
     Args:
         base: folder of a checkpoint.
-        base_format: None takes the base as it is.
+        base_format: format of the copy, whose folder is BASE-FORMAT; None means the base itself.
 
     Raises:
-        ValueError: there is no such copy; says how to make it.
+        ValueError: there is no such copy; the message has the command that makes it.
     """
     if base_format is None:
         return base
@@ -36,13 +36,13 @@ def base_folder(base: str, base_format: BaseFormat | None) -> str:
 
 
 def check_base(path: str | Path) -> Mapping:
-    """Refuse a folder that a run cannot be based on; reads no weights.
+    """Check that a run can use a checkpoint folder, without reading weights.
 
     Returns:
-        Its config.json.
+        The folder's config.json.
 
     Raises:
-        ValueError: in one line that names the file and the value.
+        ValueError: the folder cannot be used; the message names the file and the value in one line.
     """
     if not Path(path).is_dir():
         raise ValueError(

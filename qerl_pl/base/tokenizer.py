@@ -1,4 +1,4 @@
-"""Whether the tokenizer of a base is the one that its weights know, and its chat template says what is asked."""
+"""Load the tokenizer of a base, and check that it fits the model and that its chat template works."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
-"""Text that a tokenizer has to give back: what problems and answers are written in."""
+"""Text that must survive encoding and decoding; it has the characters of typical problems and answers."""
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder; transformers would make one up of what is missing.
+    """Load the tokenizer of a checkpoint folder, and refuse missing files, which transformers would make up.
 
     Args:
         path: the folder.
-        config: its config.json.
+        config: the folder's config.json.
 
     Raises:
-        ValueError: files are missing or cannot be read, or it has tokens that the model has no embeddings for.
+        ValueError: files are missing or cannot be read, or the tokenizer has tokens without an embedding.
     """
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
@@ -30,7 +30,7 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises Exception itself where a file is not what it should be
+    except Exception as error:  # the tokenizers library raises plain Exception for malformed files
         raise ValueError(f"{path}: the tokenizer cannot be read: {_first_line(error)}") from error
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= config["vocab_size"]:
@@ -42,10 +42,10 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Refuse a tokenizer that loses text: prompts would not say what the data says.
+    """Check that a tokenizer encodes and decodes text without loss, so that prompts say what the data says.
 
     Raises:
-        ValueError: a sentence of English and arithmetic does not come back.
+        ValueError: ``PROBE``, a sentence with arithmetic, is changed by more than white space.
     """
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
@@ -57,15 +57,15 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None) -> None:
-    """Try the chat template on a message.
+    """Check the chat template on a message.
 
     Args:
-        tokenizer: with or without a template.
-        system_prompt: text of a system turn; None: there is none.
+        tokenizer: the tokenizer, with or without a template.
+        system_prompt: text of a system turn; None means no system turn.
 
     Raises:
         ValueError: there is no template, it fails, it leaves out the question or the system prompt, or it has no
-            generation prompt, without which the policy goes on with the user's turn.
+            generation prompt, without which the policy would continue the user's turn.
     """
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
@@ -76,7 +76,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, system_prompt: st
     for generation_prompt in (True, False):
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False)
-        except Exception as error:  # a template is a program of its own, and any of Jinja's and Python's errors is its
+        except Exception as error:  # a template is a program and may raise any error of Jinja or Python
             with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
             raise ValueError(
                 f"the chat template of {name} fails{with_system}: {type(error).__name__}: {_first_line(error)}"

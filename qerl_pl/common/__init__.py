@@ -1,1 +1,1 @@
-"""What every other room uses: data types, collectives over ranks, seeds, time, files."""
+"""Helpers that all packages use: data types, collectives over ranks, metrics, seeds, timing and files."""

@@ -1,4 +1,4 @@
-"""Text files that are there whole or not at all."""
+"""Write text files atomically, and set their permissions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the file and rename, so that a full disk or a kill leaves the old one; its folder is made.
+    """Write a text file atomically, and create its folder.
+
+    The text is written to a temporary file in the same folder, which is then renamed, so a full disk or a killed
+    process leaves the old file unchanged.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -23,7 +26,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def allow_reading(path: Path) -> None:
-    """Give a file the permissions that ``open`` would: safetensors writes files that their owner alone may read."""
+    """Give a file the permissions that ``open`` would; safetensors writes files that only their owner may read."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -1,4 +1,4 @@
-"""Numbers of the YAML that have to be numbers: nan and infinity pass most comparisons, or none, without a word."""
+"""Check settings for nan and infinity, which would pass or fail range checks silently."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def require_finite(section: str, **settings: float | None) -> None:
     """Refuse nan and infinity.
 
     Args:
-        section: where the YAML has the settings, e.g. "model.objective".
-        settings: values by name; None is a setting that was not given.
+        section: section of the YAML file, e.g. "model.objective".
+        settings: values by name; None is a setting that was not given, and is accepted.
 
     Raises:
         ValueError: a value is nan or infinite.
@@ -21,7 +21,7 @@ def require_finite(section: str, **settings: float | None) -> None:
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:
-    """Refuse nan, for bounds of which infinity says that there is none.
+    """Refuse nan for bounds that infinity disables.
 
     Args:
         section: as in ``require_finite``.

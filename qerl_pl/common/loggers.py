@@ -1,8 +1,8 @@
-"""Texts and histograms for every logger that takes them, each through its own interface.
+"""Log texts and histograms to the loggers that support them, each through its own interface.
 
-``self.log`` reaches every logger, but with numbers only. TensorBoard, Weights & Biases and MLflow take texts, the first
-two histograms; CSVLogger takes neither (completions are in ``RUN/completions`` anyway). A logger's package is imported
-only where a logger of it is in use.
+Lightning's ``self.log`` reaches every logger, but takes only numbers. TensorBoard, Weights & Biases and MLflow support
+texts, and the first two support histograms; CSVLogger supports neither (completions are in ``RUN/completions`` anyway).
+A logger's package is imported only if the run uses it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from torch import Tensor
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
-BINS = 60  # of a histogram
+BINS = 60  # bins of a histogram
 
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Show some completions: a text in TensorBoard, a table in Weights & Biases, a file of the run in MLflow.
+    """Log some completions: a text in TensorBoard, a table in Weights & Biases, a file of the run in MLflow.
 
     Args:
-        loggers: of the trainer.
+        loggers: the trainer's loggers.
         tag: name of the text or table, e.g. completions/train.
         rows: records of ``ScoredBatch.rows``.
         step: place on the x axis.
@@ -38,10 +38,10 @@ def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[
 
 
 def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: int) -> None:
-    """Show the distribution of [N] finite values; nothing where N is 0.
+    """Log a histogram of [N] finite values; log nothing if N is 0.
 
     Args:
-        loggers: of the trainer.
+        loggers: the trainer's loggers.
         tag: name of the histogram.
         values: [N], on any device.
         step: place on the x axis.
@@ -57,24 +57,24 @@ def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: 
 
 
 def decades(values: Tensor, *, smallest: float) -> Tensor:
-    """Decimal logarithms of the magnitudes of [...] values: a histogram of these has bins of equal width in log scale.
+    """Return the decimal logarithms of the magnitudes of [...] values, for a histogram on a logarithmic axis.
 
-    Viewers draw a linear axis, on which values over many orders of magnitude are one bar at 0.
+    The viewers of histograms draw a linear axis, on which values of many orders of magnitude fall into one bar at 0.
 
     Args:
-        values: of any sign; what is not finite stays so.
-        smallest: magnitude, more than 0, that anything smaller counts as.
+        values: values of either sign; nan and infinity remain nan and infinity.
+        smallest: positive magnitude to which smaller magnitudes are raised.
     """
     return values.double().abs().clamp(min=smallest).log10()
 
 
 def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Completions as a text in which everything that a model or a data set wrote is shown as it is."""
+    """Format completions as Markdown in which the text of models and data sets is shown verbatim."""
     return "\n\n---\n\n".join(_one(row) for row in rows)
 
 
 def scores_of(row: Mapping[str, Any]) -> str:
-    """A record's rewards by name, with the reason where a reward gave one: ``accuracy 0 (no number), format 1``."""
+    """Format a record's rewards, with the reasons that rewards gave: ``accuracy 0 (no number), format 1``."""
     reasons = row.get("reasons", {})
     found = []
     for name, score in row.get("rewards", {}).items():
@@ -84,7 +84,7 @@ def scores_of(row: Mapping[str, Any]) -> str:
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """What a record's policy was asked, without the chat template where that is known."""
+    """Return a record's question; if only the prompt was recorded, the prompt with its chat template."""
     return str(row.get("question") or row["prompt"])
 
 
@@ -95,7 +95,7 @@ def _one(row: Mapping[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Markdown that shows a text as code, in which nothing is rendered."""
+    """Format a text as a Markdown code block, which shows it verbatim."""
     return "\n".join("    " + line for line in text.splitlines()) or "    "
 
 

@@ -1,4 +1,4 @@
-"""Metrics over the rows and tokens of all ranks, by torchmetrics."""
+"""Metrics of torchmetrics over the rows and tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Statistics that need the values of all ranks together, such as quantiles: every value is kept until ``reset``.
+    """Statistics of the values of all ranks together, such as quantiles; every value is kept until ``reset``.
 
     Args:
-        statistics: from [N] values, in the order in which ranks and then updates gave them, to named [] tensors. It
-            must not depend on that order where two ranks are to give the same as one.
+        statistics: function of [N] values, ordered by rank and then by update, that returns [] tensors by name. Its
+            result must not depend on the order of the values if it is to be the same on any number of ranks.
     """
 
     full_state_update = False
@@ -30,18 +30,18 @@ class Pooled(Metric):
         self.add_state("values", default=[], dist_reduce_fx="cat")
 
     def update(self, values: Tensor) -> None:
-        """Add [N] values; N may be 0 and may differ between ranks, but every rank has to update."""
+        """Add [N] values. N may be 0 and may differ between ranks, but every rank has to call this."""
         self.values.append(values.detach().to(self.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """The statistics by name."""
+        """Return the statistics by name, [] tensors."""
         return dict(self._statistics(dim_zero_cat(self.values)))
 
 
 class Mean(Metric):
-    """Weighted mean in fp64; a value that is nan or infinite stays in it.
+    """Weighted mean in fp64; a nan or infinite value makes it nan or infinite.
 
-    torchmetrics' MeanMetric drops nan, or with nan_strategy "disable" the weights (1.9.0).
+    torchmetrics' MeanMetric (1.9.0) drops nan values or, with nan_strategy "disable", ignores the weights.
     """
 
     full_state_update = False
@@ -54,33 +54,37 @@ class Mean(Metric):
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add [...] values, with equal weights or with [...] weights."""
+        """Add [...] values with [...] weights; None means equal weights."""
         values = values.double()
         weights = torch.ones_like(values) if weights is None else weights.double()
         self.weighted += (values * weights).sum()
         self.weights += weights.sum()
 
     def compute(self) -> Tensor:
-        """[] fp64, nan where there is no value."""
+        """Return the mean, [] fp64; nan without values."""
         return self.weighted / self.weights
 
 
 def total() -> Metric:
-    """A sum in fp64."""
+    """Create a metric that is the sum of its values, in fp64."""
     return SumMetric().set_dtype(torch.float64)
 
 
 def largest() -> Metric:
-    """A maximum in fp64."""
+    """Create a metric that is the maximum of its values, in fp64."""
     return MaxMetric().set_dtype(torch.float64)
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """What a metric makes of these values of all ranks, and of none that it was given before. Collective.
+    """Compute a metric over the values of all ranks. Collective.
 
     Args:
-        metric: of torchmetrics; it is left reset, on the device of the collectives or, on one rank, of the values.
-        values: arguments of its update on this rank.
+        metric: a metric without values; it is reset afterwards, and moved to the device of the collectives or, in a run
+            of one rank, to the device of the values.
+        values: arguments of the metric's ``update`` on this rank.
+
+    Returns:
+        The result of the metric's ``compute``.
     """
     device = ranks.device() if ranks.num_ranks() > 1 else values[0].device
     metric.to(device)
@@ -91,5 +95,6 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """[] the value at a share q of [N] sorted ones; torch.quantile takes at most 16 million."""
+    """Return the q-quantile, [], of [N] sorted values, without interpolation; torch.quantile takes at most 16
+    million."""
     return values[round(q * (len(values) - 1))]

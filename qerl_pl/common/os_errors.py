@@ -1,4 +1,4 @@
-"""Errors of the operating system, in words that say what to do."""
+"""Advice on errors of the operating system, such as a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADVICE = {
 
 
 def in_words(error: OSError) -> str:
-    """Say in one line what an error of the operating system is about, and what to do."""
+    """Return one line that names the file of an operating-system error and says what to do."""
     number = error.errno if error.errno in ADVICE else _number_in(str(error))
     advice = ADVICE.get(number) if number else None
     place = f"{error.filename}: " if error.filename else f"{error}: "
@@ -27,5 +27,5 @@ def in_words(error: OSError) -> str:
 
 
 def _number_in(text: str) -> int | None:
-    """An error that was told in the text of another one."""
+    """Return the number of an operating-system error whose text occurs in another error's message."""
     return next((number for number in ADVICE if os.strerror(number) in text), None)

@@ -1,6 +1,6 @@
-"""What the ranks of a run tell one another. In a run of one rank every function gives back what it was given.
+"""Collective operations between the ranks of a run; in a run of one rank they return their input.
 
-All are collective: every rank makes the same calls in the same order, whatever its share of the batch looks like.
+Every rank must make the same calls in the same order, whatever its share of the batch looks like.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
-    """Processes of the run."""
+    """Return the number of processes of the run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process, from 0."""
+    """Return the index of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def mean(value: Tensor) -> Tensor:
-    """Mean over ranks of a floating-point tensor that has the same shape on all of them."""
+    """Average a floating-point tensor, of the same shape on every rank, over the ranks."""
     if num_ranks() == 1:
         return value
     total = value.detach().to(device(), copy=True)
@@ -37,14 +37,14 @@ def mean(value: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor) -> Tensor:
-    """[N, ...] of each rank -> the rows of all, rank after rank; N may differ, the other sizes may not."""
+    """Concatenate the rows [N, ...] of all ranks in the order of the ranks; only N may differ between ranks."""
     if num_ranks() == 1:
         return rows
     return torch.cat(gather_all_tensors(rows.detach().to(device()))).to(rows.device)
 
 
 def gather_values(value: T) -> list[T]:
-    """What each rank gave, by rank: anything that can be pickled and is on no GPU."""
+    """Gather one picklable value per rank, in the order of the ranks; tensors in it must be on the CPU."""
     if num_ranks() == 1:
         return [value]
     values: list[T | None] = [None] * num_ranks()
@@ -53,11 +53,13 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """The rows of all ranks in the order of the whole batch, of which rank r of W has the groups r, r + W, r + 2W, ...
+    """Gather the rows of all ranks in the order of the whole batch.
+
+    Rank r of W has the groups r, r + W, r + 2W, ... of the batch.
 
     Args:
-        rows: of this rank, group by group; ranks may have different numbers of groups.
-        group_size: rows of a group.
+        rows: rows of this rank, group by group; ranks may have different numbers of groups.
+        group_size: rows per group.
     """
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
@@ -65,10 +67,9 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Give every rank the mean of the gradients of all.
+    """Replace the gradients of every rank by their mean over the ranks.
 
-    A rank without a gradient, because no row of its share has one, counts as zeros. Where no rank has one, none gets
-    one.
+    The gradient of a rank that has none counts as zero. If no rank has a gradient, ``grad`` stays None everywhere.
     """
     if num_ranks() == 1:
         return
@@ -84,5 +85,5 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def device() -> torch.device:
-    """Where the process group's collectives run."""
+    """Return the device on which the process group's collectives run."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A run's folder: its path, the same however it is written, and whether a process trains in it."""
+"""Folder of a run: its name, its normalised path, and whether a process trains in it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 LOCK = ".lock"
-"""File in a run's folder that the process which trains there holds locked."""
+"""File in a run's folder that a process locks while it trains there."""
 
 
 def run_named_after(files: Sequence[Path]) -> str:
-    """Name the folder of a run whose settings name none: after its files, but not those of an evaluation.
+    """Derive the name of a run's folder from its configuration files, for settings that name no folder.
 
-    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` give runs/gsm8k_bf16; no file gives runs/default.
+    Files in a folder ``eval`` and ``base.yaml`` do not count.
+
+    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16; no file gives runs/default.
     """
     names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
     return f"runs/{'_'.join(names) or 'default'}"
 
 
 def run_folder(text: str) -> str:
-    """Normalise the path of a run's folder: ``~`` and environment variables are replaced, ``a/./b/`` becomes ``a/b``.
+    """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
 
     Raises:
         ArgumentTypeError: the path is empty, or names a variable that is not set or a user that does not exist.
@@ -38,7 +40,7 @@ def run_folder(text: str) -> str:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process trains in the folder: it holds a lock for as long as it lives."""
+    """Return whether a living process trains in the folder, that is, holds the lock on its file ``LOCK``."""
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,10 +53,10 @@ def is_running(folder: Path) -> bool:
 
 @rank_zero_only
 def keep_metrics(folder: Path) -> Path | None:
-    """Move metrics.csv out of the way of Lightning's CSVLogger, which deletes the file of the start before.
+    """Rename the metrics.csv of the previous start, because Lightning's CSVLogger would delete it.
 
     Returns:
-        Where it is now: metrics-1.csv, or the first such name that is free; None where there was none, or where a
+        The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no such file, or if a
         process that trains in the folder still writes it.
     """
     metrics = folder / "metrics.csv"

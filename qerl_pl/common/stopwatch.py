@@ -1,4 +1,4 @@
-"""Seconds spent in named phases."""
+"""Measure the seconds spent in named phases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block. Waits for the GPU at both ends: kernels are asynchronous."""
+        """Time a block; synchronise with the GPU at its start and end, because kernels run asynchronously."""
         start = _now()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The data that passes between rollout, reward and loss."""
+"""Data types that pass between rollout, reward and loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Message = dict[str, str]
-"""A turn of a chat: ``{"role": "user", "content": "..."}``."""
+"""Turn of a chat: ``{"role": "user", "content": "..."}``."""
 
 
 class Problem(NamedTuple):
@@ -18,44 +18,44 @@ class Problem(NamedTuple):
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """What the policy is asked, where that is more than the question; the last is the user's."""
+    """Chat that the policy is asked instead of the question, if the data source has one; the user has the last turn."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
-    """All columns of the row of the data set."""
+    """All columns of the problem's row in the data set."""
 
 
 class Prompt(NamedTuple):
-    """A problem ready to be sampled from. A tuple, because Lightning's batch transfer refuses frozen dataclasses."""
+    """A problem as tokens. It is a NamedTuple because Lightning's batch transfer refuses frozen dataclasses."""
 
     tokens: tuple[int, ...]
-    """The whole chat prompt, generation header included."""
+    """The whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """How many prompts of the same tokens come before it in its rollout, or evaluation, over all ranks."""
+    """Number of earlier prompts with the same tokens in the rollout or evaluation, over all ranks."""
     text: str = ""
     """The tokens as text, special tokens included."""
     messages: tuple[Message, ...] = ()
-    """The chat that the text was made of, system prompt included."""
+    """The chat before the template was applied, including the system prompt."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
-    """All columns of the row of the data set."""
+    """All columns of the problem's row in the data set."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled for one prompt."""
+    """One completion that an engine sampled for a prompt."""
 
     tokens: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included where there is one."""
+    """Sampled tokens, including the end-of-sequence token if there is one."""
     logprobs: tuple[float, ...]
-    """Nats, one a token, at the sampling temperature, under the policy that sampled (noise included)."""
+    """Log-probability of each token in nats, at the sampling temperature, under the policy with its noise."""
     finished: bool
-    """False: cut off at max_tokens (the engine's finish reason, not a search for an end token)."""
+    """False if the engine stopped at max_tokens; it is the engine's finish reason, not a search for an end token."""
     text: str = ""
     """The tokens decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Scored rollouts. A per-token field describes the token at its own position, not the next one."""
+    """Scored rollouts of B rows. Position s of a per-token field describes token s, not the token after it."""
 
     tokens: Tensor
     """[B, S] int64, prompt then completion, right-padded."""
@@ -75,5 +75,5 @@ class Experience:
     """[B] fp32, exactly 0 for rows without signal."""
 
     def to(self, device: torch.device) -> Experience:
-        """The same on another device."""
+        """Copy all tensors to a device."""
         return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items()})

@@ -1,4 +1,4 @@
-"""Runs of words, by which texts are compared."""
+"""Word n-grams, by which texts are compared."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 
 def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
-    """Every run of ``num_words`` words in order; a shorter text is one run, one without words none.
+    """List the n-grams of ``num_words`` consecutive words of a text, ignoring case, punctuation and white space.
 
-    Case, punctuation and white space do not count.
+    A shorter text gives one n-gram of all its words; a text without words gives none.
     """
     words = re.findall(r"[^\W_]+", text.lower())
     last = max(0, len(words) - num_words)

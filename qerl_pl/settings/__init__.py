@@ -1,1 +1,1 @@
-"""Checks of settings that need no model, and what changed between two starts of a run."""
+"""Settings of a run: checks that need no model, and the differences between two starts of a run."""

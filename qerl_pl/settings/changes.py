@@ -1,4 +1,4 @@
-"""What a start changes in the settings of a run that goes on."""
+"""Compare the settings of a resumed run with the settings of its previous start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from qerl_pl.common.files import write_whole
 
-NO_SETTING = ("ckpt_path", "config")  # they say where to go on, not how
+NO_SETTING = ("ckpt_path", "config")  # names of files, which do not change how the run trains
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
@@ -19,8 +19,9 @@ OTHER_GOAL = "ATTENTION, what is optimised changes: "
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ, as ``key: before -> now`` with dots in the key.
 
-    Objects of a list go by their class, ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``;
-    any other list is one value. Those that change what is optimised come first and say so.
+    Objects in a list are identified by their class, as in
+    ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value. Settings
+    that change what is optimised come first and are marked.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
@@ -34,14 +35,14 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def keep_old_config(config: Path, now: str) -> tuple[list[str], Path | None]:
-    """Keep a run's config.yaml under another name where a new one will say something else.
+    """Copy a run's config.yaml to another name if the new one will have different settings.
 
     Args:
         config: the run's config.yaml; it need not exist.
-        now: text of the one that will be written.
+        now: text of the new config.yaml, which the caller will write.
 
     Returns:
-        The changed settings, and the file that has the old ones (config.1.yaml, config.2.yaml, ...), or None.
+        The changed settings, and the copy's path (config.1.yaml, config.2.yaml, ...) or None.
     """
     if not config.exists():
         return [], None

@@ -1,4 +1,4 @@
-"""The settings of a run as a flat table, which loggers show beside what the run reached."""
+"""Settings of a run as a flat table, which loggers show next to the results of the run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch.utils.tensorboard.summary import hparams
 
 Value = bool | int | float | str
 REACHED = ("val/accuracy", "val/reward", "train/reward", "policy/entropy", "gap/mean_abs")
-"""Curves whose last values stand beside the settings in TensorBoard's HParams tab."""
+"""Curves whose last values TensorBoard's HParams tab shows next to the settings."""
 LEFT_OUT = ("run_dir", "ckpt_path", "config", "trainer.logger", "trainer.default_root_dir", "trainer.plugins")
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
     """Flatten a configuration.
 
-    A class is named by its class alone and its arguments come below it: ``model.optimizer: AdamW``,
-    ``model.optimizer.lr: 1e-5``, ``trainer.callbacks.SyncCanary.score_every: 10``. What is null is left out, and so are
-    folders and loggers. Other lists are texts.
+    An object is given by the name of its class, without the module, and its arguments: ``model.optimizer: AdamW``,
+    ``model.optimizer.lr: 1e-5``, ``trainer.callbacks.SyncCanary.score_every: 10``. Settings that are null, folders and
+    loggers are left out. Lists without objects become texts.
 
     Args:
-        config: the content of a run's config.yaml.
+        config: content of a run's config.yaml.
+
+    Returns:
+        Values by dotted key.
     """
     return {
         name: value
@@ -32,9 +35,10 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def log_hyperparameters(loggers: Iterable[Logger], settings: Mapping[str, Value]) -> None:
-    """Give a run's settings to its loggers: TensorBoard's HParams tab, the configuration of W&B, parameters of MLflow.
+    """Log a run's settings: to TensorBoard's HParams tab, the configuration of W&B and the parameters of MLflow.
 
-    Lightning's own way would write a metric of -1 into TensorBoard. CSVLogger would only copy them to another file.
+    Lightning's ``log_hyperparams`` would write a metric of -1 into TensorBoard, so it is not used there. CSVLogger is
+    skipped, since it would only copy config.yaml to another file.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):

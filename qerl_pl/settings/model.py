@@ -1,4 +1,4 @@
-"""The settings of the section ``model`` but engine and rewards, checked before anything is loaded."""
+"""Settings of the YAML section ``model`` except engine and rewards, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,44 +26,48 @@ from qerl_pl.training.optimization import Schedule
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """The default optimizer; the learning rate is the paper's for a quantised base (arXiv 2510.11696, table 4)."""
+    """Create the default optimizer, with the paper's learning rate for a quantised base (arXiv 2510.11696, table 4)."""
     return torch.optim.AdamW(params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSettings:
-    """How the policy is loaded, sampled from and trained.
+    """Settings of how the policy is loaded, sampled from and trained.
 
     Args:
         base: checkpoint folder of the base, dense or quantised.
-        base_format: take the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
-            BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: the base as it is.
-        sampling: of training rollouts.
-        val_sampling: of validation; null: greedy, one completion per prompt, as long as in training.
-        lora: the adapter.
+        base_format: use the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
+            BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: use the base itself.
+        sampling: settings of training rollouts.
+        val_sampling: settings of validation; null: greedy, one completion per prompt, as long as in training.
+        lora: settings of the adapter.
         objective: the loss.
-        optimizer: over the adapter's parameters; trained norms are without weight decay.
-        lr_schedule: of the learning rate over trainer.max_steps.
-        warmup_steps: optimizer steps of linear warm-up before it; the first has lr / warmup_steps.
-        max_grad_norm: gradients are clipped to this norm; 0: not.
-        updates_per_rollout: passes over each rollout; each is one optimizer step on all of it, or ``mini_batches``.
-        mini_batches: optimizer steps of a pass, each on its share of the prompts (PPO's mini-batches). More than 1
-            costs a forward pass before the first. trainer.max_steps counts all of them.
-        micro_batch_tokens: most tokens in one forward and backward pass. null: 16384, or as many as fit the GPU. When
-            memory runs out the run goes on with half of them.
-        dtype: compute dtype of trainer and engine; the adapter's master weights are fp32 in either.
-        gradient_checkpointing: what backward recomputes: none, selective (element-wise work), so many blocks, blocks
-            (all), offload (all, from host memory); auto: what trains fastest on this GPU, and on a CPU none.
-        offload_checkpoints: true means offload.
-        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, where it is installed.
-        gpu_memory: GiB of the GPU that the run plans with; null: what other processes leave.
-        dynamic_sampling: replace groups that teach nothing; null: keep them (they give no gradient).
-        max_unscored_share: above this share of completions that no reward could score the run stops.
-        max_prompt_tokens: longest prompt (linked from the data module).
-        seed: of everything that is drawn (linked from seed_everything).
+        optimizer: optimizer of the adapter's parameters; trained norms have no weight decay.
+        lr_schedule: learning-rate schedule over trainer.max_steps.
+        warmup_steps: optimizer steps of linear warm-up at the start of the schedule; the first step has lr /
+            warmup_steps.
+        max_grad_norm: clip gradients to this norm; 0: do not clip.
+        updates_per_rollout: passes over each rollout. A pass has one optimizer step on the whole rollout, or
+            ``mini_batches`` steps.
+        mini_batches: optimizer steps per pass, each on an equal part of the prompts (PPO's mini-batches). More than 1
+            costs one more forward pass per rollout. trainer.max_steps counts all optimizer steps.
+        micro_batch_tokens: most tokens in one forward and backward pass; null: 16384, or as many as fit on the GPU. If
+            memory runs out, the run goes on with half as many.
+        dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
+        gradient_checkpointing: activations that backward recomputes. none; selective: element-wise operations; a
+            number: that many blocks; blocks: all blocks; offload: all blocks, whose inputs are kept in host memory;
+            auto: the choice that trains fastest on this GPU, and none on a CPU.
+        offload_checkpoints: true means gradient_checkpointing offload.
+        fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
+            installed.
+        gpu_memory: GiB of GPU memory that the run plans with; null: the memory that other processes leave free.
+        dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
+        max_unscored_share: stop the run if a larger share of completions could not be scored by any reward.
+        max_prompt_tokens: tokens of the longest prompt (linked from the data module).
+        seed: seed of everything that is drawn (linked from seed_everything).
 
     Raises:
-        ValueError: a value is out of its range, or they do not fit one another or the base.
+        ValueError: a value is out of its range, or values contradict each other or the base.
     """
 
     base: str
@@ -110,42 +114,42 @@ class ModuleSettings:
 
     @cached_property
     def folder(self) -> str:
-        """The base's folder, in the format that is asked for and that trainer and engine read."""
+        """Folder of the base in the format ``base_format``, which trainer and engine read."""
         return prepared_base(self.base, self.base_format)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """``dtype`` as torch has it."""
+        """The torch dtype that ``dtype`` names."""
         return DTYPES[self.dtype]
 
     @property
     def evaluation(self) -> Sampling:
-        """How evaluations sample."""
+        """Sampling settings of evaluations."""
         return self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt and completion that are ever sampled."""
+        """Tokens of the longest prompt and the longest completion together, in training or evaluation."""
         return self.max_prompt_tokens + max(self.sampling.max_tokens, self.evaluation.max_tokens)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that may be trained on."""
+        """Tokens of the longest row, prompt and completion, that may be trained on."""
         return self.max_prompt_tokens + self.sampling.max_tokens
 
     @property
     def first_micro_batch(self) -> int:
-        """Most tokens of a training pass where no plan of the memory says otherwise."""
+        """Most tokens of a training pass if no memory plan is made."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps of an RL iteration."""
+        """Optimizer steps per RL iteration."""
         return self.updates_per_rollout * self.mini_batches
 
     @property
     def of_policy(self) -> dict[str, Any]:
-        """What loading the policy and planning its memory both need."""
+        """Settings that loading the policy and planning its memory both need, by argument name."""
         return {
             "dtype": self.compute_dtype,
             "lora": self.lora,
@@ -182,10 +186,10 @@ def check_counts(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check that advantages and importance ratios mean something for completions that are sampled so.
+    """Check that the sampling settings allow advantages and importance ratios to be computed.
 
     Raises:
-        ValueError: sampling is greedy, a group has one completion, or top_p or top_k cut the distribution.
+        ValueError: sampling is greedy, a group has one completion, or top_p or top_k truncate the distribution.
     """
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
@@ -197,8 +201,8 @@ def check_sampling(sampling: Sampling) -> None:
     if sampling.top_p < 1 or sampling.top_k > 0:
         raise ValueError(
             f"model.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}; training samples from all "
-            "tokens, top_p 1 and top_k 0: the sampler's log-probabilities would be over the tokens that are kept, "
-            "the trainer's are over all. Evaluation may cut them: model.val_sampling"
+            "tokens, top_p 1 and top_k 0: otherwise the sampler's log-probabilities would be normalised over the kept "
+            "tokens, and the trainer's over all tokens. Evaluation may truncate: model.val_sampling"
         )
 
 
@@ -206,7 +210,7 @@ def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, com
     """Check that the longest row fits a micro-batch.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the longest row has more than ``micro_batch_tokens`` tokens.
     """
     longest = prompt_tokens + completion_tokens
     if micro_batch_tokens is not None and longest > micro_batch_tokens:
@@ -219,10 +223,11 @@ def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, com
 def check_passes(
     base_config: Mapping, gradient_checkpointing: Setting, offload_checkpoints: bool, fused_elementwise: FusedSetting
 ) -> None:
-    """Check how training passes are computed.
+    """Check the settings of gradient checkpointing and fused kernels.
 
     Raises:
-        ValueError: there are fewer blocks, nothing to offload, or a library that is asked for is not installed.
+        ValueError: the model has fewer blocks than are to be recomputed, offload_checkpoints contradicts
+            gradient_checkpointing, or liger-kernel is demanded and not installed.
     """
     recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
     fused_wanted(fused_elementwise)

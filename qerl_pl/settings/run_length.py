@@ -1,4 +1,4 @@
-"""How rollouts, passes over them and optimizer steps are counted in one another."""
+"""Check that the number of optimizer steps fits rollouts, passes and mini-batches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Check that the run is whole rollouts, and that a rollout's prompts are whole mini-batches.
+    """Check that the run is a whole number of rollouts, and that a rollout's prompts divide into mini-batches.
 
     Args:
-        max_steps: optimizer steps of the run; -1 where they are not given.
+        max_steps: optimizer steps of the run; -1 if they are not given.
         updates_per_rollout: passes over each rollout.
-        mini_batches: optimizer steps of each pass.
-        warmup_steps: optimizer steps of the learning rate's ramp; one as long as the run is warned of.
-        batch_size: prompts of a rollout over all ranks.
-        objective: the loss, some of whose terms act from a rollout's second optimizer step on.
+        mini_batches: optimizer steps per pass.
+        warmup_steps: optimizer steps of the learning rate's warm-up; a warning is given if it is as long as the run.
+        batch_size: prompts per rollout over all ranks.
+        objective: the loss; its covariance penalty is 0 in the first optimizer step of a rollout.
 
     Raises:
-        ValueError: they are not.
+        ValueError: max_steps is missing or no multiple of a rollout's optimizer steps, batch_size is no multiple of
+            mini_batches, or a term of the loss would always be 0.
     """
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
@@ -51,5 +52,5 @@ def check_run_length(
     if warmup_steps >= max_steps:
         rank_zero_warn(
             f"model.warmup_steps ({warmup_steps}) is no less than trainer.max_steps ({max_steps}): the learning rate "
-            "never arrives"
+            "never reaches its full value"
         )

@@ -1,4 +1,4 @@
-"""Settings of Lightning's trainer that a run cannot have, refused by name before the trainer is built."""
+"""Refuse settings of Lightning's trainer that do not work here, before the trainer is built."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
 UNUSABLE = {
-    "accumulate_grad_batches": (1, "an optimizer step is on the whole rollout: model.micro_batch_tokens sizes passes"),
+    "accumulate_grad_batches": (1, "model.micro_batch_tokens sets the size of the passes of an optimizer step"),
     "gradient_clip_val": (None, "set model.max_grad_norm"),
     "gradient_clip_algorithm": (None, "set model.max_grad_norm"),
     "max_epochs": (-1, EPOCHS),
     "min_epochs": (None, EPOCHS),
-    "overfit_batches": (0.0, "for a short try lower trainer.max_steps and the source's problems"),
-    "fast_dev_run": (False, "for a short try lower trainer.max_steps and model.sampling.max_tokens"),
+    "overfit_batches": (0.0, "for a short trial lower trainer.max_steps and the number of problems of the data source"),
+    "fast_dev_run": (False, "for a short trial lower trainer.max_steps and model.sampling.max_tokens"),
     "reload_dataloaders_every_n_epochs": (0, "the loader has no epochs"),
-    "barebones": (False, "a run without checkpoints and logs cannot go on"),
+    "barebones": (False, "a run without checkpoints cannot be resumed"),
 }
-"""Name -> the one value that works, and what to do instead."""
+"""Maps a setting to the only value that works, and to what to do instead."""
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Refuse what Lightning would refuse by a traceback, or what would train nothing.
+    """Refuse settings with which Lightning would fail with a traceback, or nothing would be trained.
 
     Args:
-        trainer: its settings.
+        trainer: settings of the YAML section ``trainer``.
         command: fit, validate, test or predict.
 
     Raises:
@@ -66,7 +66,7 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Refuse a number of devices or nodes that is none.
+    """Refuse numbers of devices or nodes below 1 and values that are no number of devices.
 
     Raises:
         ValueError: names the setting and the value.

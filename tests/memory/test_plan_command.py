@@ -45,7 +45,9 @@ def test_what_backward_recomputes_is_chosen_and_said_with_what_it_costs(bases, c
     large = ("--model.micro_batch_tokens", "400000", "--data.batch_size", "2000", *plain)
     assert command([*arguments, *large]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"gradient_checkpointing: selective, which costs about 9 % .*: keeping all activations would take", said)
+    assert re.search(
+        r"gradient_checkpointing: selective, which costs about 9 % .*: keeping all activations would take", said
+    )
     assert re.search(r"selective .* 400000", said)
     assert command([*arguments, *large, "--model.gradient_checkpointing", "offload"]) == 0
     assert "gradient_checkpointing: as given" in capsys.readouterr().out
