@@ -31,6 +31,7 @@ CHECKED = [
     "qerl_pl/kernels",
     "qerl_pl/memory",
     "qerl_pl/module.py",
+    "qerl_pl/policy",
     "qerl_pl/settings",
     "qerl_pl/tools",
     "qerl_pl/training",

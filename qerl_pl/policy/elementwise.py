@@ -1,9 +1,9 @@
-"""Norms, rotary embeddings and SwiGLU as one kernel each, forward and backward, by the library liger-kernel.
+"""Norms, rotary embeddings and SwiGLU as one fused kernel each, forward and backward, by the library liger-kernel.
 
-transformers computes them as chains of element-wise kernels, whose intermediate results autograd keeps: norms keep
-their input in fp32, SwiGLU keeps the activated gate. The library's kernels round where transformers' chains round, keep
-less, and work in place where they can: rotations overwrite queries and keys, and SwiGLU's backward overwrites its
-inputs with their gradients. Linears, adapters, attention and residual sums stay as they are.
+transformers computes each as a chain of element-wise kernels, whose intermediate results autograd keeps: norms keep
+their input in fp32, SwiGLU keeps the activated gate. The library's kernels round at the same places as these chains,
+keep less for backward, and work in place where possible: rotary embeddings overwrite queries and keys, and SwiGLU's
+backward overwrites its inputs with their gradients. Linears, adapters, attention and residual sums are not changed.
 """
 
 from __future__ import annotations
@@ -21,38 +21,43 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qerl_pl.policy.kept import active
 
 FusedSetting = Literal["auto"] | bool
-"""As in the YAML."""
+"""Values of ``model.fused_elementwise`` in the YAML file."""
 PACKAGE = "liger_kernel"
 
 
 class Elementwise(NamedTuple):
-    """Operations of a block between its matrix products."""
+    """Element-wise operations of a decoder block."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """x [..., H], weight [H], epsilon -> [..., H] in the dtype of x, rounded to it before the weight multiplies."""
+    """RMSNorm of x [..., H] with a weight [H] and an epsilon; [..., H] in x's dtype, rounded to it before the
+    weight."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Queries [1, heads, T, D], keys [1, key heads, T, D], cosines and sines [1, T, D]; may overwrite the first two."""
+    """Rotary embedding of queries [1, heads, T, D] and keys [1, key heads, T, D] by cosines and sines [1, T, D]; may
+    overwrite queries and keys."""
     swiglu: Callable[[Tensor, Tensor], Tensor]
-    """silu(gate) * up, each [..., I]; its backward may overwrite both."""
+    """SwiGLU: silu(gate) * up, each [..., I]; its backward may overwrite gate and up."""
 
 
 def liger_elementwise() -> Elementwise:
-    """The library's kernels; they run on a GPU."""
+    """Return liger-kernel's operations, which need a GPU."""
     from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]
         liger_rms_norm,
         liger_rope,
         liger_swiglu,
     )
 
-    # Not into the memory of the incoming gradient, which is not the norm's own.
+    # Not in place: backward would overwrite the incoming gradient, which other operations may also read.
     return Elementwise(partial(liger_rms_norm, in_place=False), liger_rope, liger_swiglu)
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Whether ``model.fused_elementwise`` asks for the library on a GPU; auto does where it is installed.
+    """Return whether to use liger-kernel on a GPU; the setting "auto" means if it is installed.
+
+    Args:
+        setting: ``model.fused_elementwise``.
 
     Raises:
-        ValueError: it is asked for and not installed.
+        ValueError: the setting is true and liger-kernel is not installed.
     """
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
@@ -63,9 +68,10 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Give a model's norms, MLPs and attention these operations, module by module; no class is changed.
+    """Replace the forward of a model's norms, MLPs and attention modules by one that uses these operations.
 
-    An MLP with another activation than SiLU keeps its own forward. So does attention that fills a cache (sampling).
+    Only the module instances are changed, no class. An MLP with an activation other than SiLU keeps its own forward,
+    and so does attention while it fills a KV cache (sampling).
     """
     for module in model.modules():
         known: Any = module
@@ -95,7 +101,10 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention of Llama, Qwen2 and Qwen3 (the one with ``q_norm``) without a cache."""
+    """Compute transformers' attention of Llama, Qwen2 and Qwen3 (which has ``q_norm``) with a fused rotary embedding.
+
+    With a KV cache (``past_key_values``) it calls ``plain``, the module's own forward.
+    """
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
@@ -107,7 +116,8 @@ def _attention(
     unrotated = queries.transpose(1, 2), keys.transpose(1, 2)
     rotate = partial(operations.rotate, *unrotated, *position_embeddings)
     kept = active()
-    # Attention alone reads them, and its result is kept; what is kept of the products may have been rotated in place.
+    # The rotation must not run again when a checkpointed block is recomputed: the kept outputs of q_proj and k_proj may
+    # have been rotated in place already. Nothing reads its results then, because attention's output is kept as well.
     queries, keys = rotate() if kept is None else kept.unread(rotate, unrotated)
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     output, _ = attend(

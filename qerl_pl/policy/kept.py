@@ -1,10 +1,11 @@
-"""Results that a checkpointed block keeps, so that its recomputation reads them instead of computing them again.
+"""Selective gradient checkpointing: keep results of a block's expensive operations, and recompute the other operations.
 
-torch.utils.checkpoint runs a block twice: in forward, where it drops what autograd would keep, and in backward to get
-that back. With ``keeping`` as its ``context_fn``, matrix products and attention put their results aside the first time
-and take them the second time. What is between them (norms, rotations, activations, sums) is cheap and runs again.
-torch's own selective checkpointing decides by dispatched operation. Our products write into memory that an autograd
-node handed out, and their weights come out of kernels that no dispatcher sees, so they say themselves what is kept.
+torch.utils.checkpoint runs a block twice: in forward, without keeping what backward needs, and in backward, to compute
+it again. With ``keeping`` as its ``context_fn``, matrix products and attention store their results in the first run and
+read them in the second. The element-wise operations between them (norms, rotary embeddings, activations, sums) are
+cheap and run again. torch's own selective checkpointing selects operations by their dispatcher names. That does not
+work here: adapted linears write into memory that an autograd node allocated, and weights are dequantised by kernels
+that are not registered with the dispatcher. The linears and attention therefore call ``Kept`` themselves.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Results of one run of one block, in the order in which they are made."""
+    """Results of the first run of one block, in the order in which they were computed."""
 
     def __init__(self) -> None:
         self._results: deque[Tensor] = deque()
         self.recomputing = False
 
     def put(self, result: Tensor) -> None:
-        """Set a result aside, with its values and whether it has a gradient, without its graph."""
+        """Store a result: its values and whether it requires a gradient, without its autograd graph."""
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """The next result, a leaf; it is held no longer.
+        """Remove and return the next result, a leaf tensor.
 
         Raises:
-            RuntimeError: backward runs a second time over the same graph.
+            RuntimeError: no result is left, because backward runs a second time over the same graph.
         """
         if not self._results:
             raise RuntimeError(
@@ -45,7 +46,7 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """A result whose autograd graph is kept with all that it saves, so that nothing of it runs again."""
+        """Compute a result and keep it together with its autograd graph, so that no part of it is computed again."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -54,7 +55,7 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Results that nothing but ``whole`` reads: computed the first time, ``instead`` of them the second time."""
+        """Compute results that only the function given to ``whole`` reads; the second run returns ``instead``."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -62,11 +63,11 @@ class Kept:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """A hook of saved tensors that keeps them, in place of those of the checkpoint."""
+    """Keep a saved tensor as it is; this hook replaces the one of torch.utils.checkpoint, which drops it."""
     return tensor
 
 
-class _Active(threading.local):  # backward runs in threads of autograd's own
+class _Active(threading.local):  # autograd runs backward in its own threads
     kept: Kept | None = None
 
 
@@ -79,13 +80,13 @@ def active() -> Kept | None:
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """A ``context_fn`` for torch.utils.checkpoint, without re-entrance: contexts of the two runs of a block."""
+    """Return the context managers of a block's two runs: the ``context_fn`` of a non-reentrant checkpoint."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context of one run; torch enters that of a recomputation again where backward runs a second time."""
+    """Context of one run of a block; torch enters the second run's context again if backward is called twice."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

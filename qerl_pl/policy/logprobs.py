@@ -1,13 +1,14 @@
-"""Hidden states to log-probabilities and entropies of tokens, without ever holding the logits [T, V].
+"""Compute log-probabilities and entropies of tokens from hidden states, without holding all logits [T, V].
 
-Rows are worked through in chunks of a byte budget, forward and backward; what outlives a chunk is [T], and the gradient
-[T, H]. T tokens, H hidden size, V vocabulary, R rows of a chunk. With z = logits / temperature and p = softmax(z):
+Tokens are processed in chunks with a limited number of bytes, forward and backward; only tensors of shape [T] and the
+gradient [T, H] are kept between chunks. Letters: T tokens, H hidden size, V vocabulary, R rows of a chunk. With
+z = logits / temperature and p = softmax(z):
 
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
 
-On CUDA the steps over [R, V] between the products are the Triton kernels of ``qerl_pl.kernels.softmax``; the functions
-``statistics_reference`` and ``logit_gradient_reference`` here define them.
+On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` do the work on [R, V] between the matrix products; the
+functions ``statistics_reference`` and ``logit_gradient_reference`` here define their results.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ HEAD_ROWS = 4096  # rows of the head converted to fp32 at a time on devices with
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of given tokens, and the entropy of the distribution that each was drawn from.
+    """Compute the log-probability of given tokens, and the entropy of the distribution at each token's position.
 
-    Both carry a gradient to ``hidden``; backward computes the logits again instead of keeping them. Products are taken
-    in the dtype of the inputs with fp32 accumulation, and logits of bf16 and fp16 inputs come out in fp32
-    (``fp32_logits``), as in the rollout engines. Everything else is computed in fp32 (fp64 for fp64 inputs).
+    Both results are differentiable with respect to ``hidden``; backward recomputes the logits instead of keeping them.
+    Matrix products take inputs of their own dtype and accumulate in fp32; the logits of bf16 and fp16 inputs are not
+    rounded (``fp32_logits``), as in the rollout engines. All else is computed in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden: [T, H] of any floating dtype, the states that predict the targets.
+        hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
         temperature: divides the logits, as in sampling.
-        chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs CUDA needs half as much on top of it, other
-            devices about twice as much and a small part of the head in fp32.
+        chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
+            other devices need about twice as many and a small part of the head in fp32.
 
     Returns:
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
@@ -53,7 +54,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the inputs and [T] for backward, which goes through the chunks again."""
+    """Autograd node that keeps its inputs and tensors of shape [T]; backward recomputes the logits chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -92,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute [R] log-probability of the targets, entropy and log-partition of softmax(logits / temperature)."""
+    """Compute log-probabilities of targets, entropies and log-partitions of softmax(logits / temperature), [R] each."""
     z = logits / temperature  # [R, V]
     log_partition = z.logsumexp(dim=1)
     log_p = z.sub_(log_partition.unsqueeze(1))
@@ -110,7 +111,8 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute [R, V] gradients with respect to the logits from those of log-probabilities and entropies, [R] each."""
+    """Compute the gradient with respect to the logits, [R, V], from gradients of log-probabilities and entropies,
+    [R]."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -123,18 +125,19 @@ def logit_gradient_reference(
 
 def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
     if hidden.is_cuda and hidden.dtype != torch.float64:
-        from qerl_pl.kernels import softmax  # Triton comes with torch for CUDA
+        from qerl_pl.kernels import softmax  # imported here, because only CUDA builds of torch include Triton
 
         return softmax.statistics, softmax.logit_gradient
     return statistics_reference, logit_gradient_reference
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from [R, H], [V, H] and [V] of one dtype, no gradients.
+    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from [R, H], [V, H] and [V] of one dtype, without autograd.
 
-    Logits rounded to bf16 are off by up to 2^-8 of their size, which would be much of the difference between two
-    implementations of one policy. CUDA multiplies bf16 with an fp32 result; elsewhere ``HEAD_ROWS`` of the head are
-    converted to fp32 at a time, never all of it.
+    Rounding logits to bf16 has a relative error of up to 2^-8, which would be a large part of the difference between
+    the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result; on other
+    devices ``HEAD_ROWS`` rows of the head are converted to fp32 at a time, so that no fp32 copy of the whole head is
+    needed.
     """
     accumulator = _accumulator(hidden)
     if hidden.is_cuda or hidden.dtype == accumulator:

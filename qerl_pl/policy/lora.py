@@ -1,4 +1,4 @@
-"""LoRA on the frozen linears, through PEFT: fp32 master weights, products in the compute dtype."""
+"""LoRA adapters on frozen linears, by PEFT, with fp32 master weights and products in the compute dtype."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from qerl_pl.quant.linear import FrozenLinear
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapter: y = W x + (alpha / rank) B A x (arXiv 2106.09685).
+    """Settings of the adapter, y = W x + (alpha / rank) B A x (arXiv 2106.09685).
 
     Args:
-        rank: inner dimension of the two matrices.
+        rank: inner dimension of A and B.
         alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
-        dropout: on the adapter's input while training. Above 0 the trainer's log-probabilities are no longer those
-            of the policy that sampled.
-        targets: names of the linears that get an adapter, of ``PROJECTIONS``.
+        dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
+            differ from the ones of the policy that sampled.
+        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
 
@@ -55,10 +55,11 @@ class LoraSettings:
 
 
 class LoraLinear(nn.Module, LoraLayer):
-    """PEFT's layer around a frozen linear, dense or quantised. The base is never merged: it has no room for the update.
+    """PEFT layer around a frozen linear, dense or quantised.
 
-    PEFT's own linear casts the input to the adapter's dtype, so fp32 masters would mean fp32 products. Here the masters
-    are cast to the input's dtype instead, which is also what the rollout engine holds.
+    The adapter is never merged into the base, whose 4-bit weights could not represent the update. PEFT's own linear
+    casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master weights are
+    cast to the input's dtype instead, which is also the dtype of the adapter in the rollout engine.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class LoraLinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.keeps_result = True
-        """Whether its block's recomputation needs the result."""
+        """Whether gradient checkpointing keeps this layer's output; False for outputs that backward does not need."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         # PEFT casts a new adapter to the base's dtype: bf16 masters would lose updates below 2^-8 of a weight.
         self.lora_A.float()
         self.lora_B.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., K] -> [..., N], in the dtype of x."""
+        """Apply base and adapter to x [..., K]; returns [..., N] in the dtype of x."""
         if self.disable_adapters:
             return self.base_layer(x)
         (name,) = self.active_adapters
@@ -95,11 +96,11 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """PEFT's configuration for these settings, with our layer registered for dense and quantised linears.
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` registered for dense and quantised linears.
 
     Args:
-        settings: of the adapter.
-        base: what the adapter's folder names as its base.
+        settings: settings of the adapter.
+        base: name of the base that is written into the adapter's configuration.
         norms: names of the norms of a block that ``train_norms`` trains.
     """
     config = LoraConfig(
@@ -118,10 +119,10 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
-    """Refuse adapter targets that match nothing or are never trained, which PEFT takes without a word.
+    """Refuse adapter targets that match no linear or would never be trained; PEFT accepts both silently.
 
     Raises:
-        ValueError: a target names no linear, or none of the blocks' projections.
+        ValueError: a target names no linear, or a linear that is none of the blocks' projections.
     """
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]

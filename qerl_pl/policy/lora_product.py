@@ -1,13 +1,14 @@
-"""A frozen linear and its LoRA update as one node of the autograd graph.
+"""Frozen linear and its LoRA update as one node of the autograd graph.
 
     y = x W^T + bias + (x A^T) (s B)^T
 
-Letters: T tokens, K in, N out, r rank. s B is rounded once to the compute dtype, and rollout engines hold these same
-values (``scaled``); with an alpha / r that is no power of two, B rounded before s would be others. The products of the
-adapter and of the base add up inside the base's matrix product, forward and backward, so no [T, N] or [T, K] is read or
-written for an addition, and gradients of the fp32 master weights never pass through the compute dtype. Autograd keeps
-x, x A^T, A and s B in the compute dtype; W is asked for when it is needed. The host's time counts at small T: there is
-one node, and no operation that could be spared.
+Letters: T tokens, K inputs, N outputs, r rank, s the scale alpha / r. The product s B is rounded to the compute dtype
+once (``scaled``), and rollout engines hold the same values; if s is no power of two, rounding B before the
+multiplication would give other values. The adapter's product is accumulated in the base's matrix product, forward and
+backward, so no [T, N] or [T, K] tensor is read or written only for an addition, and gradients of the fp32 master
+weights are never rounded to the compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is
+dequantised again in backward. With few tokens, the CPU's launch overhead bounds the time, so there is one autograd node
+and as few operations as possible.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ Dense = Callable[[torch.dtype], Tensor]
 def lora_product_reference(
     x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
 ) -> Tensor:
-    """The definition; see ``lora_product``."""
+    """Compute ``lora_product`` by plain operations, as its definition."""
     y = x @ dense(x.dtype).t() + (x @ a.to(x.dtype).t()) @ (scaling * b).to(x.dtype).t()
     return y if bias is None else y + bias
 
 
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """s B as trainer and rollout engines multiply by it: of the fp32 master, rounded once, in one kernel."""
+    """Compute s B from the fp32 master weights, rounded once to ``dtype``: the matrix that trainer and engines use."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
 def lora_product(
     x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, *, kept: Kept | None = None
 ) -> Tensor:
-    """Gradients go to x, A and B.
+    """Compute y = x W^T + bias + (x A^T) (s B)^T, differentiable with respect to x, A and B.
 
     Args:
-        x: [..., K] of any floating dtype, which is that of the products.
-        dense: dtype -> W [N, K], the same values whenever it is called. A dequantised W lives for one product only.
+        x: [..., K] of any floating dtype, in which the products are computed.
+        dense: returns W [N, K] in a given dtype, always with the same values. It is called once per product, so a
+            dequantised W is in memory only during one product.
         bias: [N], frozen.
-        a: [r, K] fp32 (fp64 for fp64 products) masters.
-        b: [N, r] likewise.
+        a: [r, K] fp32 (fp64 for fp64 products), the master weights of A.
+        b: [N, r] of the same dtype, the master weights of B.
         scaling: s.
-        kept: where the result is set aside, and taken from when a checkpointed block runs again.
+        kept: stores the result, and returns it when a checkpointed block is recomputed; None if nothing is kept.
 
     Returns:
         [..., N] in the dtype of x.
@@ -58,9 +60,9 @@ def lora_product(
     if known is not None:
         return y
     with torch.no_grad():
-        # Into the memory that the node handed out. Checkpointing stops its recomputation at the last tensor that a
-        # block keeps; the node has kept its own by now, so a block's last product, a quarter of its work, is not
-        # made again.
+        # The products are written to the memory that the autograd node allocated, after the node has saved its tensors.
+        # torch.utils.checkpoint stops recomputing a block at the last tensor that the block saves, so the product of a
+        # block's last linear, a quarter of the block's work, is not recomputed.
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])  # [T, K], [T, N]
         if bias is None:
             torch.mm(inner, low_b.t(), out=out)
@@ -73,7 +75,7 @@ def lora_product(
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps what backward needs and makes room for y."""
+    """Autograd node that computes x A^T and s B, saves what backward needs and allocates y without computing it."""
 
     @staticmethod
     def forward(

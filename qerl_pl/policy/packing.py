@@ -1,9 +1,10 @@
-"""Rows without their padding, one after the other, and the attention that keeps them apart.
+"""Pack rows without padding into one sequence, with attention that does not cross the rows' boundaries.
 
-Everything in the model works on [1, T] tokens, T the sum of the rows' lengths; attention alone knows where a row ends.
-It is torch's varlen kernel (FlashAttention 2) on CUDA in bf16 and fp16. Other dtypes and devices pad for the length of
-the attention, which is torch's scaled_dot_product_attention there. Sharing a prompt among its completions is left out:
-of a group of G rows it saves (G - 1) / G of the prompts' tokens, and completions are several times as long as prompts.
+The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention knows where rows end. On CUDA
+in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, queries, keys and
+values are padded for torch's scaled_dot_product_attention, and its output is packed again. Sharing a prompt among the
+completions of a group is not implemented: it would save (G - 1) / G of the prompts' tokens in a group of G rows, but
+completions are several times as long as prompts.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl_pl.policy.kept import active
 
-ATTENTION = "packed"  # our name in transformers' attention interface
-# torch 2.11 shares key heads without being asked; later ones want to be.
+ATTENTION = "packed"  # name that is registered in transformers' attention interface
+# torch 2.11 supports fewer key heads than query heads without an argument; later versions need ``enable_gqa``.
 _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows in sequence. T tokens, B rows."""
+    """Packed rows: T tokens of B rows, one row after another."""
 
     tokens: Tensor
     """[T] int64."""
     positions: Tensor
-    """[T] int64, of each token in its row."""
+    """[T] int64, position of each token in its row."""
     starts: Tensor
-    """[B + 1] int32, where rows start in T, and T itself."""
+    """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
     """Tokens of the longest row."""
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Take the first tokens of each row.
+    """Pack the first tokens of each row.
 
     Args:
         tokens: [B, S] int64.
-        lengths: [B] int64, how many; 0 leaves a row out.
+        lengths: [B] int64, number of tokens to take from each row; 0 leaves a row out.
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
@@ -57,12 +58,12 @@ def pack(tokens: Tensor, lengths: Tensor) -> Packed:
 
 
 def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """[T, H], the last hidden states of a decoder that ``use_packed_attention`` prepared."""
+    """Compute the last hidden states, [T, H], by a decoder that ``use_packed_attention`` has prepared."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),
         position_ids=packed.positions.unsqueeze(0),
-        attention_mask=starts.new_ones(1, 1, 1, 1),  # a mask in four dimensions is taken for made, and none is made
+        attention_mask=starts.new_ones(1, 1, 1, 1),  # given a 4-D mask, transformers builds none
         use_cache=False,
         cu_seq_lens_q=starts,
         cu_seq_lens_k=starts,
@@ -73,7 +74,7 @@ def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model's attention take packed sequences. Without ``cu_seq_lens_q`` it stays what "sdpa" is."""
+    """Make a model's attention accept packed rows; calls without ``cu_seq_lens_q`` use transformers' "sdpa"."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
@@ -82,15 +83,15 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *, scale: float | None = None
 ) -> Tensor:
-    """Causal attention of each row to itself.
+    """Compute causal attention within each row.
 
     Args:
         query: [T, heads, D].
         key: [T, key heads, D]; query heads share key heads evenly.
-        value: like key.
+        value: [T, key heads, D].
         starts: [B + 1] int32, see ``Packed``.
         longest: tokens of the longest row.
-        scale: of the scores; None: D^-0.5.
+        scale: factor of the scores q k^T; None means D^-0.5.
 
     Returns:
         [T, heads, D].
@@ -107,7 +108,7 @@ def packed_attention(
 def packed_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None
 ) -> Tensor:
-    """The definition: a row at a time, scores as a matrix."""
+    """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
@@ -148,7 +149,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: [1, heads, T, D] -> [1, T, heads, D]."""
+    """Implement transformers' attention interface: inputs [1, heads, T, D], output [1, T, heads, D]."""
     if cu_seq_lens_q is None or max_length_q is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}

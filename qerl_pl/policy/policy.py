@@ -28,20 +28,20 @@ from qerl_pl.quant.loading import load_base
 
 ADAPTER = "default"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""By the names that model.dtype has."""
+"""Compute dtypes by their names in the setting ``model.dtype``."""
 
 
 class TokenStats(NamedTuple):
-    """What the policy says about given tokens; entries where the mask is False are 0."""
+    """Log-probabilities and entropies of tokens under the policy; entries where the mask is False are 0."""
 
     logprobs: Tensor
-    """[B, S] fp32 nats, of each token given those before it."""
+    """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
-    """[B, S] fp32 nats, of the distribution that the token was drawn from."""
+    """[B, S] fp32 in nats, entropy of the distribution at the token's position."""
 
 
 class Policy(nn.Module):
-    """Frozen base and adapter. Build it with ``load_policy``."""
+    """Frozen base with a trained adapter. Build it with ``load_policy``."""
 
     def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Policy(nn.Module):
 
     @property
     def causal_lm(self) -> Any:  # a PreTrainedModel: torch types the attributes of a module as Tensor | Module
-        """The Hugging Face model itself, adapter layers in place."""
+        """The Hugging Face model, including its adapter layers, without PEFT's wrapper."""
         return self.model.get_base_model()
 
     @property
@@ -77,22 +77,26 @@ class Policy(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Transformer blocks."""
+        """Number of decoder blocks."""
         return self.config.num_hidden_layers
 
     @property
     def lora_scaling(self) -> float:
-        """What multiplies B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        """Factor of B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         config = self.peft_config
         return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
 
     def set_recompute(self, how: Recompute) -> None:
-        """Choose what backward recomputes, from the next forward pass on."""
+        """Set the level of gradient checkpointing for the next forward passes."""
         self.recompute = how
         apply_recompute(self.causal_lm, how)
 
     def recompute_more(self) -> Setting | None:
-        """Go to the next rung with less memory; returns its name, or None where there is none or it was not open."""
+        """Switch to the next level of gradient checkpointing, which needs less memory.
+
+        Returns:
+            The new setting; None if there is no such level or the user's settings fix the level.
+        """
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None
@@ -100,19 +104,20 @@ class Policy(nn.Module):
         return less.setting(self.num_layers)
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """The trained tensors by PEFT's names, fp32, detached views of the live parameters."""
+        """Return the trained tensors by PEFT's names: fp32, detached, sharing memory with the parameters."""
         return {name: module.get_parameter(leaf).detach() for name, (module, leaf) in self._trained.items()}
 
     @cached_property
     def _trained(self) -> dict[str, tuple[nn.Module, str]]:
-        """PEFT's names -> where the tensors are. PEFT walks several times over the whole model to tell."""
+        """Map PEFT's names to module and attribute; cached, because PEFT's own lookup walks the whole model
+        repeatedly."""
         live = self.model.state_dict(keep_vars=True)
         state = get_peft_model_state_dict(self.model, live, adapter_name=ADAPTER, save_embedding_layers=False)
         places = {id(own): (module, leaf) for module in self.modules() for leaf, own in module._parameters.items()}
         return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy an adapter in.
+        """Copy the values of an adapter into this policy.
 
         Raises:
             ValueError: a name or shape differs from this policy's adapter.
@@ -123,7 +128,7 @@ class Policy(nn.Module):
             own[name].copy_(tensor)
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """The norms that noise goes to (``Family.noise_norms``), as they are in use: trained copies where there are."""
+        """Return the norms that noise is added to (``Family.noise_norms``) by name; if trained, the trained copies."""
         found = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -134,18 +139,19 @@ class Policy(nn.Module):
         return found
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """The clean weights of those norms: ``model.layers.0.input_layernorm.weight`` -> [H]."""
+        """Return the weights [H] of ``norm_modules`` without noise, e.g. ``model.layers.0.input_layernorm.weight``."""
         return {
             f"{name}.weight": module.get_parameter("weight").detach() for name, module in self.norm_modules().items()
         }
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Embeddings [V, H] and, where it is not tied to them, head, by the model's own names; the live tensors."""
+        """Return the input embedding [V, H] and, unless tied to it, the head by parameter name, sharing their
+        memory."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """The packed linears of the base, by the model's own names without PEFT's wrappers; none on a dense base."""
+        """Return the base's packed linears by their names in the model without PEFT; empty for a dense base."""
         modules = self.causal_lm.named_modules()
         return {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -153,19 +159,19 @@ class Policy(nn.Module):
 
     @property
     def packed_format(self) -> Format | None:
-        """Of the packed linears; None on a dense base."""
+        """Format of the packed linears; None for a dense base."""
         return next((linear.fmt for linear in self.packed_linears().values()), None)
 
     def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
-        """Log-probability and entropy of the masked tokens; carries the gradient to the adapter.
+        """Compute log-probability and entropy of the masked tokens, differentiable with respect to the adapter.
 
-        The rows are packed: no work is done on padding, nor on what follows a row's last masked token. Only the hidden
-        states that predict a masked token reach the vocabulary projection.
+        Rows are packed, so padding and tokens after a row's last masked token are not processed. The head is applied
+        only to the hidden states from which a masked token is predicted.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
-            mask: [B, S] bool, True where the token is wanted. Never True in column 0, which nothing predicts.
-            temperature: as in sampling; logits are divided by it.
+            mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
+            temperature: sampling temperature, by which logits are divided.
         """
         wanted, hidden = self._predicting(tokens, mask)
         logprobs, entropy = token_logprobs(hidden, self._head, tokens[wanted], temperature=temperature)
@@ -174,9 +180,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def alternative_logprobs(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
-        """[N, 1 + K] nats of the N masked tokens, row by row: ``evidence.alternative_logprobs``.
+        """Compute ``evidence.alternative_logprobs`` of the N masked tokens, row by row: [N, 1 + K] in nats.
 
-        Arguments as in ``token_stats``.
+        The arguments are the ones of ``token_stats``.
         """
         wanted, hidden = self._predicting(tokens, mask)
         rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
@@ -189,9 +195,9 @@ class Policy(nn.Module):
         return self.causal_lm.get_output_embeddings().weight
 
     def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Indices of the N masked tokens, and [N, H] the hidden states that predict them."""
+        """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
-        lengths = (mask * column).amax(dim=1)  # the last masked token of a row predicts nothing that is wanted
+        lengths = (mask * column).amax(dim=1)  # a row's last masked token need not be processed
         packed = pack(tokens, lengths.clamp(min=1))
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
             hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
@@ -200,10 +206,10 @@ class Policy(nn.Module):
 
 
 def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter that is not of the expected names and shapes.
+    """Check that an adapter's tensors have the expected names and shapes.
 
     Raises:
-        ValueError: names the tensors that are missing, unknown, or of another shape.
+        ValueError: tensors are missing, unknown, or of another shape; the message names them.
     """
     missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
     if missing or unknown:
@@ -227,21 +233,21 @@ def load_policy(
     offload_checkpoints: bool = False,
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
-    """Load a base (NVFP4 or dense, by what its config.json says) and put a fresh adapter on it.
+    """Load a base, dense or in the format that its config.json names, and add a fresh adapter.
 
     Args:
         base: checkpoint folder.
-        dtype: compute dtype; the adapter's master weights are fp32 whatever it is.
-        lora: the adapter. B starts at 0, so a fresh policy is the base.
-        seed: of the adapter's first values; independent of the global random stream, which is left as it was.
-        device: where it lives.
-        gradient_checkpointing: what backward recomputes, see ``recompute``; auto keeps everything to begin with.
-        offload_checkpoints: keep what blocks are recomputed from in host memory.
-        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, where it is installed.
+        dtype: compute dtype; the adapter's master weights are always fp32.
+        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base.
+        seed: seed of the adapter's initial values; torch's global random state is not changed.
+        device: device of the model.
+        gradient_checkpointing: what backward recomputes, see ``recompute``; "auto" begins without recomputation.
+        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
 
     Raises:
-        ValueError: the folder holds no model that we can train, an adapter target is none of the blocks' linears,
-            there are no checkpoints to offload, or fused operations are asked for where they cannot run.
+        ValueError: the folder holds no supported model, an adapter target is none of the blocks' linears, the settings
+            of gradient checkpointing contradict each other, or fused operations cannot run here.
     """
     return make_policy(
         load_base(base, dtype=dtype, device=device),
@@ -266,7 +272,7 @@ def make_policy(
     offload_checkpoints: bool = False,
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
-    """Put a fresh adapter on a frozen base; see ``load_policy``."""
+    """Add a fresh adapter to a loaded base; the arguments are explained in ``load_policy``."""
     family = family_of(model.config.model_type, path=base)
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
     check_targets(model, lora.targets, family)
@@ -275,7 +281,7 @@ def make_policy(
     if fused_elementwise is True and not on_gpu:
         raise ValueError("model.fused_elementwise is true and there is no GPU, which its kernels need: say auto")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Unsupported layer type")  # ours is registered in peft_config
+        warnings.filterwarnings("ignore", message="Unsupported layer type")  # FrozenLinear, which peft_config registers
         torch.manual_seed(seed)
         peft_model = get_peft_model(
             model, peft_config(lora, base=base, norms=family.noise_norms), autocast_adapter_dtype=True

@@ -1,12 +1,14 @@
-"""What backward recomputes instead of keeping it, from fast and large to slow and small.
+"""Levels of gradient checkpointing: what backward recomputes, from the fastest level to the one with least memory.
 
-    none        everything that autograd asks for is kept
-    selective   of each block the results of matrix products and attention; norms, rotations, activations run again
-    n blocks    of the first n blocks their input alone, of the others as selective
-    blocks      of every block its input alone
-    offload     the same, and those inputs are in host memory
+    none        nothing: all that autograd saves is kept
+    selective   the element-wise operations (norms, rotary embeddings, activations); the results of matrix products and
+                attention are kept
+    n blocks    the first n blocks from their inputs; the other blocks as in "selective"
+    blocks      every block from its input
+    offload     every block from its input, which is kept in host memory
 
-The first blocks and not the last ones: backward comes to them when the later blocks' memory is free again.
+The first blocks are recomputed and not the last ones, because the memory of the later blocks is free again by the time
+that backward reaches the first ones.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ from qerl_pl.policy.kept import keeping
 from qerl_pl.policy.lora import LoraLinear
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
-"""As in the YAML; true means blocks, false none, and a number so many blocks."""
+"""Values of ``model.gradient_checkpointing`` in the YAML file; true means blocks, false none, a number that many
+blocks."""
 SHARES = 8
-"""Parts of a model's blocks between two numbers of recomputed blocks that are tried."""
+"""Number of values of n, at equal distances, for which "n blocks" is tried."""
 
 
 @dataclass(frozen=True, order=True)
 class Recompute:
-    """A rung of the ladder; the default keeps everything. Those that keep less are greater."""
+    """Level of gradient checkpointing, by default none. Levels compare as greater the less memory they need."""
 
     selective: bool = False
-    """Blocks that are not recomputed as a whole keep matrix products and attention only."""
+    """Whether blocks that are not recomputed as a whole recompute their element-wise operations."""
     blocks: int = 0
-    """This many of the first blocks are recomputed as a whole."""
+    """Number of blocks, the first ones, that are recomputed as a whole."""
     offload: bool = False
-    """Inputs of recomputed blocks wait in host memory."""
+    """Whether the inputs of recomputed blocks are kept in host memory."""
 
     def setting(self, num_layers: int) -> Setting:
-        """As model.gradient_checkpointing says it."""
+        """Return the value of ``model.gradient_checkpointing`` that means this level."""
         if self.offload:
             return "offload"
         if self.blocks == num_layers:
@@ -50,22 +53,22 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """The rungs that are chosen from, each with less memory and more work than the one before."""
+    """List the levels to choose from, each with less memory and more computation than the previous one."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
-    """The rung that the settings name; None: it is left open.
+    """Return the level that the settings name; None for "auto", which leaves it open.
 
     Args:
         setting: ``model.gradient_checkpointing``.
         num_layers: blocks of the model.
-        offload_checkpoints: ``model.offload_checkpoints``, an older way to ask for offload.
+        offload_checkpoints: ``model.offload_checkpoints``; True means the level "offload".
 
     Raises:
-        ValueError: the setting is none of those that exist, there are fewer blocks, or nothing to offload.
+        ValueError: the setting is unknown, names more blocks than the model has, or contradicts offload_checkpoints.
     """
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if offload_checkpoints:
@@ -95,7 +98,8 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Let a model's blocks recompute this from their next forward pass on. Offloading is its caller's."""
+    """Set what a model's blocks recompute from their next forward pass on; moving inputs to the host is left to
+    callers."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):
