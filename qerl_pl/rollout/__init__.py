@@ -1,1 +1,1 @@
-"""Rollout engines: what samples from the policy."""
+"""Rollouts: engines that sample from the policy, and the loop that turns scored completions into training data."""

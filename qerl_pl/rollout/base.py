@@ -1,4 +1,4 @@
-"""What a rollout engine is: the protocol, its settings, and what proves that it holds a policy."""
+"""Protocol of rollout engines, sampling settings, and checks of what an engine returns and holds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
+    """Settings of sampling.
 
     Args:
-        num_completions: completions a prompt (GRPO's G).
+        num_completions: completions per prompt (GRPO's G).
         max_tokens: longest completion, in tokens.
-        temperature: 0 is greedy.
-        top_p: keep the most likely tokens up to this probability mass; 1 keeps all.
-        top_k: keep this many most likely tokens; 0 keeps all.
+        temperature: divisor of the logits; 0 means greedy decoding.
+        top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
+        top_k: sample from this number of most likely tokens; 0 keeps all tokens.
 
     Raises:
-        ValueError: a value is out of its range, or greedy decoding is asked for several completions.
+        ValueError: a value is out of its range, or temperature is 0 with several completions per prompt.
     """
 
     num_completions: int = 8
@@ -63,10 +63,10 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Refuse what is no answer to a call of ``RolloutEngine.generate``.
+    """Check the result of ``RolloutEngine.generate``: numbers of groups, completions, tokens and log-probabilities.
 
     Raises:
-        RuntimeError: names the engine, the prompt and the completion, and what was expected.
+        RuntimeError: the result is malformed; names the engine, the prompt, the completion and what was expected.
     """
     if len(groups) != len(prompts):
         raise RuntimeError(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
@@ -91,97 +91,107 @@ def check_groups(
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the policy. Built cheaply from YAML; ``start`` takes the memory.
+    """Engine that samples completions from the policy. It is built from YAML; memory is allocated in ``start``.
 
-    The adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
-    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always applied to
-    the clean norm weights (the base's, or the adapter's where norms are trained), so it never accumulates.
+    An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
+    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always added to the
+    norm weights without noise (the base's, or the adapter's if norms are trained), so it never accumulates.
     """
 
     @property
     def memory(self) -> EngineMemory | None:
-        """The settings that decide how much GPU memory it takes; None: it samples with the trainer's own model."""
+        """Settings that decide the engine's GPU memory; None if it samples with the trainer's model."""
         ...
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens in the cache of one batch, where ``memory`` is None."""
+        """Tokens in the KV cache of one batch; used only if ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
-        """Take so many bytes for the key/value cache when it starts; None: what its own settings say."""
+        """Set the bytes of the KV cache that ``start`` will allocate; None means that the engine's settings decide."""
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load the base that ``policy`` names and get ready. A second call on a started engine does nothing.
+        """Load the policy's base and prepare sampling. On a started engine this does nothing.
 
         Args:
-            policy: where the base lies, its adapter's configuration and its compute dtype.
-            max_model_len: longest prompt plus completion, in tokens.
+            policy: gives the base's folder, the adapter's configuration and the compute dtype.
+            max_model_len: tokens of the longest prompt and the longest completion together.
         """
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """``sampling.num_completions`` completions for each prompt, in order. Equal arguments give equal tokens.
+        """Sample ``sampling.num_completions`` completions per prompt. Equal arguments give equal tokens.
 
-        ``seed`` is one for the call, or one for each prompt: prompts of equal tokens and seeds get equal completions.
+        Args:
+            prompts: token ids.
+            sampling: settings of sampling.
+            seed: one seed for the call, or one per prompt; prompts with equal tokens and equal seeds then get equal
+                completions.
+            adapter: False samples from the base without the adapter.
+
+        Returns:
+            One list of completions per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine stays
-                usable.
+            ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine can
+                still be used.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Log-probabilities of given tokens in nats at temperature 1: one a token from the second token on."""
+        """Compute the log-probabilities of given sequences' tokens, from the second token on, in nats at temperature
+        1."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Sample from this adapter from now on. Clears cached prefixes. Keeps the noise that is set.
+        """Set the adapter to sample with. Clears cached prefixes and keeps the current noise.
 
         Raises:
-            ValueError: a name or shape is not what the policy's configuration says.
+            ValueError: a name or shape differs from the policy's adapter.
         """
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Put this noise on both norms of every block, from the clean weights; sigma 0 restores them bit for bit.
+        """Set both norms of every block to their clean weights plus noise; sigma 0 restores them bit for bit.
 
         Returns:
-            How many norms hold their noisy weights, read back: twice the number of layers, or 0 for sigma 0.
+            Number of norms whose weights, read back from the engine, have noise: twice the number of blocks, or 0 if
+            sigma is 0.
         """
         ...
 
     def fingerprint(self) -> dict[str, int]:
-        """Checksums read back from what the engine really holds; compare with ``expected_fingerprint``."""
+        """Compute checksums of the tensors that the engine holds, to be compared with ``expected_fingerprint``."""
         ...
 
     def sleep(self) -> None:
-        """Give memory back until ``wake``."""
+        """Free memory until ``wake``."""
         ...
 
     def wake(self) -> None:
-        """Take the memory that ``sleep`` gave back. Does nothing on an engine that is awake."""
+        """Allocate again the memory that ``sleep`` freed. On an engine that is awake this does nothing."""
         ...
 
     def close(self) -> None:
-        """Give everything back. ``start`` may follow."""
+        """Free all resources. ``start`` may be called again."""
         ...
 
 
 def expected_fingerprint(
     adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
 ) -> dict[str, int]:
-    """What ``RolloutEngine.fingerprint`` must return for an adapter and the norm weights that rollouts should use.
+    """Compute what ``RolloutEngine.fingerprint`` must return for an adapter and norm weights.
 
     Args:
-        adapter: PEFT names to tensors, fp32 master weights; entries that are not LoRA matrices are passed over (a
-            trained norm counts through ``norms``).
-        norms: the model's own names (``model.layers.0.input_layernorm.weight``) to weights, noise included. Engines
-            hold them in fp32.
-        scaling: LoRA's alpha / r (or alpha / sqrt r): engines fold it into B.
+        adapter: fp32 master weights by PEFT's names; entries other than LoRA matrices are ignored, since trained norms
+            are given in ``norms``.
+        norms: weights, including noise, by the model's names (``model.layers.0.input_layernorm.weight``); engines hold
+            them in fp32.
+        scaling: LoRA's alpha / r (or alpha / sqrt r), by which engines multiply B.
         dtype: the engine's compute dtype.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}

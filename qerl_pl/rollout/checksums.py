@@ -1,4 +1,4 @@
-"""Checksums of tensors, computed where these are: an adapter of 80 million values takes milliseconds on a GPU."""
+"""Checksums of tensors, computed on their device: an adapter of 80 million values takes milliseconds on a GPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> a dtype that shows its bits."""
+"""Maps the bytes per element to the integer dtype as which its bits are read."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """64 bits for each tensor, of its elements' bits in row-major order, whatever its device, strides or dtype.
+    """Compute a 64-bit checksum per tensor from the bits of its elements in row-major order.
 
-    It is sum_i (b_i + 1) m_i modulo 2^64: b_i are the bits of element i as a signed integer, and m_i is odd and drawn
-    from i. So one changed element always shows, several unless their changes cancel, and so does a tail of zeros.
-    Exact integers: every device gives the same sum.
+    It is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is a
+    pseudo-random odd number that depends only on i. A single changed element always changes the sum, several changed
+    elements do unless their changes cancel, and appended zeros do. The arithmetic is exact, so the sum depends on
+    neither device nor strides.
 
     Args:
-        tensors: of real dtypes of at most 4 bytes.
+        tensors: tensors of real dtypes with at most 4 bytes per element.
     """
     longest: dict[torch.device, int] = {}
     for tensor in tensors.values():
@@ -38,7 +39,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """[length] int64, odd: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) with one round."""
+    """Compute m_i, [length] int64, odd: SplitMix64's finaliser (Steele, Lea and Flood, 2014) with one round."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

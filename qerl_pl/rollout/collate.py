@@ -1,4 +1,4 @@
-"""Completions to tensors, and rows to micro-batches."""
+"""Turn scored completions into tensors, and divide rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def collate(
     in_loss: Tensor,
     pad_token: int = 0,
 ) -> Experience:
-    """Scored completions as one right-padded batch.
+    """Build one right-padded batch from scored completions.
 
     Args:
         prompts: [B] the prompt of each row.
-        completions: [B].
+        completions: [B] the completion of each row.
         rewards: [B] fp32.
-        scored: [B] bool.
+        scored: [B] bool, False for rows that no reward could score.
         advantages: [B] fp32.
-        in_loss: [B] bool, False for rows whose tokens do not count: unscored, or cut off and filtered.
-        pad_token: any valid token; it is never looked at.
+        in_loss: [B] bool, False for rows that are left out of the loss: unscored, or truncated and filtered.
+        pad_token: any valid token; no result depends on it.
 
     Raises:
         ValueError: the numbers of rows differ, or logprobs do not match their tokens.
@@ -64,20 +64,20 @@ def collate(
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Row indices in micro-batches of at most ``max_tokens`` tokens. Rows are packed, so padding does not count.
+    """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are packed, so padding does not count.
 
-    First fit, the longest rows first: at most about 11/9 of the fewest micro-batches there could be. Equal lengths keep
-    their order, so the split is a function of the lengths alone.
+    The rule is first-fit decreasing, which gives at most about 11/9 of the least possible number of micro-batches. Rows
+    of equal length keep their order, so the result depends only on the lengths.
 
     Args:
         lengths: [B] int64, tokens of each row.
-        max_tokens: the lengths of a micro-batch may not add up to more.
+        max_tokens: limit on the sum of the lengths in a micro-batch.
 
     Returns:
-        Index tensors that hold every row once; none for no rows.
+        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
 
     Raises:
-        ValueError: one row alone is longer than ``max_tokens``.
+        ValueError: a single row is longer than ``max_tokens``.
     """
     if len(lengths) and int(lengths.max()) > max_tokens:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What both engines do alike: refuse bad prompts, find the tokens that end a completion, read an adapter's norms."""
+"""Helpers of both engines: check prompts, derive seeds, find end-of-sequence tokens, read an adapter's norms."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Refuse a batch that cannot be sampled from as a whole, before any of it is queued.
+    """Check all prompts of a batch before any of them is queued.
 
     Args:
         prompts: token ids.
         vocab_size: rows of the embedding.
         max_model_len: longest prompt plus completion, in tokens.
-        max_tokens: longest completion; 0 when given tokens are scored.
+        max_tokens: longest completion, in tokens; 0 if the prompts are sequences to score.
 
     Raises:
-        ValueError: names the first prompt that is empty, holds an unknown token, or leaves less room than max_tokens.
+        ValueError: a prompt is empty, holds an unknown token, or leaves less than max_tokens tokens; names the first.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -43,15 +43,18 @@ def check_prompts(
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int | Sequence[int]) -> list[int]:
-    """A seed for each completion, prompt by prompt: a function of the prompt, not of its place among the others.
+    """Derive a seed for each completion from the tokens of its prompt and not from the prompt's index in the call.
 
-    So a batch is sampled the same however it is shared among ranks. Prompts that are equal get different seeds: by
-    their number in the call, or by what ``seed`` has for each.
+    The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
+    tokens get different seeds, either by counting them in this call or by the seeds that the caller gives per prompt.
 
     Args:
         prompts: token ids.
-        num_completions: of each prompt.
-        seed: of the call, or of each prompt.
+        num_completions: completions per prompt.
+        seed: one seed for the call, or one per prompt.
+
+    Returns:
+        Seeds of all completions, prompt by prompt.
     """
     if not isinstance(seed, int):
         return [
@@ -70,13 +73,13 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 
 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
-    """Ids that end a completion: the end-of-sequence tokens of the generation config, the config and the tokenizer.
+    """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer.
 
-    Chat models often name different ones in the three places, and each of them is meant to end a turn. Nothing else of
-    the generation config (a temperature, a repetition penalty) is used.
+    Chat models often have different tokens in these three places, each of which is meant to end a turn. Other settings
+    of the generation config, such as a temperature or a repetition penalty, are not used.
 
     Args:
-        base: checkpoint folder. A file that it lacks adds nothing.
+        base: checkpoint folder; missing files are skipped.
         config: the base's configuration.
     """
     found = [config.eos_token_id]
@@ -90,10 +93,10 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
 
 @cache
 def _tokenizer_end(base: str) -> int | None:
-    """A large tokenizer takes half a second to load, and the canary's second engine starts in every rollout."""
+    """Return the tokenizer's end-of-sequence token; cached, because a large tokenizer takes half a second to load."""
     return AutoTokenizer.from_pretrained(base).eos_token_id
 
 
 def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What an adapter holds beside LoRA matrices, by the model's own names: norm weights, where they are trained."""
+    """Return an adapter's trained norm weights by their names in the model without PEFT; empty if none are trained."""
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in adapter.items() if ".lora_" not in name}

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that teach nothing are replaced by further ones (DAPO)."""
+"""Dynamic sampling (DAPO): replace groups of completions whose advantages are all 0 by groups of further prompts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from qerl_pl.rollout.scored import ScoredBatch
 class DynamicSampling:
     """Sample further prompts until the batch is full of groups with a signal (arXiv 2503.14476, section 3.2).
 
-    A group has a signal if a row of it that is in the loss has an advantage other than 0. The prompts of a rollout are
-    one sequence, a function of the run's seed and the rollout index: first the batch, then further ones. The batch that
-    is trained on is the first so many of them that have a signal, over all ranks. So it does not depend on how many are
-    sampled at once, nor on the number of ranks, and a resume has nothing to restore. Groups are handed from rank to
-    rank until all train on equally many.
+    A group has a signal if one of its rows that counts in the loss has an advantage other than 0. The prompts of a
+    rollout are one sequence that depends only on the run's seed and the rollout index: first the batch, then further
+    prompts. The batch that is trained on consists of the first groups with a signal in this sequence, over all ranks.
+    It therefore does not depend on how many prompts are sampled at once or on the number of ranks, and a resumed run
+    has no state to restore. Groups are sent from rank to rank until all ranks train on equally many.
 
     Args:
-        max_refills: how often further prompts may be sampled for one rollout.
-        when_short: what to do if the batch is not full then: stop with an "error", or train on the "smaller" batch.
-        metric: name of a reward that has to differ inside a group too, such as the one for the right answer: then
-            neither all right nor all wrong, whatever the form or the length (0 < right < G, equation 11). null: the sum
-            of the rewards decides.
-        oversample: how many times as many prompts are sampled as the share of groups with a signal so far asks for; the
-            first time the batch itself, as if all had one. With 30 % of them and 8 prompts a batch: 1 takes 4.0 rounds
-            of sampling one after the other and 29 groups, 2 takes 2.2 and 32, 3 takes 1.6 and 36.
+        max_refills: most times that further prompts are sampled for one rollout.
+        when_short: what to do if the batch is still not full: stop with an "error", or train on the "smaller" batch.
+        metric: name of a reward whose scores must differ within a group as well, such as the reward for the right
+            answer; then some completions of a group are right and some wrong (0 < right < G, equation 11). null: only
+            the sum of the rewards decides.
+        oversample: factor on the estimated number of prompts that fill the batch. The first estimate is the batch
+            itself; later ones use the share of groups with a signal so far. With a share of 30 % and 8 prompts per
+            batch, 1 takes 4.0 sequential rounds of sampling and 29 groups on average, 2 takes 2.2 and 32, 3 takes 1.6
+            and 36.
 
     Raises:
         ValueError: ``max_refills`` is less than 1, or ``oversample`` is not 1 to 100.
@@ -59,18 +60,18 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         count: Callable[[ScoredBatch], int],
     ) -> tuple[ScoredBatch, int]:
-        """Sample until as many groups as the batch has prompts have a signal, the cap is reached, or prompts run out.
+        """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out.
 
-        Collective: what is sampled, counted and asked for is decided over all ranks.
+        Collective: every rank must call it, and all ranks take the same decisions.
 
         Args:
-            prompts: this rank's share of the batch, at least one; as many on every rank.
+            prompts: this rank's share of the batch, at least one; the same number on every rank.
             more_prompts: further prompts, the same on every rank.
             sample: samples and scores this rank's prompts.
-            count: groups with a signal on all ranks.
+            count: counts the groups with a signal over all ranks.
 
         Returns:
-            Everything that this rank sampled, and the number of refills. Group j of rank r of W stands at place
+            All groups that this rank sampled, and the number of refills. Group j of rank r of W belongs to prompt
             r + j * W of the sequence of prompts.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
@@ -100,16 +101,20 @@ class DynamicSampling:
     def choose(
         self, evaluation: ScoredBatch, signal: Tensor, *, batch_size: int, may_move: bool = True
     ) -> ScoredBatch | None:
-        """This rank's share of the first ``batch_size`` groups with a signal; None where it has none.
+        """Choose the first ``batch_size`` groups with a signal over all ranks, and return this rank's share.
+        Collective.
 
         Args:
-            evaluation: what this rank sampled, as ``fill`` returns it.
-            signal: [P] bool, which of these groups have a signal.
-            batch_size: groups wanted, over all ranks.
-            may_move: groups may be trained on by another rank than the one that sampled them.
+            evaluation: this rank's groups, as returned by ``fill``.
+            signal: [P] bool, True for groups with a signal.
+            batch_size: groups to choose over all ranks.
+            may_move: whether groups may be sent to another rank than the one that sampled them.
+
+        Returns:
+            This rank's groups to train on; None if it has none.
 
         Raises:
-            RuntimeError: there are fewer than wanted and ``when_short`` is "error".
+            RuntimeError: there are fewer than ``batch_size`` groups and ``when_short`` is "error".
         """
         shares, rank = ranks.gather_values(signal.tolist()), ranks.rank()
         found = sorted(
@@ -126,7 +131,7 @@ class DynamicSampling:
         trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by
 
         def groups(given: bool) -> list[int]:
-            """This rank's own groups that it keeps, or that it gives away."""
+            """List the groups of this rank that it sends to other ranks (``given``) or keeps."""
             moves = zip(places, sampled_by, trained_by, strict=True)
             return [place // len(shares) for place, old, new in moves if old == rank and (new != old) == given]
 
@@ -146,11 +151,14 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """A new owner for each group, so that ranks have equally many or one more, and as few as possible change hands.
+    """Assign each group to a rank, such that the ranks' counts differ by at most one and the fewest groups move.
 
     Args:
-        owners: the rank that has each group now.
-        num_ranks: W.
+        owners: rank that has each group now.
+        num_ranks: number of ranks W.
+
+    Returns:
+        The new rank of each group.
     """
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)

@@ -1,4 +1,4 @@
-"""Rollouts from transformers, with the policy's own model: any machine, and the oracle that vLLM is held to."""
+"""Rollout engine by transformers' ``generate`` on the policy's own model; tests compare the vLLM engine with it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from qerl_pl.rollout.isolation import preserved_rng
 
 
 class TransformersEngine:
-    """``generate`` of transformers as a ``RolloutEngine``.
+    """Rollout engine that calls transformers' ``generate``; it works on any device.
 
-    There is no second copy of the model. What the engine was given last (adapter, noise) is written into the policy for
-    the length of a call and taken out again bit for bit, so training sees its own weights, clean.
+    It has no model of its own. During a call, the adapter and the noise that were set last are written into the trained
+    policy; afterwards the policy's own weights are restored bit for bit.
 
-    Log-probabilities are those of the distribution that was sampled from: at the sampling temperature, and with top_p
-    or top_k over the tokens that these keep. Greedy completions come with log-probabilities at temperature 1.
+    Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
+    top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     Args:
-        batch_tokens: most tokens, padding included, in the cache of one batch. A longer sequence is a batch by itself.
+        batch_tokens: most tokens, including padding, in the KV cache of one batch. A longer sequence is a batch of its
+            own.
 
     Raises:
         ValueError: a value is out of its range.
@@ -52,14 +53,14 @@ class TransformersEngine:
 
     @property
     def memory(self) -> None:
-        """It samples with the trainer's own model."""
+        """None, because this engine samples with the trainer's model."""
         return None
 
     def plan_cache(self, num_bytes: int | None) -> None:
-        """See ``RolloutEngine``. ``batch_tokens`` decides the size of this engine's cache."""
+        """Do nothing; ``batch_tokens`` decides the size of this engine's KV cache."""
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Take the policy."""
+        """Keep a reference to the policy, whose model this engine samples with."""
         if self._policy is not None:
             return
         self._policy, self._max_model_len = policy, max_model_len
@@ -72,7 +73,7 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """See ``RolloutEngine``."""
+        """Sample completions as ``RolloutEngine.generate`` describes."""
         policy = self._check(prompts, max_tokens=sampling.max_tokens)
         groups: list[list[Completion]] = [[] for _ in prompts]
         rows = [index for index in range(len(prompts)) for _ in range(sampling.num_completions)]
@@ -82,7 +83,7 @@ class TransformersEngine:
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
                 own = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
-                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # ranks sample other prompts by one seed
+                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # ranks share the seed
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
@@ -90,37 +91,37 @@ class TransformersEngine:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """See ``RolloutEngine``."""
+        """Score sequences as ``RolloutEngine.score`` describes."""
         policy = self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         with self._in_place(policy, adapter=adapter):
             for batch in self._batches([len(sequence) for sequence in sequences]):
                 tokens, real = _padded([sequences[row] for row in batch], left=False, device=policy.causal_lm.device)
-                real[:, 0] = False  # nothing predicts a first token
+                real[:, 0] = False  # the first token has no log-probability
                 logprobs = policy.token_stats(tokens, real, temperature=1.0).logprobs
                 for row, values, mask in zip(batch, logprobs, real, strict=True):
                     scores[row] = values[mask].tolist()
         return scores
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
-        """``Policy.alternative_logprobs`` of the policy that this engine holds, noise included."""
+        """Compute ``Policy.alternative_logprobs`` with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return policy.alternative_logprobs(tokens, sampled, temperature=temperature)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """See ``RolloutEngine``. The engine keeps a copy: what the trainer does next is not sampled from."""
+        """Copy the adapter, so that later updates of the trainer do not change what the engine samples from."""
         check_same_tensors(adapter, self._running().adapter_state())
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """See ``RolloutEngine``."""
+        """Set the noise of the norms as ``RolloutEngine.set_norm_noise`` describes."""
         self._running()
         self._noise = noise
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """See ``RolloutEngine``. Read from the policy's model as it is during a call."""
+        """Compute checksums of the policy's model in the state that it has during a call."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -128,17 +129,17 @@ class TransformersEngine:
             )
 
     def sleep(self) -> None:
-        """There is nothing to give back."""
+        """Mark the engine as asleep; it has no memory to free."""
         if not self._asleep:
             self._running()
             self._asleep = True
 
     def wake(self) -> None:
-        """See ``RolloutEngine``."""
+        """Mark the engine as awake."""
         self._asleep = False
 
     def close(self) -> None:
-        """See ``RolloutEngine``."""
+        """Drop the policy and the copied weights."""
         if self._policy is not None:
             self._policy, self._asleep = None, False
             del self._adapter, self._base_norms
@@ -157,7 +158,7 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Rows by length, in batches of one row or of at most ``batch_tokens``, padding included."""
+        """Divide rows, the longest first, into batches of one row or at most ``batch_tokens`` tokens with padding."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -171,7 +172,7 @@ class TransformersEngine:
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=sampling.temperature > 0,
-            top_k=0,  # the recorder cuts the distribution down, so that it sees the result
+            top_k=0,  # the recorder applies top_k and top_p, because it needs the result
             eos_token_id=self._end_tokens or None,
             pad_token_id=0,
             use_cache=True,
@@ -196,7 +197,7 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """The policy as it was loaded here, with noise, in evaluation mode; everything is put back afterwards."""
+        """Put this engine's adapter and noise into the policy, in evaluation mode; restore the policy at the end."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -208,8 +209,8 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # also turns gradient checkpointing off, and with it the ban on a cache
-            policy.causal_lm.generation_config = GenerationConfig()  # or the checkpoint's preferences fill the gaps
+            policy.eval()  # also disables gradient checkpointing, which forbids a KV cache
+            policy.causal_lm.generation_config = GenerationConfig()  # no defaults from the checkpoint
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
@@ -225,9 +226,9 @@ class TransformersEngine:
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Applies temperature, top_k and top_p, and notes the log-probability of each token that is then drawn.
+    """Logits processor for temperature, top_k and top_p that records the log-probability of each sampled token.
 
-    ``generate`` keeps scores of the whole vocabulary for every step, or none. This keeps one step's.
+    ``generate`` can only return the scores of the whole vocabulary for every step; this keeps those of one step.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -242,7 +243,7 @@ class SampledLogprobs(LogitsProcessor):
         self._columns: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """input_ids: [B, S] int64 so far; scores: [B, V] fp32 logits -> [B, V] to sample from."""
+        """Process logits [B, V] fp32, given the tokens so far, [B, S] int64; returns logits [B, V] to sample from."""
         self._note(input_ids)
         for cut in self._cuts:
             scores = cut(input_ids, scores)
@@ -250,7 +251,7 @@ class SampledLogprobs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """[B, S] int64 as ``generate`` returns them -> [B, N] fp32 nats of the N columns that were drawn."""
+        """Return log-probabilities [B, N] fp32 in nats of the N sampled columns of ``generate``'s result [B, S]."""
         self._note(sequences)
         return torch.cat(self._columns, dim=1)
 
@@ -261,7 +262,7 @@ class SampledLogprobs(LogitsProcessor):
 
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
-    """In it the model's logits are in fp32, as the trainer's are, also where it computes in 16 bits."""
+    """Compute the model's logits in fp32 while the context lasts, also for a 16-bit compute dtype, as in training."""
     if policy.dtype.itemsize >= torch.float32.itemsize:
         yield
         return
@@ -279,7 +280,7 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Names of weights to the norms in use; without the adapter a trained one gives way to the base's, as in PEFT."""
+    """Return the norms in use by weight name; without the adapter, the base's norms also where norms are trained."""
     found = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in found:
@@ -289,7 +290,7 @@ def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
 
 
 def _padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, S] int64 tokens, padded with 0, and [B, S] bool, True on those that are not padding."""
+    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool, True where it is not padding."""
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     real = torch.zeros(len(rows), longest, dtype=torch.bool)

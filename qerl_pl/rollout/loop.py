@@ -1,4 +1,4 @@
-"""The rollout loop: sync the engine, sample, score, compare within groups."""
+"""Rollout loop: give the engine the current adapter, sample, score, and compute advantages within groups."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 @dataclass(frozen=True)
 class Rollout:
-    """Scored completions made into training data."""
+    """Result of one rollout: scored completions, and the training data made of them."""
 
     evaluation: ScoredBatch
-    """Everything that was sampled."""
+    """All completions that this rank sampled."""
     chosen: ScoredBatch
-    """What this rank trains on: all of it, or the groups that dynamic sampling kept, other ranks' among them."""
+    """Completions that this rank trains on: all of ``evaluation``, or the groups that dynamic sampling assigned to this
+    rank, which other ranks may have sampled."""
     signal: Tensor
-    """[P] bool, which groups of ``evaluation`` teach something."""
+    """[P] bool, True for groups of ``evaluation`` that have a row in the loss with an advantage other than 0."""
     experience: Experience
-    """The chosen rows as tensors."""
+    """The rows of ``chosen`` as tensors."""
     num_refills: int
-    """How often dynamic sampling went on."""
+    """Number of times that dynamic sampling sampled further prompts."""
     num_noisy_norms: int
-    """Norm weights that the engine sampled with noise on."""
+    """Number of norms whose weights had noise during sampling."""
 
 
 class RolloutLoop:
-    """Makes experience out of prompts.
+    """Loop that samples completions of prompts, scores them and turns them into training data.
 
-    The engine's state before each rollout is a function of the adapter and the noise alone, both given to ``sync``
-    right before sampling, so a resumed run needs nothing else.
+    The engine's state before each rollout depends only on the adapter and the noise, which ``sync`` sets right before
+    sampling, so a resumed run does not have to restore it.
 
     Args:
-        engine: what samples.
-        rewards: what completions are worth.
-        tokenizer: of the base, to decode completions.
-        baseline: what a reward is compared with inside its group.
+        engine: rollout engine.
+        rewards: reward functions with their weights.
+        tokenizer: tokenizer of the base, which decodes completions.
+        baseline: rule by which advantages are computed from the rewards of a group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
         dynamic_sampling: replace groups without a signal; None keeps them.
-        max_unscored_share: above this share of rows that no reward could score the run stops.
+        max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class RolloutLoop:
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
         self.observers: list[Callable[[Rollout], None]] = []
-        """Called with each training rollout, before the update, while the engine still holds what it was sampled with.
-        An observer may use the engine and leaves it as it found it."""
+        """Functions that are called with each training rollout before the update, while the engine is awake and holds
+        the adapter and noise of the rollout. They may use the engine, but must leave it in the same state."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
-        """Make the engine sample from this adapter with this noise; returns how many norms carry noise."""
+        """Wake the engine and set its adapter and noise; returns the number of norms with noise."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
         return self.engine.set_norm_noise(noise)
@@ -95,17 +96,17 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """One rollout of training data.
+        """Sample and score one rollout of training data. Collective.
 
         Args:
-            prompts: [P].
-            more_prompts: further ones for dynamic sampling, the same on every rank.
+            prompts: [P] this rank's prompts.
+            more_prompts: further prompts for dynamic sampling, the same on every rank.
             adapter: the trainer's current adapter.
-            noise: of this rollout.
-            sampling: how.
-            seed: of this rollout's sampling.
-            watch: gets the seconds of the phases sync, rollout, reward, wait (for slower ranks) and, where there are
-                observers, check.
+            noise: noise of the norms for this rollout.
+            sampling: settings of sampling.
+            seed: seed of this rollout's sampling, the same on every rank.
+            watch: measures the phases sync, rollout, reward, wait (for slower ranks) and, if there are observers,
+                check.
 
         Raises:
             RuntimeError: too many rows could not be scored, or dynamic sampling did not fill the batch.
@@ -113,7 +114,7 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        own_seed = derive_seed(seed, "refill")  # one for all: prompts and their copies tell completions apart
+        own_seed = derive_seed(seed, "refill")  # the same in every refill; prompts differ
 
         def sample(some: Sequence[Prompt]) -> ScoredBatch:
             return self.evaluate(some, sampling=sampling, seed=own_seed, watch=watch)
@@ -154,7 +155,7 @@ class RolloutLoop:
             )
 
     def signal(self, evaluation: ScoredBatch) -> Tensor:
-        """[P] bool, groups that teach something by the rules of this run."""
+        """Return [P] bool, True for groups that have a signal under this run's settings."""
         metric = None if self.dynamic_sampling is None else self.dynamic_sampling.metric
         return evaluation.signal(filter_truncated=self.filter_truncated, metric=metric)
 
@@ -174,7 +175,7 @@ class RolloutLoop:
         )
 
     def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> ScoredBatch:
-        """Sample from whatever the engine holds and score it."""
+        """Sample with the engine's current adapter and noise, and score the completions."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The loopback interface, over which the processes of one machine meet."""
+"""Check of the loopback interface, over which the processes of one machine connect."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ WAIT = 5.0  # seconds; a loopback interface that is up answers in microseconds
 
 
 def check_loopback() -> None:
-    """Check that this machine can connect to itself; torch's process groups wait for minutes where it cannot.
+    """Check that this machine can connect to itself; otherwise torch's process groups would wait for minutes.
 
     Raises:
-        OSError: it cannot.
+        OSError: connecting to 127.0.0.1 fails.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -22,44 +22,45 @@ class ScoredBatch:
     prompt_texts: tuple[str, ...]
     """[B] the prompts decoded, special tokens included."""
     completions: tuple[Completion, ...]
-    """[B] with their text."""
+    """[B] completions with their text."""
     table: RewardTable
-    """[B] rewards."""
+    """Rewards of the B rows."""
     group_size: int
-    """G."""
+    """Completions per prompt, G."""
 
     @property
     def num_groups(self) -> int:
-        """P."""
+        """Number of prompts, P."""
         return len(self.completions) // self.group_size
 
     @property
     def rewards(self) -> Tensor:
-        """[P, G] fp32, 0 where unscored."""
+        """Total rewards, [P, G] fp32; 0 for rows without a score."""
         return self.table.total.view(-1, self.group_size)
 
     @property
     def scored(self) -> Tensor:
-        """[P, G] bool."""
+        """Mask of rows with a score, [P, G] bool."""
         return self.table.scored.view(-1, self.group_size)
 
     def in_loss(self, *, filter_truncated: bool) -> Tensor:
-        """[B] bool, rows that are scored and, with ``filter_truncated``, were not cut off at max_tokens."""
+        """Return [B] bool, True for rows with a score that, with ``filter_truncated``, were not cut off at
+        max_tokens."""
         finished = torch.tensor([completion.finished for completion in self.completions], dtype=torch.bool)
         return self.table.scored & (finished | (not filter_truncated))
 
     def signal(self, *, filter_truncated: bool, metric: str | None = None) -> Tensor:
-        """Groups that teach something: a row in the loss has an advantage other than 0.
+        """Find the groups with a signal: a row that counts in the loss has an advantage other than 0.
 
         Args:
             filter_truncated: see ``in_loss``.
-            metric: name of a reward whose scores have to differ inside the group too; None: none has to.
+            metric: name of a reward whose scores must differ within the group as well; None means no such reward.
 
         Returns:
-            [P] bool.
+            [P] bool, True for groups with a signal.
         """
         counts = self.in_loss(filter_truncated=filter_truncated).view(-1, self.group_size)
-        centered = group_advantages(self.rewards, self.scored, "centered")  # 0 where every baseline's is
+        centered = group_advantages(self.rewards, self.scored, "centered")  # 0 exactly where every baseline gives 0
         found = (counts & (centered != 0)).any(dim=1)
         if metric is not None:
             scores = self.table.components[metric].view(-1, self.group_size)
@@ -67,7 +68,7 @@ class ScoredBatch:
         return found
 
     def select(self, groups: Tensor) -> ScoredBatch:
-        """Some groups only, by their indices [N] int64."""
+        """Return the groups with the given indices, [N] int64."""
         rows = (groups.unsqueeze(1) * self.group_size + torch.arange(self.group_size)).flatten()
         picked = rows.tolist()
         return ScoredBatch(
@@ -85,7 +86,7 @@ class ScoredBatch:
         )
 
     def __add__(self, other: ScoredBatch) -> ScoredBatch:
-        """Both, one after the other."""
+        """Concatenate two batches with the same group size and rewards."""
         mine, theirs = self.table, other.table
         return ScoredBatch(
             self.prompts + other.prompts,
@@ -102,7 +103,7 @@ class ScoredBatch:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One JSON-ready record a row."""
+        """Return one record per row, which can be written as JSON."""
         return [
             {
                 "question": self.prompts[row].messages[-1]["content"] if self.prompts[row].messages else "",

@@ -1,4 +1,4 @@
-"""Numbers of each sampled token on disk: one safetensors file beside a file of completions."""
+"""Read and write per-token values of sampled completions: one safetensors file next to each file of completions."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from qerl_pl.common.files import allow_reading
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The sampled tokens of one completion."""
+    """Values of the N sampled tokens of one completion."""
 
     ids: Tensor
-    """[N] int64."""
+    """[N] int64, token ids."""
     logprobs: Tensor
-    """[N] nats, the trainer's before its first update, at the sampling temperature."""
+    """[N] log-probabilities in nats, by the trainer before the rollout's first update, at the sampling temperature."""
     gap: Tensor
-    """[N] nats, trainer - sampler."""
+    """[N] log-probability of the trainer minus that of the sampler, in nats."""
     entropy: Tensor
-    """[N] nats."""
+    """[N] entropy of the trainer's distribution in nats."""
     advantage: float
 
 
 @dataclass(frozen=True)
 class FileTokens:
-    """The sampled tokens of B completions, one after the other."""
+    """Values of the N sampled tokens of B completions, one completion after another, as ``RowTokens`` defines them."""
 
     ids: Tensor
     """[N] int32."""
     offsets: Tensor
-    """[B + 1] int64: row b has the tokens offsets[b] to offsets[b + 1]."""
+    """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1."""
     logprobs: Tensor
-    """[N] fp16 nats."""
+    """[N] fp16, nats."""
     gap: Tensor
-    """[N] fp16 nats."""
+    """[N] fp16, nats."""
     entropy: Tensor
-    """[N] fp16 nats."""
+    """[N] fp16, nats."""
     advantages: Tensor
     """[B] fp32."""
     pieces: dict[int, str]
-    """Text of each token that occurs."""
+    """Text of each token that occurs, by token id."""
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the file whole or not at all; ten bytes a token.
+    """Write the values of completions to a file, atomically; it has ten bytes per token.
 
     Args:
-        path: ends in .safetensors; its folder exists.
-        rows: in the order of the completions.
-        pieces: text of each token that occurs.
+        path: path that ends in .safetensors; its folder exists.
+        rows: values in the order of the completions.
+        pieces: text of each token that occurs, by token id.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     bounds = [0]
     for row in rows:
@@ -80,7 +80,7 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"pieces": json.dumps({str(key): text for key, text in pieces.items()})})
-    except Exception:  # safetensors has an error of its own for a full disk
+    except Exception:  # safetensors raises its own exception for a full disk
         temporary.unlink(missing_ok=True)
         raise
     allow_reading(temporary)
@@ -88,7 +88,7 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
 
 
 def read_tokens(path: Path) -> FileTokens:
-    """Read what ``write_tokens`` wrote."""
+    """Read a file that ``write_tokens`` wrote."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         pieces = json.loads(file.metadata()["pieces"])
