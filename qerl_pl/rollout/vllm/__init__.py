@@ -1,4 +1,4 @@
-"""Everything of vLLM, behind the protocol of ``qerl_pl.rollout.base``: only this package imports it."""
+"""Rollout engine by vLLM, behind the protocol of ``qerl_pl.rollout.base``; no other package imports vLLM."""
 
 from qerl_pl.rollout.vllm.engine import VLLMEngine
 

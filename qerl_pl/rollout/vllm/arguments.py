@@ -1,4 +1,4 @@
-"""The arguments of ``vllm.LLM`` for a policy on this machine."""
+"""Arguments of ``vllm.LLM`` for a policy on this machine."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def llm_arguments(
     fp32_norms: bool,
     fp32_head: bool,
 ) -> dict[str, Any]:
-    """All arguments of ``vllm.LLM`` that follow from the policy and the machine.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine.
 
     Args:
-        policy: whose base is sampled from.
-        memory: the engine's settings, with the size of its cache where that is known.
+        policy: policy whose base is loaded.
+        memory: the engine's memory settings, including the size of its KV cache if that is known.
         dtype: the engine's compute dtype.
-        max_model_len: longest prompt plus completion, in tokens.
-        kernel: for NVFP4 weights in small batches.
-        on_cpu: vLLM's platform is a CPU.
-        fp32_norms: keep the norms of blocks in fp32, so that noise below the spacing of 16-bit weights acts.
-        fp32_head: logits in fp32, as the trainer's are; vLLM's own are rounded to the compute dtype.
+        max_model_len: tokens of the longest prompt and completion together.
+        kernel: GEMM for NVFP4 weights in batches of up to 256 tokens.
+        on_cpu: whether vLLM's platform is a CPU.
+        fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
+            not rounded away.
+        fp32_head: compute logits in fp32 as the trainer does; vLLM by itself rounds them to the compute dtype.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 
@@ -66,14 +67,15 @@ def llm_arguments(
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that follow from the policy.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy.
 
     Raises:
-        ValueError: the adapter's rank is more than vLLM takes.
+        ValueError: vLLM does not support adapters of this rank.
     """
     from vllm.platforms import current_platform
 
-    # Ours let the next kernel start early, and there are hundreds in a step, most of them short.
+    # The native kernels let the next kernel start early (programmatic dependent launch). With this option Inductor's
+    # kernels use it: a decoding step has hundreds of kernels, most of them short.
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
         **(early if decoding_kernel == "native" else {}),
@@ -81,13 +83,14 @@ def policy_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is what the caller says, not what the checkpoint's authors prefer
+        "generation_config": "vllm",  # no sampling defaults from the checkpoint's generation_config.json
         "logprobs_mode": "processed_logprobs",
         "enable_lora": True,
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
-        # vLLM hashes this: a cached graph of other kernels would call those, or expect Humming's own schedules.
+        # Part of the key of vLLM's cache of compiled graphs, because a cached graph calls the kernels it was compiled
+        # for.
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",
@@ -100,10 +103,10 @@ def policy_arguments(
 
 
 def accepted_rank(rank: int) -> int:
-    """The smallest rank that vLLM takes and the adapter fits in.
+    """Return the smallest adapter rank supported by vLLM that is at least ``rank``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: vLLM supports no such rank.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -116,10 +119,11 @@ def accepted_rank(rank: int) -> int:
 def cpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` on a CPU: a cache for so many of the longest sequences, at most 4 GiB; whole prompts.
+    """Build the arguments of ``vllm.LLM`` on a CPU.
 
-    vLLM 0.32 cannot split a prompt over two forward passes there when its request has a seed: it takes back the random
-    number drawn at the split by an offset, which the generator of a CPU does not have.
+    The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most 4 GiB. Prompts are not split
+    into chunks: for a split prompt of a request with a seed, vLLM 0.32 resets the random generator by an offset, which
+    torch's CPU generator does not support.
     """
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
     return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
@@ -128,10 +132,11 @@ def cpu_arguments(
 def gpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` on a GPU: a cache for so many of the longest sequences, at most half of what is free.
+    """Build the arguments of ``vllm.LLM`` on a GPU.
 
-    With a cache of given size vLLM uses its share of the GPU's memory for nothing, but refuses to start if less than
-    that share is free.
+    The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most half of the free memory.
+    Since its size is given, vLLM uses ``gpu_memory_utilization`` only to refuse a start when a smaller share of the GPU
+    is free; it is therefore set to nearly 0.
     """
     free, _total = torch.cuda.mem_get_info()
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
@@ -153,7 +158,7 @@ def _cache_bytes(
 def decoding_kernels(
     kernel: Literal["native", "humming"], policy: Policy, dtype: torch.dtype
 ) -> AbstractContextManager[None]:
-    """In it vLLM loads linears with the decoding kernel that they are to have."""
+    """Return a context in which vLLM loads linears with the given decoding kernel."""
     if kernel == "humming":
         return nullcontext()
     from qerl_pl.rollout.vllm import nvfp4

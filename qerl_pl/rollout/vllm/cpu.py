@@ -1,4 +1,4 @@
-"""What vLLM's CPU platform lacks: NVFP4 weights with 16-bit activations, and adapters without a copy for every token.
+"""Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and faster adapters.
 
 Only vLLM and ``plugin`` import this module, on a CPU.
 """
@@ -20,10 +20,10 @@ from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
 
 
 class NVFP4Config(CompressedTensorsConfig):
-    """compressed-tensors checkpoints as vLLM reads them, but for NVFP4 weights with 16-bit activations."""
+    """Configuration of vLLM for compressed-tensors checkpoints that adds NVFP4 weights with 16-bit activations."""
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
-        """How a linear is stored and computed; None: it is not quantised."""
+        """Return the scheme by which a linear is stored and computed; None if it is not quantised."""
         found = self.get_scheme_dict(layer, layer_name) or {}
         if found.get("format") == "nvfp4-pack-quantized" and found["input_activations"] is None:
             return NVFP4Scheme()
@@ -31,15 +31,15 @@ class NVFP4Config(CompressedTensorsConfig):
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """One linear, or several fused along N (q/k/v, gate/up), dequantised when the checkpoint is loaded.
+    """Scheme that dequantises an NVFP4 linear, or several fused along N (q/k/v, gate/up), when it is loaded.
 
-    The dense copy costs memory, which a CPU has. Packed weights unpacked in every call are 2 to 8 times slower, the
-    more the fewer tokens there are: 3.0 against 1.2 ms for a block of hidden size 128 at 256 tokens.
+    The dense weight takes more memory. Unpacking it in every call instead was measured to be 2 to 8 times slower, most
+    with few tokens; a block of hidden size 128 took 3.0 ms instead of 1.2 ms with 256 tokens.
     """
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU; none is needed."""
+        """Return 0: no compute capability of a GPU is needed."""
         return 0
 
     def create_weights(
@@ -51,7 +51,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Parameters by the names in the checkpoint, which vLLM's loader fills."""
+        """Create the parameters, with the checkpoint's names, that vLLM's loader fills."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -65,7 +65,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Unpack every part with its own global scale (vLLM's kernels take the largest of them for all)."""
+        """Dequantise each part of a fused linear with its own global scale; vLLM's kernels use the largest for all."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -75,14 +75,15 @@ class NVFP4Scheme(CompressedTensorsScheme):
         layer.weight = nn.Parameter(dense, requires_grad=False)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, K] -> [T, N]."""
+        """Compute the linear, [T, K] to [T, N]."""
         return F.linear(x, layer.get_parameter("weight"), bias)
 
 
 class OneAdapterKernels(PunicaWrapperCPU):
-    """y += x A^T B^T as two matrix products for all tokens, where vLLM gathers a copy of A and B for each of them.
+    """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens.
 
-    For one adapter slot. Tokens of requests without the adapter keep their y; in vLLM 0.32 they get the adapter.
+    vLLM's own kernels gather a copy of A and B per token. Tokens of requests without the adapter keep their y; with
+    vLLM 0.32's own kernels on a CPU they get the adapter as well.
     """
 
     def add_lora_linear(
@@ -95,7 +96,16 @@ class OneAdapterKernels(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """y: [T, N] in place; x: [T, K]; A and B: one [1, 1, R, K] and [1, 1, n, R] for each slice of N."""
+        """Add the adapter to y [T, N] in place.
+
+        Args:
+            y: [T, N].
+            x: [T, K].
+            lora_a_stacked: one [1, 1, R, K] for each slice of N.
+            lora_b_stacked: one [1, 1, n, R] for each slice of N.
+            scale: factor of the update.
+            output_slices: sizes n of the slices.
+        """
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return
@@ -107,6 +117,6 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """vLLM's adapter kernels: ours for one adapter slot, its own for more."""
+    """Create ``OneAdapterKernels`` for one adapter slot, and vLLM's own kernels for more slots."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

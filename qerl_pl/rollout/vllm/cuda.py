@@ -1,6 +1,6 @@
-"""What vLLM's CUDA platform lacks: adapters at a small price, where there is one adapter and not many.
+"""Faster adapter kernels for vLLM's CUDA platform, for the case of a single adapter.
 
-Only vLLM and ``plugin`` import this module.
+Only vLLM, ``plugin`` and other modules of this package that run on CUDA import this module.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from qerl_pl.kernels import lora
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # operators live as long as it does
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operators exist as long as this object
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """y += x A^T B^T by our kernels for one adapter slot; what else vLLM's class can do is as it was.
+    """Adapter kernels for one adapter slot: y += x A^T B^T by ``qerl_pl.kernels.lora``; all else is vLLM's class.
 
-    Rows are told apart by vLLM's index of each token, which it writes before every forward pass, so one CUDA graph
-    serves requests with the adapter and without it. vLLM has graphs of its own for passes without any adapter, and
-    ``no_lora`` keeps our kernels out of these.
+    Before every forward pass vLLM writes an adapter index for each token, by which the kernels tell tokens with the
+    adapter from tokens without it; one CUDA graph therefore serves both kinds of requests. vLLM has separate graphs for
+    passes without any adapter, from which the flag ``no_lora`` leaves the kernels out.
     """
 
     def add_lora_linear(
@@ -37,20 +37,30 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """y: [T, N] in place; x: [T, K]; A and B: one [1, 1, R, K] and [1, 1, n, R] for each slice of N."""
-        assert scale == 1, scale  # LoRA's scaling is in B
+        """Add the adapter to y [T, N] in place.
+
+        Args:
+            y: [T, N].
+            x: [T, K].
+            lora_a_stacked: one [1, 1, R, K] for each slice of N.
+            lora_b_stacked: one [1, 1, n, R] for each slice of N, which include LoRA's scaling.
+            scale: must be 1.
+            output_slices: not used; the sizes are those of B.
+        """
+        assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, lora_a_stacked, lora_b_stacked, *self.tokens)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """[max T] int64, -1 for a token without the adapter; [1] bool on the host, True if that is every token."""
+        """Adapter index per token, [max T] int64, -1 without the adapter; and a flag, [1] bool on the host, that is
+        True if no token has the adapter."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """``qerl_pl.kernels.lora.add_lora`` as an operator, which torch.compile does not look into.
+    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that is opaque to torch.compile.
 
-    ``no_lora`` is a tensor because a flag would become a constant of the compiled graph.
+    ``no_lora`` is a tensor, because a Python bool would become a constant of the compiled graph.
     """
     if not no_lora.item():
         lora.add_lora(y, x, slots(a), slots(b), indices)
@@ -60,12 +70,12 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile what a linear may need, which would otherwise stop a rollout for seconds.
+    """Compile the kernels that a linear's adapter may need, which during a rollout would take seconds.
 
     Args:
         a: one [1, 1, R, K] for each slice.
         b: one [1, 1, n, R] for each slice.
-        fewest: tokens for which these kernels are used; any number from there on.
+        fewest: smallest number of tokens for which these kernels are used.
     """
     first, second = slots(a), slots(b)
     (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
@@ -79,12 +89,12 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """vLLM's adapter kernels: ours for one adapter slot, its own for more."""
+    """Create ``OneAdapterKernels`` for one adapter slot, and vLLM's own kernels for more slots."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
-    """The matrices of vLLM's one adapter slot."""
+    """Return the matrices of the only adapter slot, one per slice of N."""
     return [matrix[0, 0] for matrix in stacked]

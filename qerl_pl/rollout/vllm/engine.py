@@ -1,4 +1,4 @@
-"""Rollouts from vLLM inside the trainer's process: adapters from memory, noise on the live norm weights."""
+"""Rollout engine by vLLM in the trainer's process; adapter and noise are written into vLLM's memory in place."""
 
 from __future__ import annotations
 
@@ -35,33 +35,31 @@ T = TypeVar("T")
 
 
 class VLLMEngine:
-    """vLLM as a ``RolloutEngine``.
+    """Rollout engine by vLLM.
 
-    Log-probabilities are those of the distribution that was sampled from: at the sampling temperature, and with top_p
-    or top_k over the tokens that these keep (a trainer that computes them over the whole vocabulary will differ then).
-    Greedy completions come with log-probabilities at temperature 1.
+    Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
+    top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
-    Cached prefixes live within one call. So a changed adapter or norm never meets a stale prefix, and equal arguments
-    give equal tokens whatever ran before. NVFP4 on Hopper is the exception: Humming, which multiplies there, adds
-    partial sums up in any order, and where two tokens are about as likely the other one may be sampled.
+    The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
+    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception: Humming's kernels add
+    partial sums in no fixed order, so if two tokens are about equally likely, a repeated call may sample the other.
 
     Args:
-        dtype: compute dtype; "auto" is the policy's.
-        kv_cache_bytes: size of the key/value cache. None: room for max_num_seqs sequences of the longest length; in
-            training on a GPU at most what the memory plan leaves, otherwise at most half of the memory that is free
-            (on a CPU: 4 GiB). Sequences for which there is no room wait: vLLM stops the youngest and makes its cache
-            again later, which costs time and no tokens.
+        dtype: compute dtype; "auto" means the policy's.
+        kv_cache_bytes: size of the KV cache. None: enough for max_num_seqs sequences of the longest length, but at most
+            what the memory plan allows (training on a GPU), half of the free memory (otherwise on a GPU) or 4 GiB (on
+            a CPU). If it is full, vLLM preempts the newest sequences and recomputes their cache later.
         max_num_seqs: sequences sampled at the same time.
-        max_num_batched_tokens: tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
-        enforce_eager: no CUDA graphs, no compilation: starts faster, samples slower.
-        block_size: tokens in a block of the cache; None is vLLM's default.
-        enable_prefix_caching: share the prompt's cache among its completions.
-        kv_cache_dtype: of the cache, e.g. "fp8"; "auto" is the compute dtype.
-        sleep_level: what is given back while the trainer works. 0: the cache. 1: the weights too, which host memory
-            keeps. A CPU gives nothing back. (vLLM's level 2 reads weights again, and fails where there are adapters.)
-        decoding_kernel: what multiplies by NVFP4 weights where a step has up to 256 tokens. "auto" is our kernels where
-            they can run, on Hopper with Humming and cuda-bindings in bfloat16, and what vLLM chooses elsewhere; on
-            Hopper that is Humming, which is slower (`docs/performance.md`).
+        max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
+        enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
+        block_size: tokens per block of the KV cache; None means vLLM's default.
+        enable_prefix_caching: share the KV cache of a prompt among its completions.
+        kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
+        sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: the weights as well, which
+            are kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
+        decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (`docs/kernels.md`) or "humming",
+            which means vLLM's choice, on Hopper Humming's slower kernel. "auto": native if it can run, that is, on
+            Hopper in bfloat16 with humming-kernels and cuda-bindings installed.
 
     Raises:
         ValueError: a value is out of its range.
@@ -87,7 +85,7 @@ class VLLMEngine:
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
-        """As planned."""
+        """Size of the KV cache that ``plan_cache`` set."""
         arguments = {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -98,29 +96,29 @@ class VLLMEngine:
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
-        """Seconds of the last start by phase: imports, vLLM itself, adapter (its slots and kernels)."""
+        """Seconds of the last start by phase: imports, vLLM, adapter (its slots and kernels)."""
         self._fp32_norms = self._fp32_head = True  # benchmarks measure what they cost
         self._llm: LLM | None = None
         self._asleep = False
 
     @property
     def memory(self) -> EngineMemory:
-        """What of the settings decides how much memory the engine takes."""
+        """Settings that decide how much memory the engine takes."""
         names = {field.name for field in fields(EngineMemory)}
         given = {name: value for name, value in self._arguments.items() if name in names}
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
-    batch_tokens = 0  # its cache is in ``memory``
+    batch_tokens = 0  # ``memory`` describes the KV cache
 
     def plan_cache(self, num_bytes: int | None) -> None:
-        """See ``RolloutEngine``."""
+        """Set the size of the KV cache that ``start`` will allocate."""
         self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load vLLM with the policy's base and adapter. Every request carries its own seed.
+        """Load vLLM with the policy's base and adapter.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "native" where our kernel cannot run.
+            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
         """
         if self._llm is not None:
             return
@@ -153,7 +151,7 @@ class VLLMEngine:
         setup.log_started(self.start_s)
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Once vLLM runs: its clean norms, and the adapter in its slots."""
+        """Copy the norm weights of the base, reserve the adapter's slots and compile the adapter's kernels."""
         setup.log_kernels(self._call(worker.linear_kernels))
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
@@ -166,23 +164,23 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """See ``RolloutEngine``. One call samples with the adapter or without it, never both.
+        """Sample completions as ``RolloutEngine.generate`` describes.
 
         Raises:
-            ValueError: as in the protocol, or the temperature is one at which vLLM does not sample.
+            ValueError: for bad prompts, as in the protocol, or for a temperature that vLLM does not support.
         """
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
         copies = sampling.num_completions
         params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
-        self._scheduler().take_logprobs()  # of a call that failed
+        self._scheduler().take_logprobs()  # discards those of a call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
         logprobs = self._scheduler().take_logprobs()
         completions = [requests.completion(output, logprobs[output.request_id]) for output in outputs]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """See ``RolloutEngine``. The last token is scored as one that might be sampled, the others as a prompt."""
+        """Score sequences: vLLM scores all tokens but the last as a prompt, and the last as a token to sample."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -196,7 +194,7 @@ class VLLMEngine:
         return scores
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """See ``RolloutEngine``. Names and shapes are checked first: vLLM takes wrong ones without a word."""
+        """Write the adapter into vLLM's slots, after checking names and shapes, which vLLM itself does not check."""
         self._running()
         check_same_tensors(adapter, self._policy.adapter_state())
         self._call(worker.write_adapter, adapter, self._policy.lora_scaling)
@@ -206,7 +204,7 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """See ``RolloutEngine``."""
+        """Write norm weights with noise, and count the norms that hold them when they are read back."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -216,20 +214,20 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """See ``RolloutEngine``. Read from vLLM's adapter slots and from the weights of its model."""
+        """Compute checksums of vLLM's adapter slots and of the norm weights of its model."""
         known = self._policy.adapter_state() if self._running() else {}
         slots = self._call(worker.read_adapter, self._policy.peft_config.r)
         held = {name: matrix for name, matrix in slots.items() if name in known or matrix.any()}
         return checksums(held | self._call(worker.live_norms))
 
     def sleep(self) -> None:
-        """Give back what ``sleep_level`` says. On a CPU there is nothing to give back."""
+        """Free the GPU memory that ``sleep_level`` names; on a CPU nothing is freed."""
         if self._asleep:
             return
         llm = self._running()
         if llm.model_config.enable_sleep_mode:
             core = self._core()
-            while core.engine_core.batch_queue:  # vLLM schedules a step ahead, here of requests that have ended
+            while core.engine_core.batch_queue:  # one step that vLLM scheduled ahead, for ended requests
                 core.get_output()
             llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
@@ -237,7 +235,7 @@ class VLLMEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """See ``RolloutEngine``."""
+        """Allocate the freed memory again, and copy weights back if they were moved to host memory."""
         if not self._asleep:
             return
         self._asleep = False
@@ -246,7 +244,7 @@ class VLLMEngine:
             llm.wake_up()
 
     def close(self) -> None:
-        """See ``RolloutEngine``."""
+        """Shut vLLM down and free its memory and process groups."""
         if self._llm is None:
             return
         self.wake()  # vLLM cannot free memory that it has unmapped
@@ -296,19 +294,20 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not clear its prefix cache: requests of an earlier call are still queued")
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         lora = self._lora_request if adapter else None
-        # Compiling the one compiled function of the CPU sampler takes 20 s and a C++ compiler, and gains nothing.
+        # vLLM's CPU sampler has one compiled function, whose compilation takes 20 s and a C++ compiler and gains no
+        # speed.
         compilation = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         try:
             with preserved_rng(), compilation, self._norms_of(adapter):
                 return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
         except BaseException:
-            # What is left in the queue would make the next call spin for ever.
+            # Requests left in the queue would make the next call wait for ever.
             llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
             raise
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """Without the adapter, trained norms give way to the base's."""
+        """Use the base's norms instead of trained norms while sampling without the adapter."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

@@ -1,8 +1,8 @@
-"""Schedules of Humming's kernels, with which vLLM multiplies by NVFP4 weights on Hopper, for decoding.
+"""Faster tile sizes for decoding with Humming's GEMM kernels, which vLLM uses for NVFP4 weights on Hopper.
 
-Humming has a rule for its block sizes. For few tokens and a wide linear, as the fused gate and up of a block, wider and
-deeper blocks are faster, and for many tokens and a narrow linear smaller ones (`docs/performance.md`, by
-`tests/bench/bench_schedules.py`).
+Humming chooses tile sizes by a rule. Other tiles were measured to be faster in two cases (`docs/performance.md`, by
+`tests/bench/bench_schedules.py`): wider and deeper ones for few tokens and a wide linear, such as the fused gate and up
+projections, and smaller ones for many tokens and a narrow linear.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from typing import Any
 
 import torch
 
-HOPPER = 90  # Humming's key for compute capability 9.0
+HOPPER = 90  # compute capability 9.0, as Humming encodes it
 WIDE, FEW, MANY = 16384, 32, 256
-LARGEST = (128, 256, 64)  # blocks of the rule from 129 tokens on
+LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that the rule chooses from 129 tokens on
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
-    """What to run for a 4-bit linear with 16-bit activations, where Humming's rule says ``config``.
+    """Replace Humming's schedule of a 4-bit linear with 16-bit activations by a faster one, if one is known.
 
     Args:
-        config: ``block_shape`` and ``warp_shape`` are (tokens, outputs, inputs).
-        outputs: of the linear.
-        inputs: of the linear.
-        tokens: in the batch.
+        config: schedule that Humming's rule chose; its ``block_shape`` and ``warp_shape`` are (tokens, outputs,
+            inputs).
+        outputs: outputs of the linear.
+        inputs: inputs of the linear.
+        tokens: tokens in the batch.
+
+    Returns:
+        The schedule to use.
     """
     block_tokens = config["block_shape"][0]
     if tokens <= FEW and outputs >= WIDE and outputs % 256 == inputs % 128 == 0:
         blocks = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 1}
     elif tokens <= MANY and inputs <= outputs < WIDE and tuple(config["block_shape"]) == LARGEST:
-        # Blocks of half the size, two of them on a multiprocessor: q/k/v and the attention's output have few.
+        # Smaller tiles, two thread blocks per SM: with large tiles q/k/v and o_proj have too few thread blocks.
         blocks = {"block_shape": (block_tokens, 128, 64), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 2}
     else:
         blocks = {}
@@ -42,11 +46,15 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
 def without_served(
     schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], object]
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """Humming's schedules but for those of which other kernels serve all numbers of tokens: those left serve these too.
+    """Remove the schedules for numbers of tokens that another kernel computes; extend the remaining ones to them.
 
     Args:
-        schedules: of a linear, each for more tokens than the first number and at most the second.
-        is_served: true of a number of tokens that another kernel has.
+        schedules: (first, last, schedule) of a linear: the schedule is for more than ``first`` and at most ``last``
+            tokens.
+        is_served: whether another kernel computes the linear for a number of tokens.
+
+    Returns:
+        The remaining schedules, whose ranges have no gaps.
     """
     left, fewer = [], 0
     for first, last, config in schedules:
@@ -57,7 +65,7 @@ def without_served(
 
 
 def schedules_on(rule: Any) -> type:
-    """Humming's rule for the tile sizes of dense linears, with ``decoding_schedule`` on top."""
+    """Derive a class from Humming's rule for tile sizes of dense linears that applies ``decoding_schedule``."""
 
     class Schedules(rule):
         @classmethod
@@ -71,9 +79,10 @@ def schedules_on(rule: Any) -> type:
 
 
 def load_operators() -> None:
-    """Register Humming's operators where vLLM uses them; a graph that it loads from its cache calls them by name.
+    """Register Humming's operators with torch, if this GPU is Hopper and Humming is installed.
 
-    Humming itself does so when it first makes a kernel, which is too late: vLLM would compile the graph again.
+    Graphs in vLLM's compilation cache call these operators by name. Humming registers them only when it builds its
+    first kernel; vLLM loads the cached graph before that, would fail to find them and compile the graph again.
     """
     if find_spec("humming") is not None and torch.cuda.get_device_capability() == divmod(HOPPER, 10):
         import_module("humming.ops.utils").init_humming_launcher()

@@ -1,4 +1,4 @@
-"""Create ``vllm.LLM`` for a policy; a start that fails leaves the process as it found it."""
+"""Create ``vllm.LLM`` for a policy; after a failed start the state of the process is restored."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Launched(NamedTuple):
-    """A running vLLM."""
+    """Running vLLM and its properties."""
 
     llm: LLM
     on_cpu: bool
     owns_group: bool
-    """torch's default process group is vLLM's: the trainer had none."""
+    """Whether vLLM created torch's default process group, because the trainer had none."""
 
 
 def launch(
@@ -44,19 +44,19 @@ def launch(
     """Load vLLM with the policy's base.
 
     Args:
-        policy: whose base is sampled from.
-        sizes: memory settings, with the size of the key/value cache where that is known.
-        given: arguments of ``vllm.LLM`` that the user set; they come before those that follow from the policy.
-        dtype: compute dtype; "auto" is the policy's.
-        max_model_len: longest prompt plus completion, in tokens.
+        policy: policy whose base is loaded.
+        sizes: memory settings, including the size of the KV cache if that is known.
+        given: arguments of ``vllm.LLM`` that the user set; they override the ones that follow from the policy.
+        dtype: compute dtype; "auto" means the policy's.
+        max_model_len: tokens of the longest prompt and completion together.
         decoding_kernel: as in ``VLLMEngine``.
         fp32_norms, fp32_head: as in ``llm_arguments``.
-        watch: gets the phases "imports" and "vLLM".
+        watch: measures the phases "imports" and "vLLM".
 
     Raises:
-        ValueError: ``decoding_kernel`` is "native" where the native kernels cannot run.
+        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
     """
-    # vLLM looks at deprecated names of torch; users can do nothing about the warnings.
+    # vLLM uses deprecated names of torch, and users cannot act on the warnings.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), quietly:
         with watch.phase("imports"):
@@ -84,7 +84,7 @@ def launch(
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
             with uncounted, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
                 return Launched(LLM(**{**arguments, **more, **given}), on_cpu, owns_group)
-        except BaseException:  # the next start should find what this one found
+        except BaseException:  # the next start must not find process groups of this one
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()
             raise

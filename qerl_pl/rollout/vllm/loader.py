@@ -1,8 +1,7 @@
-"""How vLLM gets the weights of a base: blocks from the checkpoint, embeddings from the trainer.
+"""Model loader for vLLM: the weights of blocks come from the checkpoint, embeddings are shared with the trainer.
 
-Where vLLM has no kernels for the base's format, it gets the blocks dequantised, from the trainer's packed linears.
-
-Only ``vllm`` imports this module, when the engine starts.
+If vLLM has no kernels for the base's format, it gets the blocks' linears dequantised from the trainer's packed linears.
+This module imports vLLM, so it is imported only when the engine starts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,17 @@ LOAD_FORMAT = "with_trainer"
 def register_loader(
     shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenLinear], *, fp32_norms: bool = True
 ) -> str:
-    """The name of a loader, made known to vLLM, that reads safetensors and takes the rest from the trainer.
+    """Register a model loader with vLLM that reads safetensors files and takes other weights from the trainer.
 
     Args:
-        shared: the model's own names (``model.embed_tokens.weight``) to the trainer's tensors, which must stay where
-            they are while the engine lives. A tensor of another shape, dtype or device than vLLM's (it pads
-            vocabularies to a multiple of 64) is not shared.
-        unpacked: names of packed linears (``model.layers.0.mlp.up_proj``) to the trainer's, for vLLM to hold dense.
-        fp32_norms: keep the weights of block norms in fp32, whatever the compute dtype is.
+        shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
+            while the engine runs. Tensors whose shape, dtype or device differs from vLLM's are not shared; vLLM pads
+            vocabularies to a multiple of 64.
+        unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold dense.
+        fp32_norms: keep the weights of block norms in fp32 for every compute dtype.
+
+    Returns:
+        The value of vLLM's ``load_format`` that selects this loader.
     """
 
     class WithTrainerLoader(DefaultModelLoader):
@@ -55,7 +57,7 @@ def register_loader(
                 norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             parameters = dict(model.named_parameters())
             for name, tensor in shared.items():
-                own = parameters.get(name)  # none for a head that is tied to the embeddings
+                own = parameters.get(name)  # None for a head that is tied to the embedding
                 if own is not None and _are_alike(own, tensor):
                     own.data = tensor.detach()
 

@@ -1,8 +1,9 @@
-"""The memory from which a vLLM engine on a GPU can be put to sleep: given back whole when the engine ends.
+"""Free the memory pool of vLLM's sleep mode completely when an engine ends.
 
-vLLM has one pool of it in a process, and refuses to start while any byte of the pool is in use: "CuMem allocator can
-only be used for one instance per process". When an engine ends it drops its references, but modules, compiled graphs or
-caches may hold others, and then nothing is freed. Here the tensors themselves are freed, whoever refers to them.
+vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use: "CuMem
+allocator can only be used for one instance per process". An engine that ends drops its own references to its tensors,
+but modules, compiled graphs or caches may hold further references, which keep the memory allocated. The functions here
+free the memory of the tensors even if they are still referenced.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _left: dict[int, Any] = {}
-"""Segments of the pool that no engine uses and that something else still holds: address to what vLLM notes of them."""
+"""Segments of the pool that remain from ended engines because something references them: vLLM's record by address."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free weights, adapter slots and key/value cache of a worker that is about to be shut down.
+    """Free the weights, adapter slots and KV cache of a worker that is about to be shut down.
 
-    Tensors outside vLLM's pool, such as embeddings that the trainer shares with the engine, are left alone.
+    Tensors outside vLLM's pool, such as embeddings that are shared with the trainer, are kept.
     """
     if allocator() is None:
         return
@@ -41,7 +42,7 @@ def free(worker: WorkerBase) -> None:
 
 
 def is_inside(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is of vLLM's pool."""
+    """Return whether a tensor's memory belongs to vLLM's pool."""
     if (pool := allocator()) is None:
         return False
     starts, address = sorted(pool.pointer_to_data), tensor.untyped_storage().data_ptr()
@@ -50,10 +51,10 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def collect() -> None:
-    """Give back what an engine that has ended held. To be called when it has ended: no other shares its pool.
+    """Free the memory of an engine that has ended; call it only while no other engine runs, since they share one pool.
 
-    What something else still refers to is named in a warning. The next engine starts beside it
-    (``ignoring_what_is_left``), and it is freed with whatever holds it.
+    A warning names the memory that is still referenced. It is freed when its last reference is dropped, and does not
+    stop the next engine from starting (``ignoring_what_is_left``).
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -70,7 +71,7 @@ def collect() -> None:
 
 
 def left() -> int:
-    """Bytes that ended engines have left in vLLM's pool."""
+    """Return the bytes in vLLM's pool that remain from ended engines."""
     pool = allocator()
     held = pool.pointer_to_data if pool else {}
     return sum(data.handle[1] for address, data in _left.items() if held.get(address) is data)
@@ -78,10 +79,10 @@ def left() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """In it vLLM does not count what ended engines left in its pool, which is all that it asks before it loads weights.
+    """Make vLLM's check of an empty pool, which it does before loading weights, ignore the memory of ended engines.
 
-    vLLM 0.32 has no setting for this. Another engine that still runs is counted, and vLLM refuses as it should. What a
-    start that fails leaves counts as left.
+    vLLM 0.32 has no setting for this. The memory of an engine that still runs is counted, so that vLLM refuses to start
+    a second one. Memory that remains from a failed start within the context is ignored by later starts.
     """
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
@@ -97,7 +98,7 @@ def ignoring_what_is_left() -> Iterator[None]:
 
 
 def allocator() -> Any:
-    """vLLM's pool; None on a CPU, or where no engine that can sleep has started."""
+    """Return vLLM's pool; None on a CPU, or if no engine with sleep mode has been started in this process."""
     if not torch.cuda.is_available():
         return None
     from vllm.device_allocator.cumem import CuMemAllocator
