@@ -1,4 +1,4 @@
-"""Folders that are made of a base once for all runs on this machine: named by content, made under a lock."""
+"""Cache of folders that are derived from a base, shared by all runs on this machine; names depend on the content."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ VARIABLE = "QERL_PL_CACHE"
 
 
 def cache_root() -> Path:
-    """Folder of the cache: QERL_PL_CACHE, or qerl_pl in XDG_CACHE_HOME, which is ~/.cache if it is not set."""
+    """Return the cache's folder: QERL_PL_CACHE, or qerl_pl in XDG_CACHE_HOME, which is by default ~/.cache."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_pl"
 
 
 def made_once(source: Path, label: str, settings: Mapping[str, object], make: Callable[[Path], object]) -> Path:
-    """Find the folder that is made of a base with some settings, or make it; other processes wait for it.
+    """Return the folder that is derived from a base with some settings, and make it if it does not exist.
+
+    Only one process makes it, and others wait.
 
     Args:
-        source: folder of the base. All of its bytes count, but not its path.
+        source: folder of the base. Its contents identify the result, and its path does not.
         label: first part of the folder's name.
-        settings: what else the result depends on, as JSON.
-        make: writes the folder that it is given, which must appear only when it is whole.
+        settings: everything else that the result depends on; values that can be written as JSON.
+        make: makes the folder at a given path; the folder must appear only when it is complete.
 
     Raises:
-        ValueError: ``make``'s.
+        ValueError: ``make`` raised it.
         OSError: the cache cannot be written.
     """
     content = [base_digest(source), {file.name: _digest(file) for file in carried_files(source)}]
@@ -43,7 +45,7 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")  # the operating system frees it when its process ends, however it ends
+    lock = FileLock(f"{folder}.lock")  # released by the operating system if the process dies
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -1,6 +1,6 @@
-"""The supported model families, described in one table.
+"""Table of the supported model families.
 
-A family is a ``model_type`` of transformers. The rest of the code asks its description and never its name.
+A family is a ``model_type`` of transformers. Other modules read a family's description and never test its name.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linears of a block, as most families name them."""
+"""Names of a block's linears in most families."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What quantisation, adapters, noise and memory planning need to know of a family's decoder blocks.
+    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning.
 
-    Names of linears and norms are attributes, without the block's prefix.
+    Linears and norms are given by their attribute names, without the block's prefix.
     """
 
     projections: tuple[str, ...] = PROJECTIONS
     """Linears that LoRA may adapt."""
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    """Linears that engines fuse into one matrix, which has one tensor scale in NVFP4."""
+    """Groups of linears that engines fuse into one matrix; in NVFP4 such a matrix has one tensor scale."""
     last_linear: str = "down_proj"
-    """Linear whose result is read by the residual sum alone."""
+    """Last linear of a block, whose output only the residual sum reads."""
     noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms that AQN adds noise to, and that ``train_norms`` trains."""
     scale_sources: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -33,8 +33,9 @@ class Family:
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
         (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
     )
-    """Linears that share an input, and the module whose output channels AWQ divides by their input scales. A linear
-    comes before the norms, because it is itself quantised under the scales that its norm takes."""
+    """Groups of linears that share an input, each with the module whose output channels AWQ divides by the scales of
+    that input. Groups whose module is a linear come first, so that the linear's weights are final when the scales of
+    its own input are searched."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -48,8 +49,8 @@ def family_of(model_type: object, *, path: object) -> Family:
     """Look up the description of a family.
 
     Args:
-        model_type: as in config.json.
-        path: of the checkpoint, for the message.
+        model_type: ``model_type`` of config.json.
+        path: folder of the checkpoint, for the error message.
 
     Raises:
         ValueError: the family is not supported.

@@ -1,4 +1,4 @@
-"""The folder that a run loads: the base that its settings name, in a format that trainer and engine both read."""
+"""Prepare the folder that a run loads: the base of its settings, converted if trainer or engine cannot read it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from qerl_pl.quant.published import conversion_reasons
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None) -> str:
-    """Find the folder that a run loads, and make it where that is needed; says what was ignored or changed.
+    """Return the folder that a run loads, and convert the base if necessary; logs what was ignored or changed.
 
     Args:
         base: folder of a checkpoint.
         base_format: see ``base_folder``.
 
     Returns:
-        The base's folder, or that of its W4A16 copy in the cache, if it is a published NVFP4 checkpoint with more than
-        4-bit weights.
+        The base's folder; for a published NVFP4 checkpoint that also quantises activations or the KV cache, the folder
+        of its W4A16 copy in the cache.
 
     Raises:
-        ValueError: in one line: the base cannot be used.
+        ValueError: the base cannot be used; says why in one line.
     """
     folder = Path(base_folder(base, base_format))
     if not (folder / CONFIG).is_file():
-        return str(folder)  # check_base says what is wrong
+        return str(folder)  # check_base raises the error
     config = check_family(folder)
     reasons = conversion_reasons(folder)
     if not reasons:

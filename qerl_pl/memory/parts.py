@@ -36,7 +36,7 @@ def adapted(shape: ModelShape, targets: Collection[str]) -> int:
 
 
 def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
-    """Return the number of trained parameters: L r (N + K) over the adapted linears, plus the trained norms' weights."""
+    """Return the number of trained parameters: L r (N + K) over the adapted linears, and trained norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     return shape.num_layers * (rank * adapted(shape, targets) + norms)
 

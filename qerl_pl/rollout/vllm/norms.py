@@ -1,10 +1,10 @@
-"""The block norms of vLLM's model with fp32 weights, for exact noise; activations stay in the compute dtype.
+"""Norms with fp32 weights in vLLM's model, so that noise is exact; activations stay in the compute dtype.
 
-vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations, which take an fp32 weight for
-16-bit activations; its CUDA kernel does not, and is passed over. In a compiled engine Inductor makes the norm a part of
-the kernels around it, and leaves out the rounding of the normalised input, whether the weight is fp32 or not: with a
-bf16 weight stored in fp32 it computes the same bits, and reads [H] twice as wide. An engine that is not compiled gets
-``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations. All but its CUDA kernel accept an
+fp32 weight with 16-bit activations, and vLLM then skips the CUDA kernel. In a compiled engine, Inductor fuses a norm
+with the operations around it and does not round the normalised input, for fp32 and for 16-bit weights alike. A bf16
+weight stored in fp32 therefore gives the same bits, and only the [H] values of the weight take twice the bytes to read.
+An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROVIDER = "qerl_pl"
 
 
 def arguments(*, compiled: bool) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` for norms with fp32 weights: which implementation of the operators comes first."""
+    """Build the arguments of ``vllm.LLM`` that select the implementation of norms with fp32 weights."""
     if compiled:
         return {}
     _register()
@@ -30,7 +30,7 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Give the norms of a loaded model's blocks (``Family.noise_norms``) their weights in fp32."""
+    """Convert the weights of a loaded model's norms in ``norms`` (``Family.noise_norms``) to fp32."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)

@@ -1,7 +1,7 @@
-"""vLLM's NVFP4 linears on Hopper: native kernels for decoding, Humming's for prompts, on the same weights.
+"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and Humming's kernels for prompts, on the same weights.
 
-``qerl_pl.kernels`` has the native kernels. The engine imports this module only where they can run, because it imports
-vLLM's Humming classes.
+The native kernels are in ``qerl_pl.kernels``. This module imports vLLM's Humming classes, so the engine imports it only
+if the native kernels can run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
 from qerl_pl.rollout.vllm.setup import decoding_lacks
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # its operators live as long as this object
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operators exist as long as this object
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Give native kernels to the linears that vLLM loads inside this context; they keep them afterwards.
+    """Make the linears that vLLM loads within this context use the native kernels, also after it has ended.
 
     Raises:
-        ValueError: the native kernels do not serve this GPU, format or dtype, or a package is missing.
+        ValueError: the native kernels do not support this GPU, format or dtype, or a package is missing.
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
@@ -48,7 +48,7 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
-    """Let Humming lay the weights out, and compile the native kernels if they can multiply by this linear."""
+    """Convert a linear's weights to Humming's layout, and compile the native kernels if they support the linear."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
@@ -78,7 +78,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def fewest_unfused(linear: Any) -> int:
-    """The smallest number of tokens at which the adapter of a native linear is added by a pass of its own."""
+    """Return the smallest number of tokens for which a linear's adapter is not fused into a native GEMM."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
     return next(tokens for tokens in count(1) if not _fused_linear(tokens, a, b))
 
@@ -106,7 +106,8 @@ def nvfp4_linear(
 ) -> Tensor:
     """Compute [T, K] bf16 -> [T, N] with the kernel that is fastest for T tokens; an operator for torch.compile.
 
-    The same kernel adds the adapter's product where it can; elsewhere ``kernels.lora.add_lora`` adds it afterwards.
+    The same kernel adds the adapter if that is supported and faster; otherwise ``kernels.lora.add_lora`` adds it
+    afterwards.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
@@ -146,9 +147,9 @@ def nvfp4_linear(
 
 @cache
 def prompt_schedules(layer_config: str, compute_config: str) -> str:
-    """Humming's schedules, as JSON, without those that serve only batches which the native kernels serve.
+    """Return Humming's schedules of a linear as JSON, without schedules for batches that the native kernels compute.
 
-    Humming compiles every schedule it is given at its first call: 33 for each shape by default, most for few tokens.
+    At its first call, Humming compiles every schedule that it is given: by default 33 per shape, most for few tokens.
     """
     about = json.loads(layer_config)
     schedules = import_module("humming.tune").get_heuristics_config(about, **json.loads(compute_config))
@@ -162,7 +163,10 @@ class _NativeLinear(NamedTuple):
 
 
 def _native_linear(tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> _NativeLinear | None:
-    """The native kernel for a GEMM; None where Humming's is faster or, if it ``fuses_lora``, where none can run."""
+    """Choose the native kernel for a GEMM; None if no native kernel can run it, or if Humming's kernel is faster.
+
+    With ``fuses_lora`` the GEMM also adds an adapter, and Humming's kernel is not considered.
+    """
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
         return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
     if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora):
@@ -174,21 +178,21 @@ def _native_linear(tokens: int, outputs: int, inputs: int, *, fuses_lora: bool =
 def _fused_linear(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
-    """The native kernel that adds an adapter, and the schedule of x A^T; None where a pass of its own is faster."""
+    """Choose a native kernel that adds the adapter, and the schedule of x A^T; None if adding it later is faster."""
     native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], fuses_lora=True)
     schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
     return (native.multiply, schedule) if native and schedule else None
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would fix the number of tokens in a compiled graph
+    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make T a constant of the compiled graph
 
 
 direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:
-    """Whether a linear is bf16 times NVFP4 with one global scale and a shape that Humming did not pad."""
+    """Return whether a linear has bf16 activations, NVFP4 weights with one global scale, and no padding by Humming."""
     global_scale = getattr(layer, "weight_scale_2", None)
     return (
         layer.params_dtype == torch.bfloat16

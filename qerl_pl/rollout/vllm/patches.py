@@ -1,10 +1,10 @@
-"""Every place in which this project replaces something of vLLM, Humming or torch while a program runs.
+"""Run-time patches of vLLM, Humming and torch: all places where this project replaces an attribute of another package.
 
-Where vLLM has no setting or hook for what is needed, a name of it gets another value in this process; no file of
-another package is changed. Each function below is one patch. It says what one would see without it, why, for which
-versions it is written and where upstream discusses it, and it refuses to work on a name that is gone or takes other
-arguments, so that a new vLLM fails at its start and with the name. ``PATCHES`` lists them; ``python -m qerl_pl doctor``
-prints them.
+vLLM has no setting or hook for these changes, so an attribute is replaced in this process; no file of another package
+is changed. Each function below is one patch. Its docstring says which symptom occurs without it, the cause, the
+versions that it was written for, and the upstream discussion. A patch raises an error if the attribute is gone or has
+another signature, so an untested vLLM fails at its start with the attribute's name. ``PATCHES`` lists the patches, and
+``python -m qerl_pl doctor`` prints them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import distributed as dist
 
 
 def apply_all() -> None:
-    """Apply the patches that hold for the whole process; a second call changes nothing.
+    """Apply the patches that concern the whole process; a second call changes nothing.
 
-    The others are of one engine, and applied when it starts. Platforms other than CPU and CUDA are left alone.
+    The other patches concern one engine and are applied when it starts. On platforms other than CPU and CUDA nothing is
+    patched.
 
     Raises:
-        RuntimeError: see ``replace``.
+        RuntimeError: an attribute is gone or has another signature.
     """
     from vllm.platforms import current_platform
 
@@ -39,11 +40,11 @@ def apply_all() -> None:
 
 
 def fast_adapters() -> None:
-    """Adapters are added by this project's kernels.
+    """Use this project's LoRA kernels.
 
     Symptom: with LoRA a decoding step takes up to twice as long on CUDA, and on a CPU several times as long.
-    Cause: vLLM's adapter kernels serve many adapters at once, in several launches for each linear.
-    Versions: vLLM 0.32. Upstream: none; a platform names its kernels in this method and has no setting for it.
+    Cause: vLLM's adapter kernels support many adapters at once and take several launches per linear.
+    Versions: vLLM 0.32. Upstream: none; the platform's method returns the kernels' name, and there is no setting.
     """
     from vllm.platforms import current_platform
 
@@ -53,10 +54,10 @@ def fast_adapters() -> None:
 
 
 def parallel_token_scores() -> None:
-    """Log-probabilities of sampled tokens are computed in parallel over the vocabulary.
+    """Compute the log-probabilities of sampled tokens in parallel over the vocabulary.
 
-    Symptom: with log-probabilities on, as RL needs them, sampling takes a good part of a decoding step.
-    Cause: vLLM computes them with one program a sequence, which reads the logits block after block, three times.
+    Symptom: with log-probabilities on, which RL needs, sampling takes a large part of a decoding step.
+    Cause: vLLM runs one Triton program per sequence, which reads the logits three times, block after block.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.sampler import sampled_scores
@@ -68,11 +69,11 @@ def parallel_token_scores() -> None:
 
 
 def humming_schedules() -> None:
-    """Humming gets faster tile sizes on Hopper for few tokens and wide linears.
+    """Give Humming faster tile sizes on Hopper for few tokens and wide linears; without Humming do nothing.
 
-    Symptom: NVFP4 linears of a decoding step run below what their kernel can do.
-    Cause: Humming's rule for tile sizes was not made for these shapes (docs/performance.md).
-    Versions: humming-kernels 0.1. Upstream: none known. Nothing is done where Humming is not installed.
+    Symptom: NVFP4 linears of a decoding step are slower than Humming's kernel could compute them.
+    Cause: Humming's rule for tile sizes is not tuned for these shapes (docs/performance.md).
+    Versions: humming-kernels 0.1. Upstream: none known.
     """
     if find_spec("humming") is None:
         return
@@ -89,16 +90,16 @@ def humming_schedules() -> None:
 def native_nvfp4_linears(
     loaded: Callable[..., Any], apply: Callable[..., Any], update: Callable[..., Any]
 ) -> Iterator[None]:
-    """NVFP4 linears that vLLM loads inside of it multiply by this project's kernels where those are faster.
+    """Use this project's kernels, if they are faster, for NVFP4 linears that vLLM loads within this context.
 
-    Symptom: NVFP4 decodes no faster than bf16 for few sequences.
-    Cause: vLLM offers Humming's and Marlin's kernels; it has no registry for others of this format.
+    Symptom: with few sequences, NVFP4 decodes no faster than bf16.
+    Cause: vLLM has Humming's and Marlin's kernels for NVFP4, and no registry for other kernels of this format.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        loaded: in the place of ``process_weights_after_loading``; linears that are loaded later get vLLM's.
-        apply: in the place of ``apply_weights``; it stays, and asks each linear whether it is ours.
-        update: likewise for linears with adapters, in the place of ``_apply_sync``.
+        loaded: replaces ``process_weights_after_loading`` within the context, and marks linears for native kernels.
+        apply: replaces ``apply_weights`` for good, and calls vLLM's method for linears without the mark.
+        update: replaces ``_apply_sync`` of linears with adapters for good, in the same way.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
@@ -116,16 +117,16 @@ def native_nvfp4_linears(
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
-    """The scheduler skips calls of the cache's manager for tokens that change no block.
+    """Skip calls of the scheduler to the KV-cache manager for tokens that neither need nor fill a block.
 
-    Symptom: with 128 and more sequences of a small model the host takes as long for a decoding step as the GPU.
-    Cause: for each token vLLM looks twice whether its request needs a block of the cache or has filled one.
+    Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
+    Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        manager: one engine's ``KVCacheManager``.
-        allocate_slots: in the place of its method.
-        cache_blocks: likewise.
+        manager: the ``KVCacheManager`` of one engine.
+        allocate_slots: replaces its method of this name.
+        cache_blocks: replaces its method of this name.
     """
     replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
@@ -133,30 +134,30 @@ def cache_of_unchanged_blocks(
 
 @contextmanager
 def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iterator[None]:
-    """An engine starts though something of one that has ended is still in vLLM's pool of memory.
+    """Let an engine start although memory of an ended engine is still allocated in vLLM's pool.
 
-    Symptom: "CuMem allocator can only be used for one instance per process" at the second engine of a process.
-    Cause: vLLM asks whether any byte of its pool is in use before it loads weights.
+    Symptom: "CuMem allocator can only be used for one instance per process" when a process starts its second engine.
+    Cause: before loading weights, vLLM refuses to start if any byte of its memory pool is in use.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
         pool: vLLM's ``CuMemAllocator``.
-        current_usage: bytes that count, in the place of its method.
+        current_usage: replaces ``get_current_usage``; returns the bytes to count as in use.
     """
     replace(pool, "get_current_usage", current_usage, takes=())
     try:
         yield
     finally:
-        del pool.get_current_usage  # of the object; the class has its own
+        del pool.get_current_usage  # the object's attribute; the class has its own method
 
 
 @contextmanager
 def kept_process_group() -> Iterator[None]:
-    """torch's default process group, which is the trainer's, outlives an engine that ends inside of it.
+    """Keep torch's default process group, which belongs to the trainer, when an engine ends within this context.
 
-    Symptom: in a run of several ranks the first collective after an engine was closed fails.
-    Cause: vLLM destroys the default group with its own; it takes it that it made it.
-    Versions: vLLM 0.32. Upstream: none known. Groups made out of the default one may be destroyed.
+    Symptom: in a run of several ranks, the first collective after an engine was closed fails.
+    Cause: vLLM destroys the default process group at its end, even if it did not create it.
+    Versions: vLLM 0.32. Upstream: none known. Other groups than the default one are destroyed as before.
     """
     destroy = dist.destroy_process_group
     replace(
@@ -183,10 +184,16 @@ PATCHES: tuple[Callable[..., Any], ...] = (
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Set ``owner.name``, which has to be there and to take these arguments first; others must have defaults.
+    """Set ``owner.name`` to ``new`` after checking the signature of its present value.
+
+    Args:
+        owner: module, class or object.
+        name: name of the attribute.
+        new: the new value.
+        takes: names of its first parameters, in order; further parameters must have defaults.
 
     Raises:
-        RuntimeError: it is gone or takes others; names it and the version.
+        RuntimeError: the attribute is gone or has another signature; names it and the package's version.
     """
     _expect(owner, name, takes)
     setattr(owner, name, new)

@@ -1,7 +1,7 @@
-"""vLLM's entry point for this project (group ``vllm.general_plugins``): what its CPU and CUDA platforms lack.
+"""Entry point (group ``vllm.general_plugins``) that adds this project's patches and formats to vLLM.
 
-vLLM calls ``register`` in each of its processes when the package is installed; the engine calls it too, because an
-entry point needs installed metadata.
+If this package is installed, vLLM calls ``register`` in each of its processes. The engine calls it as well, because
+entry points are found only for installed packages.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _registered = False
 
 
 def register() -> None:
-    """Apply the patches of the whole process, and on a CPU add NVFP4 with 16-bit activations.
+    """Apply the patches that concern the whole process, and on a CPU add NVFP4 with 16-bit activations.
 
     A second call changes nothing.
 
     Raises:
-        RuntimeError: this vLLM is not one that the patches are for.
+        RuntimeError: the patches do not fit this version of vLLM.
     """
     from vllm.platforms import current_platform
 

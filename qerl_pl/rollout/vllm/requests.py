@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what it answers, for sampling and for scoring."""
+"""Build vLLM's requests for sampling and scoring, and read their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and 
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse what vLLM would change or not do.
+    """Check that vLLM supports a temperature; it silently raises lower ones.
 
     Raises:
         ValueError: vLLM does not sample at this temperature.
@@ -25,7 +25,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[int]) -> list[SamplingParams]:
-    """One request per seed, with the log-probability of each sampled token alone."""
+    """Build one request per seed, which returns the log-probability of the sampled tokens and of no other tokens."""
     from vllm import SamplingParams
 
     return [
@@ -44,14 +44,14 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
 
 
 def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
-    """The answer to a request for sampling; logprobs: nats, one a token."""
+    """Build a completion from the result of a sampling request and its tokens' log-probabilities in nats."""
     [sampled] = output.outputs
     assert len(sampled.token_ids) == len(logprobs), (len(sampled.token_ids), len(logprobs))
     return Completion(tuple(sampled.token_ids), tuple(logprobs), sampled.finish_reason == "stop")
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """One request per sequence, which gives all but its last token as a prompt and asks for the last one's score."""
+    """Build one request per sequence that scores its prompt and the given last token, which is not in the prompt."""
     from vllm import SamplingParams
 
     return [
@@ -68,7 +68,7 @@ def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
 
 
 def scores(output: RequestOutput) -> list[float]:
-    """The answer to a request for scoring: nats, from the second token on."""
+    """Return the log-probabilities of a scoring request in nats, from the second token on."""
     return [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
 
 

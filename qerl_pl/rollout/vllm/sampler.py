@@ -1,7 +1,7 @@
-"""A sampled token's log-probability on vLLM's CUDA platform, in parallel over the vocabulary.
+"""Log-probabilities of sampled tokens on vLLM's CUDA platform, computed in parallel over the vocabulary.
 
-vLLM 0.32 computes it with one program a sequence, which reads the logits block after block, three times. Only
-``patches`` imports this module.
+vLLM 0.32 runs one Triton program per sequence, which reads the logits three times, block after block. Only ``patches``
+imports this module.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ def sampled_scores(
     logits_mode: bool = False,
     **others: Any,
 ) -> LogprobsTensors:
-    """vLLM's ``compute_topk_scores`` as its sampler calls it; it is vLLM's own where more than this is asked for.
+    """Compute log-probabilities and ranks of sampled tokens; replaces vLLM's ``compute_topk_scores``.
+
+    If any of the arguments asks for more than the sampled tokens' log-probabilities, vLLM's function is called.
 
     Args:
-        logits: [T, V], those that were sampled from.
-        num_logprobs: so many of the likeliest tokens too.
+        logits: [T, V], the logits that tokens were sampled from.
+        num_logprobs: number of most likely tokens to score in addition.
         sampled_token_ids: [T].
-        cu_num_logits: where each request's rows begin, if not each has one.
-        max_per_req_token_ids: so many tokens that the requests name.
-        logits_mode: logits instead of log-probabilities.
-        others: what vLLM needs for tokens that the requests name.
+        cu_num_logits: index of each request's first row, if requests have several rows.
+        max_per_req_token_ids: most tokens that a request names to be scored in addition.
+        logits_mode: return logits instead of log-probabilities.
+        others: further arguments of vLLM's function.
     """
     if num_logprobs or max_per_req_token_ids or logits_mode:
         more = {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode, **others}

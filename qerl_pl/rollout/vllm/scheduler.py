@@ -1,8 +1,8 @@
-"""vLLM's scheduler with less work for each token; vLLM finds it by name (``scheduler_cls``).
+"""Scheduler for vLLM with less CPU time per token; vLLM imports it by its name (``scheduler_cls``).
 
-With many sequences the host's part of a decoding step takes as long as the GPU's. vLLM 0.32 cuts a step's
-log-probabilities into objects for each request, sends them through three classes and appends token by token; and for
-each token it looks twice whether its request needs a block of the cache or has filled one.
+With many sequences, the CPU takes as long for a decoding step as the GPU. vLLM 0.32 divides the log-probabilities of a
+step into one object per request, passes them through three classes and appends them token by token. For each token it
+also checks whether the request needs a new block of the KV cache, and whether it has filled one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qerl_pl.rollout.vllm import patches
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Keeps the log-probabilities of sampled tokens itself, until ``take_logprobs``, and skips what changes no block.
+    """Scheduler that collects the log-probabilities of sampled tokens and skips needless calls to the KV-cache manager.
 
-    Where a request wants log-probabilities of more tokens than the sampled one, all go vLLM's way.
+    If requests ask for log-probabilities of more tokens than the sampled ones, vLLM handles all log-probabilities.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,15 +33,15 @@ class RolloutScheduler(AsyncScheduler):
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Those of the requests since the last call, nats, by the request's id of the caller."""
-        found = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # vLLM adds -random
+        """Return and forget the collected log-probabilities, in nats per sampled token, by the caller's request id."""
+        found = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # without vLLM's suffix
         self._logprobs.clear()
         return found
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's, which sees a step without log-probabilities; of its outputs, those with a token get theirs here."""
+        """Hide a step's log-probabilities from vLLM's method, and collect them for all requests that got a token."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -56,10 +56,9 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def skip_unchanged(manager: KVCacheManager, max_model_len: int) -> None:
-    """Spare a manager of the cache those calls for a token that would change nothing.
+    """Make a KV-cache manager return early for tokens that fit into their request's last block without filling it.
 
-    That is a token for which its request's last block has room and which does not complete it: with blocks of 16, 15 of
-    16. Models whose layers do not all attend to everything are left alone.
+    With blocks of 16 tokens these are 15 of 16 tokens. Models with layers other than full attention are not changed.
     """
     groups = manager.coordinator.single_type_managers
     if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
@@ -76,7 +75,7 @@ def skip_unchanged(manager: KVCacheManager, max_model_len: int) -> None:
     def allocate_slots(
         request: Request, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **more: Any
     ) -> KVCacheBlocks | None:
-        if num_new_tokens > 0 and not num_lookahead_tokens and not more:  # a request that is running
+        if num_new_tokens > 0 and not num_lookahead_tokens and not more:  # a decoding request
             num_tokens = min(request.num_computed_tokens + num_new_tokens, max_model_len)
             room = len(group.req_to_blocks.get(request.request_id, ())) * group.block_size
             if num_tokens <= room and is_cached(request, min(num_tokens, request.num_tokens)):

@@ -1,4 +1,4 @@
-"""How vLLM is started for a policy: the environment variables that it reads and the arguments that it gets."""
+"""Prepare the start of vLLM: environment variables, process groups, the choice of kernels, checks and log lines."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from qerl_pl.rollout.loopback import check_loopback
 from qerl_pl.rollout.vllm import humming, patches
 
 DEFAULT_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are for servers; INFO shows, for instance, which kernels it chose
+    "VLLM_LOGGING_LEVEL": "ERROR",  # warnings concern servers; INFO shows e.g. the chosen kernels
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # that sampler knows no per-request seeds
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support seeds per request
 }
-TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors and of ModelOpt
-HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM
+TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors, of ModelOpt
+HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that vLLM reads when it is imported; what the user set stays.
+    """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
 
     Raises:
-        ValueError: the user asks for a worker process, where neither adapter nor noise can be written in place.
-        OSError: this machine has no loopback interface.
+        ValueError: a variable asks for a worker process, whose adapter and norms could not be written in place.
+        OSError: this machine cannot connect to itself over the loopback interface.
     """
     check_loopback()
     found = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -48,16 +48,16 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Else vLLM has a cache for each of its configurations, and compiles all of its Triton kernels again for the next.
+    # By default vLLM has a Triton cache per configuration, and compiles all its kernels again for a new configuration.
     os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
 
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Arguments of ``vllm.LLM`` that give this rank an engine of its own where the trainer has a process group.
+    """Yield the arguments of ``vllm.LLM`` that give each rank its own engine if the trainer has a process group.
 
-    vLLM takes the group as it is and makes groups of single ranks out of it, which all ranks do at the same time. It
-    asks the environment which rank and which GPU it is; both variables are put back afterwards.
+    vLLM then uses the trainer's process group and creates groups of single ranks from it, which all ranks have to do at
+    the same time. It reads its rank and GPU from the environment; both variables are restored afterwards.
     """
     if not dist.is_initialized():
         yield {}
@@ -75,10 +75,10 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Whether vLLM 0.32 has no kernels here that leave activations in 16 bits for a format (None: dense).
+    """Return whether vLLM 0.32 lacks kernels for a format (None: dense) with 16-bit activations on this machine.
 
-    It has none for NF4. For MXFP4 it has them on CUDA before Blackwell, where its kernels quantise activations too. For
-    NVFP4 ``plugin`` adds those of a CPU.
+    It has no kernels for NF4. For MXFP4 it has them on CUDA GPUs older than Blackwell; on Blackwell its kernels
+    quantise activations as well. For NVFP4 it has kernels on CUDA, and ``plugin`` adds the ones for a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -90,14 +90,17 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """What "auto" is here, for a base of a format (None: dense) and a compute dtype; "humming" is what vLLM chooses."""
+    """Resolve the setting "auto" for a base's format (None: dense) and a compute dtype.
+
+    The result "humming" means vLLM's own choice of kernels.
+    """
     if wanted != "auto":
         return wanted
     return "humming" if decoding_lacks(fmt, dtype) else "native"
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
-    """What our kernels for decoding need in an engine and do not find. Nothing of vLLM is imported to tell."""
+    """List the missing requirements of the native decoding kernels; vLLM is not imported to find out."""
     vllm = find_spec("vllm")
     folders = (vllm and vllm.submodule_search_locations) or ()
     on_hopper = hopper.is_available(torch.device("cuda"))
@@ -113,13 +116,13 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
 
 
 def log_decoding_lacks(dtype: torch.dtype) -> None:
-    """Say why an NVFP4 base is not decoded with our kernel, if it is not."""
+    """Log why an NVFP4 base is not decoded with the native kernels, if it is not."""
     if missing := decoding_lacks(NVFP4, dtype):
-        rank_zero_info(f"vLLM decodes without our NVFP4 kernel, which needs {', and '.join(missing)}")
+        rank_zero_info(f"vLLM decodes without the native NVFP4 kernels, which need {', and '.join(missing)}")
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
-    """Say that the engine holds these linears dense."""
+    """Log that the engine holds these linears dense."""
     fmt = next(iter(linears.values())).fmt
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
@@ -129,7 +132,7 @@ def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> Non
 
 
 def destroy_groups() -> None:
-    """What is left of vLLM's process groups after a start that failed."""
+    """Destroy the process groups that remain after a failed start of vLLM."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     destroy_model_parallel()
@@ -138,10 +141,10 @@ def destroy_groups() -> None:
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """In it vLLM may destroy the process groups that it knows: the one that was there before the engine is kept.
+    """Keep the trainer's default process group while vLLM destroys process groups within this context.
 
     Args:
-        engines_own: there was none, so the group that exists is the engine's and ends with it.
+        engines_own: the default group was created by the engine, so it is destroyed at the end of the context.
     """
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
@@ -150,29 +153,29 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
 
 
 def log_starting() -> None:
-    """Say that a user has to wait, and why it may be long."""
+    """Log that vLLM starts, and why this may take minutes."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
 
 
 def log_started(seconds: Mapping[str, float]) -> None:
-    """Say how long the start took, by phase."""
+    """Log how long the start took, by phase."""
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
     rank_zero_info(f"vLLM started in {sum(seconds.values()):.1f} s: {parts}")
 
 
 def log_kernels(linears: Mapping[str, int]) -> None:
-    """Say what vLLM computes its linears with: names of classes, and how many linears each of them has."""
+    """Log the classes with which vLLM computes linears, and the number of linears of each."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
 
 
 def check_fused_scales(base: str) -> None:
-    """Refuse a checkpoint that vLLM would misread on a GPU.
+    """Refuse a checkpoint whose weights vLLM would scale wrongly on a GPU.
 
-    It fuses q/k/v and gate/up there, takes the largest of their tensor scales for all of them, and only warns.
+    There vLLM fuses q/k/v and gate/up, uses the largest of their tensor scales for all of them, and only warns.
 
     Raises:
-        ValueError: linears that are fused have tensor scales of their own.
+        ValueError: linears that vLLM fuses have different tensor scales.
     """
     checkpoint = Checkpoint(base)
     for suffix in TENSOR_SCALES:
@@ -187,7 +190,12 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, *, explain_kernel: bool) -> None:
-    """What a GPU needs before vLLM starts; ``explain_kernel`` logs why our decoding kernel cannot run, if it cannot.
+    """Check the base's scales and register Humming's operators before vLLM starts on a GPU.
+
+    Args:
+        policy: policy whose base is loaded.
+        dtype: the engine's compute dtype.
+        explain_kernel: log why the native decoding kernels cannot run, if they cannot.
 
     Raises:
         ValueError: fused linears of the base have different tensor scales.

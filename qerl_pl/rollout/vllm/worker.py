@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker: its adapter slots and norm weights, read and written in place.
+"""Functions that run inside vLLM's worker and read or write its adapter slots and norm weights in place.
 
-vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. One adapter of zeros is
-registered when the engine starts, and an update is a copy into its slots: no file, no new objects, stable addresses
-(so CUDA graphs stay valid), and reading the slots back tells what is really sampled from.
+vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. An adapter of zeros is
+registered when the engine starts. An update copies the new adapter into the slots: it needs no file and no new objects,
+and since addresses do not change, CUDA graphs stay valid. Reading the slots back gives the adapter that is in use.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Where vLLM keeps the adapter of one linear; R is the rank rounded up to what vLLM accepts."""
+    """Memory of the adapter of one linear in vLLM; R is the rank rounded up to one that vLLM supports."""
 
     a: Tensor
-    """[R, K], rows from the adapter's rank on are 0."""
+    """[R, K], the matrix A; rows from the adapter's rank on are 0."""
     b: Tensor
-    """[N, R], multiplied by LoRA's scaling; columns from the adapter's rank on are 0."""
+    """[N, R], the matrix B times LoRA's scaling; columns from the adapter's rank on are 0."""
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Give the request's adapter its slots, all 0.
+    """Reserve slots for the request's adapter, filled with 0.
 
-    vLLM takes an id that is loaded as it is, so it never looks for the file that the request names.
+    vLLM treats the id of the request as a loaded adapter from then on, and does not read the file that the request
+    names.
     """
     manager = _manager(worker)
     manager.add_dummy_lora(request, rank=1)
@@ -49,7 +50,7 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the adapter kernels of all linears, where vLLM computes them with ours on CUDA."""
+    """Compile the adapter kernels of all linears that use ``OneAdapterKernels``."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -57,16 +58,17 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
         if isinstance(module.punica_wrapper, OneAdapterKernels):
             a, b = module.lora_a_stacked, module.lora_b_stacked
             fewest = 1
-            if hasattr(module.base_layer, "decoding"):  # native: fused for fewer tokens
+            if hasattr(module.base_layer, "decoding"):  # a native linear; with fewer tokens it is fused
                 fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
-            linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one of each kind
+            linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one linear per set of shapes
     for a, b, fewest in linears.values():
         compile_kernels(a, b, fewest)
 
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy LoRA matrices, by PEFT's names, into their slots. B is scaled before it is rounded, as in the trainer."""
+    """Copy LoRA matrices, given by PEFT's names, into their slots; B is scaled before it is rounded, as in the
+    trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
@@ -76,7 +78,7 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """What is in every slot, without the rank's padding."""
+    """Return the matrices in all slots by PEFT's names, without the padding of the rank."""
     found = {}
     for linear, slot in _slots(worker).items():
         found[linear + A_WEIGHT] = slot.a[:rank]
@@ -85,13 +87,13 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """The weights of the blocks' norms (``Family.noise_norms``) that the model samples with, not copies."""
+    """Return the weights of the blocks' norms (``Family.noise_norms``) by name, sharing the model's memory."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Names of the classes that compute the model's linears, and how many linears each of them computes."""
+    """Count the model's linears by the class that computes them."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found: Counter[str] = Counter()
@@ -104,7 +106,7 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
-    # Both of vLLM's model runners keep it under this name; WorkerBase knows neither of them.
+    # Both of vLLM's model runners have this attribute; the type WorkerBase declares neither of them.
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
@@ -113,7 +115,7 @@ def _slots(worker: WorkerBase) -> dict[str, Slot]:
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     slots = {}
     for name, module in manager.modules.items():
-        parts = manager.packed_modules.get(name, [name])  # vLLM fuses q/k/v and gate/up; each part has its own slot
+        parts = manager.packed_modules.get(name, [name])  # of fused q/k/v and gate/up, each part has a slot
         for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
             slots[PEFT_PREFIX + part] = Slot(a[index, 0], b[index, 0])
     return slots
