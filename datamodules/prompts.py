@@ -157,7 +157,9 @@ class PromptDataModule(LightningDataModule):
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str) -> list[Prompt]:
         if not problems:
-            raise ValueError(f"{type(self.source).__name__} gives no {side} problems")
+            raise ValueError(
+                f"{type(self.source).__name__} gives no {side} problems; give it more rows, or another share of them"
+            )
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
         texts = [chat_text(tokenizer, chat) for chat in chats]

@@ -46,6 +46,10 @@ def read_rows(path: str, *, split: str, subset: str | None = None) -> Iterator[R
         return jsonl_rows(path)
     if path.endswith(".parquet"):
         return _parquet_rows(path)
+    if Path(path).is_file():
+        raise ValueError(
+            f"data file {path} is of a kind that is not read; expected .jsonl (a JSON object per line) or .parquet"
+        )
     return _hub_rows(path, split=split, subset=subset)
 
 
@@ -53,11 +57,11 @@ def jsonl_rows(path: str) -> Iterator[Row]:
     """Rows of a JSON Lines file. Blank lines are skipped and counted; numbers keep the digits they are written with.
 
     Raises:
-        ValueError: the file is missing or not UTF-8, or a line is not a JSON object.
+        ValueError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
     """
     if not Path(path).is_file():
         raise ValueError(f"data file {path} does not exist")
-    num_blank = 0
+    num_blank = number = 0
     with open(path, encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -67,6 +71,8 @@ def jsonl_rows(path: str) -> Iterator[Row]:
                     num_blank += 1
         except UnicodeDecodeError as error:
             raise ValueError(f"data file {path} is not UTF-8: {error}") from error
+    if number == num_blank:
+        raise ValueError(f"data file {path} has no rows; expected a JSON object per line")
     if num_blank:
         rank_zero_info(f"{path}: skipped {num_blank} blank lines")
 

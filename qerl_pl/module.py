@@ -41,6 +41,7 @@ from qerl_pl.training.optimization import (
     check_groups,
     group_settings,
     lr_scheduler,
+    make_optimizer,
     parameter_groups,
     restore_settings,
 )
@@ -150,7 +151,7 @@ class QeRLModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer for the trained parameters and the learning-rate schedule over trainer.max_steps."""
-        optimizer = self.settings.optimizer(parameter_groups(self.parameters()))
+        optimizer = make_optimizer(self.settings.optimizer, self.parameters())
         scheduler = lr_scheduler(
             optimizer,
             schedule=self.settings.lr_schedule,

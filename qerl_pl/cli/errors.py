@@ -19,6 +19,12 @@ MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
 """Beginnings of jsonargparse's complaints about the other members of a union type; they do not help the user."""
 TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
+EXAMPLES = {
+    "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
+    "model.optimizer": "torch.optim.AdamW",
+    "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
+    "data.source": "datamodules.table.Table",
+}
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
 """Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
 
@@ -62,6 +68,13 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     if said:
         return _in_words(place, said[0], arguments)
     expected = [cause.strip(": ").removeprefix("Expected a ") for cause in causes]
+    if path := next((text for text in expected if text.startswith("dot import path string: ")), None):
+        kinds = [_kind(kind) for kind in expected if kind != path]
+        place = ".".join([place, *re.findall(r'[Pp]arser key "([^"]+)"', message)[1:]])
+        kinds = kinds or [
+            f"a class by its path, such as {EXAMPLES.get(place, 'callbacks.aqn.AdaptiveQuantizationNoise')}"
+        ]
+        return _expected(place, path.split(": ")[1], " or ".join(dict.fromkeys(kinds)), arguments)
     value = re.search(r"Got value: (.*)", message) or given
     if not expected or value is None:
         return message
@@ -71,6 +84,8 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
     """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
+    if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
+        return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
     said, name = of_the_value(str(error), arguments), _constructor_of(error)
     return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
 
@@ -107,6 +122,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
             f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
             "among the installed packages"
         )
+    if other := re.search(r"Unexpected import object (.*)\. Got value: (.*)", cause):
+        return f"{place} is {other[2]}, which is {other[1][:100]}; expected the path of a function or a class"
     if missing := re.search(r"the following arguments are required: (.+)", cause):
         return f"{place} needs {missing[1]} (under init_args)"
     if value := re.search(r"Expected a (.+)\. Got value: (.*)", cause):
@@ -135,7 +152,8 @@ def _kind(text: str) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=2, cutoff=0.5)
+    near = sorted(each for each in known if each.lower() == name.lower())[:1]  # a class comes before a module
+    near = near or get_close_matches(name, known, n=2, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"known names: {', '.join(known)[:200]}" if known else "--help lists all settings"

@@ -24,6 +24,7 @@ from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
 from qerl_pl.checkpoint import LAST
+from qerl_pl.cli.checks import check_checkpoint, check_groups
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
@@ -108,7 +109,9 @@ class QeRLCLI(LightningCLI):
                     f"--smoke works with fit, not with {command}; to evaluate few problems: --data.val_limit 4"
                 )
             shorten(config)
+        check_groups(self._parser(command).groups or (), config)
         if command == "fit":
+            check_checkpoint(config.ckpt_path, words=("last",))
             last = Path(config.run_dir, "checkpoints", LAST)
             if config.ckpt_path is None and last.exists():
                 raise ValueError(
@@ -119,6 +122,7 @@ class QeRLCLI(LightningCLI):
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(Path(config.run_dir, "checkpoints", f"{config.ckpt_path}.ckpt"))
+        check_checkpoint(config.ckpt_path)
         source = config.data.source
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
         policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""

@@ -45,7 +45,10 @@ class Parser(LightningArgumentParser):
 
 
 def spelt_out(arguments: list[str]) -> list[str]:
-    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``."""
+    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``.
+
+    A negative number is joined to its option, because argparse reads ``--x -1e-3`` as two options.
+    """
     found = list(arguments)
     for index, argument in enumerate(arguments):
         name, equals, word = argument.partition("=")
@@ -53,7 +56,17 @@ def spelt_out(arguments: list[str]) -> list[str]:
             found[index] = f"{OPTION}.preset={word}"
         elif argument == OPTION and index + 1 < len(arguments) and arguments[index + 1].isidentifier():
             found[index] = f"{OPTION}.preset"
+    for index in range(len(found) - 1, 0, -1):
+        if found[index - 1].startswith("--") and "=" not in found[index - 1] and _is_below_zero(found[index]):
+            found[index - 1 : index + 1] = [f"{found[index - 1]}={found[index]}"]
     return found
+
+
+def _is_below_zero(text: str) -> bool:
+    try:
+        return text.startswith("-") and float(text) <= 0
+    except ValueError:
+        return False
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from qerl_pl.common import ranks
 
 Schedule = Literal["constant_with_warmup", "linear", "cosine"]
+
+
+def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
+    """Build the optimizer over ``parameter_groups``.
+
+    Raises:
+        ValueError: it refuses its settings, such as a negative learning rate.
+    """
+    try:
+        return build(parameter_groups(parameters))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.optimizer refuses its settings: {error}; change model.optimizer.init_args") from error
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:

@@ -95,8 +95,9 @@ def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, 
 @pytest.mark.slow
 def test_another_run_is_not_resumed(run, bases, finished, other, said):
     other = tuple(str(bases["dense"]) if value == "dense" else value for value in other)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as refused:
         run("fit", finished, "--ckpt_path", "last", *other)
+    assert len(str(refused.value).splitlines()) <= 5
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -30,6 +32,25 @@ def too_few(prompts, completions):
     return [0.0]
 
 
+def a_text(prompts, completions):
+    return ["good" for _ in prompts]
+
+
+def no_list(prompts, completions):
+    return "good"
+
+
+def not_a_number(prompts, completions):
+    return [float("nan") for _ in prompts]
+
+
+def of_a_dict(prompts, completions):
+    return [len(prompt["question"]) for prompt in prompts]
+
+
+NUMBER = 3
+
+
 class Scaled:
     def __init__(self, scale: float = 1.0):
         if scale <= 0:
@@ -51,11 +72,29 @@ class Server(Callback):
 """
 AQN = "callbacks.aqn.AdaptiveQuantizationNoise"
 LOGGERS = "lightning.pytorch.loggers"
+FILES = {
+    "rows.jsonl": '{"problem": "1+1=?", "answer": 2}\n',
+    "one.jsonl": '{"question": "1+1=?", "answer": 2}\n',
+    "empty.jsonl": "",
+    "python.jsonl": "{'question': '1+1=?', 'answer': 2}\n",
+    "no_answer.jsonl": '{"question": "1+1=?", "answer": ""}\n',
+    "rows.csv": "question,answer\n1+1=?,2\n",
+    "a_file": "",
+}
 TABLE = {"class_path": "datamodules.table.Table", "init_args": {"train_path": "rows.jsonl", "validation_share": 0.5}}
 
 
 def added(class_path: str, **settings: object) -> dict:
     return {"trainer": {"callbacks+": [{"class_path": class_path, "init_args": settings}]}}
+
+
+def table(path: str) -> dict:
+    source = {"class_path": "datamodules.table.Table", "init_args": {"train_path": path, "validation_share": 0.5}}
+    return {"data": {"source": source}}
+
+
+def optimizer(class_path: str, **settings: object) -> dict:
+    return {"model": {"optimizer": {"class_path": class_path, "init_args": settings}}}
 
 
 def reward(path: object, **more: object) -> dict:
@@ -132,6 +171,45 @@ MISTAKES = {
     "file of settings": (["-c", "gone.yaml"], r"there is no file gone\.yaml"),
     "name of settings": (["-c", "gms8k"], r"did you mean gsm8k\? \(there are: "),
     "base": (["--model.base", "models/gone"], r"there is no folder models/gone; download a checkpoint"),
+    "name of a base": (["--model.base", "Qwen/Qwen2.5-7B"], r"no folder Qwen/Qwen2\.5-7B; download .*hf download"),
+    "base without tokenizer": (["--model.base", "base"], r"base has no tokenizer \(tokenizer\.json .*copy it from"),
+    "text as a score": (reward("mine.a_text"), r"'mine' scored row 0 as 'good'; expected a finite number or None"),
+    "text as scores": (reward("mine.no_list"), r"'mine' returned 'good'; expected a list with a number"),
+    "nan as a score": (reward("mine.not_a_number"), r"'mine' scored row 0 as nan; expected a finite number or None"),
+    "prompt as a dict": (
+        reward("mine.of_a_dict"),
+        r"'mine' failed on a batch of 6 rows: TypeError.*mine\.py, line \d+",
+    ),
+    "number as a reward": (reward("mine.NUMBER"), r"mine\.NUMBER, which is 3; expected the path of a function"),
+    "no reward": ({"model": {"rewards": []}}, r"model\.rewards is empty; expected at least one"),
+    "empty file of data": (table("empty.jsonl"), r"empty\.jsonl has no rows; expected a JSON object per line"),
+    "python for JSON": (table("python.jsonl"), r"python\.jsonl:1: not JSON: Expecting property name"),
+    "empty answer": (table("no_answer.jsonl"), r"no_answer\.jsonl:1: column 'answer' is empty"),
+    "CSV file": (table("rows.csv"), r"rows\.csv is of a kind that is not read; expected \.jsonl .* or \.parquet"),
+    "one row": (table("one.jsonl"), r"Table gives no (validation|training) problems; give it more rows"),
+    "folder of the run": (["--run_dir", "a_file"], r"a_file: a file is where a folder is needed: give another path"),
+    "learning rate below 0": (
+        ["--model.optimizer.init_args.lr", "-1e-3"],
+        r"AdamW: .*-0\.001; change model\.optimizer",
+    ),
+    "learning rate in words": (
+        optimizer("torch.optim.AdamW", lr="small"),
+        r"lr is 'small' \(.*line 5\); expected a num",
+    ),
+    "optimizer by its name": (["--model.optimizer", "Adan"], r"is 'Adan'; expected a class by its path, such as torch"),
+    "case of a class": (optimizer("torch.optim.Adamw", lr=1e-3), r"no 'Adamw' in torch\.optim .*did you mean AdamW\?"),
+    "engine by its name": (["--model.engine", "vllm"], r"expected a class by its path, such as qerl_pl\.rollout\.vllm"),
+    "no steps": (["--trainer.max_steps", "0"], r"max_steps is 0; expected the length of the run, at least 1"),
+    "short prompts": (["--data.max_prompt_tokens", "5"], r"more than max_prompt_tokens=5 tokens.*set .* to 28 or more"),
+    "batch": (
+        ["--model.mini_batches", "3", "--trainer.max_steps", "12"],
+        r"batch_size \(4 prompts\) is no multiple of model\.mini_batches \(3\)",
+    ),
+    "list for settings": ({"model": {"sampling": [1]}}, r"model\.sampling is \[1\]; expected settings by their names"),
+    "seed": (["--seed_everything", "-1"], r"seed_everything is -1; expected a whole number from 0"),
+    "checkpoint": (["--ckpt_path", "gone.ckpt"], r"there is no checkpoint gone\.ckpt; --ckpt_path is last, best"),
+    "best checkpoint": (["--ckpt_path", "best"], r"'best', with which fit cannot go on: it goes on from 'last'"),
+    "W&B that is not installed": (["--trainer.logger", f"{LOGGERS}.WandbLogger"], r"pip install .*wandb"),
 }
 
 
@@ -146,10 +224,15 @@ def outcome(run: Callable[[], int | str], capsys: pytest.CaptureFixture[str]) ->
 def test_a_mistake_ends_in_a_line_that_says_what_to_do(mistake, bases, tmp_path, monkeypatch, capsys):
     if mistake == "GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    if mistake == "W&B that is not installed" and find_spec("wandb"):
+        pytest.skip("it is installed")
     wrong, said = MISTAKES[mistake]
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(wrong) if isinstance(wrong, dict) else "")
-    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=?", "answer": 2}\n')
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    if mistake == "base without tokenizer":
+        shutil.copytree(bases["nvfp4"], tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
     more = ["-c", str(tmp_path / "mine.yaml")] if isinstance(wrong, dict) else wrong
     if mistake == "file of data":
         more = ["--data.source=datamodules.table.Table", "--data.source.validation_share=0.5", *more]

@@ -1,0 +1,41 @@
+"""Mistakes in a parsed configuration that would end in a traceback of Lightning or jsonargparse."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+
+def check_groups(groups: Iterable[str], config: Namespace) -> None:
+    """Refuse a value in the place of named settings, as in ``sampling: [1]``.
+
+    Args:
+        groups: names of what holds settings, such as model.sampling.
+        config: of one command.
+
+    Raises:
+        ValueError: names the group and the value.
+    """
+    for name in groups:
+        value = config.get(name)
+        if not isinstance(value, Namespace | Mapping | None):
+            raise ValueError(f"{name} is {value!r}; expected settings by their names below it, see --help")
+
+
+def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
+    """Refuse a checkpoint that is not there, before anything is loaded.
+
+    Args:
+        path: what --ckpt_path says; None: none.
+        words: that stand for a checkpoint and are resolved later.
+
+    Raises:
+        ValueError: names the file and what may be given.
+    """
+    if path is None or path in words or Path(path).is_file():
+        return
+    if path == "best":
+        raise ValueError("ckpt_path is 'best', with which fit cannot go on: it goes on from 'last', or from a file")
+    raise ValueError(f"there is no checkpoint {path}; --ckpt_path is last, best (not for fit) or a file")
