@@ -25,6 +25,7 @@ EXAMPLES = {
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
     "data.source": "datamodules.table.Table",
 }
+"""Setting that names a class -> a class to show as an example."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
 """Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
 
