@@ -158,11 +158,10 @@ def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
     Raises:
         ValueError: a part of what engines fuse is in NVFP4 and a part is not.
     """
-    siblings = {member: group for group in FUSED for member in group}
     groups = []
     for name in stored.packed:
         parent, dot, leaf = name.rpartition(".")
-        group = [f"{parent}{dot}{member}" for member in siblings.get(leaf, (leaf,))]
+        group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
         if dense := [member for member in group if member not in stored.packed]:
             other = "FP8" if set(dense) & set(stored.fp8) else "16 bits"
             raise ValueError(
