@@ -127,9 +127,9 @@ def test_arms_differ_in_what_they_compare_alone(task, resolved):
     assert data["batch_size"] * model["sampling"]["num_completions"] == 128, "the paper's batch"
     assert difference(arms["nvfp4"], arms["nvfp4_aqn"]) == {"run_dir", "trainer.callbacks"}
     assert difference(arms["bf16"], arms["bf16_aqn"]) == {"run_dir", "trainer.callbacks"}
-    assert difference(arms["nvfp4"], arms["mxfp4"]) == {"run_dir", "model.base_format"}
-    assert difference(arms["nvfp4"], arms["nf4"]) == {"run_dir", "model.base_format"}
-    assert difference(arms["nvfp4"], arms["bf16"]) == {"run_dir", "model.base_format", "model.optimizer.init_args.lr"}
+    assert difference(arms["nvfp4"], arms["mxfp4"]) == {"run_dir", "model.quantize"}
+    assert difference(arms["nvfp4"], arms["nf4"]) == {"run_dir", "model.quantize"}
+    assert difference(arms["nvfp4"], arms["bf16"]) == {"run_dir", "model.quantize", "model.optimizer.init_args.lr"}
     added = arms["nvfp4_aqn"]["trainer"]["callbacks"][len(arms["nvfp4"]["trainer"]["callbacks"]) :]
     assert [callback["class_path"] for callback in added] == ["callbacks.aqn.AdaptiveQuantizationNoise"]
     assert {name: arm["run_dir"] for name, arm in arms.items()} == {
@@ -143,7 +143,7 @@ def test_models_differ_in_their_base_and_levels_in_their_level_alone(resolved):
     for model in MODELS:
         other = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", model, ARM))
         assert difference(usual, other) == (set() if model == MODEL else {"run_dir", "model.base"})
-        assert other["model"]["base"] == f"models/{model.stem}"
+        assert other["model"]["base"].lower() == f"qwen/{model.stem}-instruct"
     harder = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", LEVELS, MODEL, ARM))
     level = "data.source.init_args.training.init_args.source.init_args.levels"
     assert difference(usual, harder) == {"run_dir", level}

@@ -14,12 +14,13 @@ from qerl_pl.quant.layouts import read_layout
 BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
-def base_folder(base: str, base_format: BaseFormat | None) -> str:
+def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
     """Return the folder of the checkpoint that a run uses: the base itself, or its copy in a 4-bit format.
 
     Args:
         base: folder of a checkpoint.
         base_format: format of the copy, whose folder is BASE-FORMAT; None means the base itself.
+        must_exist: refuse a base without such a copy.
 
     Raises:
         ValueError: there is no such copy; the message has the command that makes it.
@@ -27,10 +28,11 @@ def base_folder(base: str, base_format: BaseFormat | None) -> str:
     if base_format is None:
         return base
     folder = f"{base.rstrip('/')}-{base_format}"
-    if Path(base).is_dir() and not Path(folder).is_dir():
+    if must_exist and Path(base).is_dir() and not Path(folder).is_dir():
         raise ValueError(
             f"model.base_format is {base_format!r} and there is no folder {folder}; make it by: python -m qerl_pl "
-            f"quantize --model {base} --output {folder} --format {base_format}"
+            f"quantize --model {base} --output {folder} --format {base_format}; or have it made at first use: "
+            f"--model.base_format null --model.quantize {base_format}"
         )
     return folder
 
@@ -46,8 +48,8 @@ def check_base(path: str | Path) -> Mapping:
     """
     if not Path(path).is_dir():
         raise ValueError(
-            f"model.base: there is no folder {path}; download a checkpoint (hf download NAME --local-dir FOLDER), make "
-            "the 4-bit copy of one by `qerl quantize`, or the quickstart's by `qerl tiny` and `qerl quantize`"
+            f"model.base: there is no folder {path}; give a model's name on the hub (OWNER/MODEL), a downloaded "
+            "checkpoint (hf download NAME --local-dir FOLDER), or the quickstart's, of `qerl tiny` and `qerl quantize`"
         )
     checkpoint = Checkpoint(path)
     config = check_family(checkpoint.path)

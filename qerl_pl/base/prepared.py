@@ -2,42 +2,112 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from qerl_pl.base.cache import made_once
 from qerl_pl.base.folder import BaseFormat, base_folder
+from qerl_pl.base.hub import hub_config, hub_folder, is_hub_name
+from qerl_pl.base.quantization import Quantization
 from qerl_pl.base.tokenizer import load_tokenizer
-from qerl_pl.quant.convert import VERSION, convert_checkpoint
+from qerl_pl.quant import convert, quantize
+from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import CONFIG
-from qerl_pl.quant.published import conversion_reasons
+from qerl_pl.quant.layouts import read_layout
+from qerl_pl.quant.published import conversion_reasons, declared_layout
 
 
-def prepared_base(base: str, base_format: BaseFormat | None = None) -> str:
-    """Return the folder that a run loads, and convert the base if necessary; logs what was ignored or changed.
+def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:
+    """Return the folder that a run loads, and make it if necessary; logs what was ignored or changed.
 
     Args:
-        base: folder of a checkpoint.
+        base: folder of a checkpoint, or a model's name on the hub.
         base_format: see ``base_folder``.
+        quantization: of a base that is dense; one that has the format already stays as it is.
 
     Returns:
-        The base's folder; for a published NVFP4 checkpoint that also quantises activations or the KV cache, the folder
-        of its W4A16 copy in the cache.
+        The base's folder, or a folder of the cache: the W4A16 copy of a published NVFP4 checkpoint that also quantises
+        activations, the KV cache or linears in FP8, or the quantised base.
 
     Raises:
         ValueError: the base cannot be used; says why in one line.
     """
-    folder = Path(base_folder(base, base_format))
+    name = base.rstrip("/").rpartition("/")[2]
+    check_format(base, base_format, quantization)
+    if is_hub_name(base):
+        config = hub_config(base)
+        check_family(config)
+        declared_layout(config)
+        folder = hub_folder(base)
+    else:
+        folder = Path(base_folder(base, base_format))
     if not (folder / CONFIG).is_file():
         return str(folder)  # check_base raises the error
     config = check_family(folder)
-    reasons = conversion_reasons(folder)
-    if not reasons:
+    if reasons := conversion_reasons(folder):
+        load_tokenizer(folder, config)
+        settings = {"convert to": "W4A16", "version": convert.VERSION}
+        source = folder
+        folder = made_once(source, f"{name}-w4a16", settings, lambda copy: convert.convert_checkpoint(source, copy))
+        rank_zero_info(f"{base} is read as 4-bit weights with 16-bit activations, from {folder}: {'; '.join(reasons)}")
+    if quantization is None:
         return str(folder)
-    load_tokenizer(folder, config)
-    settings = {"convert to": "W4A16", "version": VERSION}
-    copy = made_once(folder, f"{folder.name}-w4a16", settings, lambda output: convert_checkpoint(folder, output))
-    rank_zero_info(f"{folder} is read as 4-bit weights with 16-bit activations, from {copy}: {'; '.join(reasons)}")
-    return str(copy)
+    if layout := read_layout(folder):
+        if layout.fmt.name != quantization.format:
+            raise ValueError(
+                f"model.quantize is {quantization.format!r} and {base} is in {layout.fmt.name} already: set it to "
+                "null, or start from the 16-bit model"
+            )
+        return str(folder)
+    return str(_quantized(folder, name, quantization))
+
+
+def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
+    """Refuse settings that say twice in which format the base is.
+
+    Raises:
+        ValueError: model.base_format is given with model.quantize, or with a model's name on the hub.
+    """
+    if base_format is not None and quantization is not None:
+        raise ValueError(
+            f"model.base_format is {base_format!r} and model.quantize {quantization.format!r}; the first takes a copy "
+            "that `qerl quantize` wrote, the second makes one: give one of them"
+        )
+    if base_format is not None and is_hub_name(base):
+        raise ValueError(
+            f"model.base_format is {base_format!r}, which takes the copy beside a folder, and {base} is a name on the "
+            f"hub: give --model.quantize {base_format}"
+        )
+
+
+def _quantized(folder: Path, name: str, quantization: Quantization) -> Path:
+    settings = {**asdict(quantization), "version": quantize.VERSION}
+    source = quantization.calibration
+    if source is None:
+        settings |= {"samples": None, "length": None}
+    elif Path(source).is_file():
+        settings["calibration"] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+    def make(output: Path) -> None:
+        rank_zero_info(f"{name} is quantised to {quantization.format} once, into {output}")
+        calibration = None
+        if source is not None:
+            calibration = read_calibration(source, folder, samples=quantization.samples, length=quantization.length)
+        quantize.quantize_checkpoint(
+            folder,
+            output,
+            format=quantization.format,
+            method=quantization.method,
+            ignore=quantization.ignore,
+            calibration=calibration,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    return made_once(folder, f"{name}-{quantization.format}", settings, make)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.plan import is_ignored
 from qerl_pl.quant.published import declared_layout
 
 
@@ -79,10 +80,18 @@ def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtyp
     return _shape(model, fmt, lambda name: True)
 
 
-def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
+def checkpoint_shape(
+    path: str | Path, dtype: torch.dtype, fmt: Format | None = None, ignore: Sequence[str] = ()
+) -> ModelShape:
     """Compute the shape of a checkpoint folder from config.json and the headers of its safetensors files.
 
     If the folder has no weights, all linears except the head are assumed to have the format that config.json names.
+
+    Args:
+        path: the folder.
+        dtype: of everything that is not packed.
+        fmt: that a dense checkpoint will be quantised to; None: it stays dense.
+        ignore: linears that stay dense then, as the quantiser takes them.
 
     Raises:
         ValueError: the folder holds no supported model, or its quantisation is not supported.
@@ -93,8 +102,10 @@ def checkpoint_shape(path: str | Path, dtype: torch.dtype) -> ModelShape:
     check_family(path)
     layout = declared_layout(path)
     model = meta_model(path, dtype)
-    if layout is None or not any(path.glob("*.safetensors")):
-        return _shape(model, layout and layout.fmt, lambda name: True)
+    if layout is None:
+        return _shape(model, fmt, lambda name: not is_ignored(name, ignore))
+    if not any(path.glob("*.safetensors")):
+        return _shape(model, layout.fmt, lambda name: True)
     marked = set(Checkpoint(path).names())
     return _shape(model, layout.fmt, lambda name: name + layout.marker in marked)
 

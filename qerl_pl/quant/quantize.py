@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
+from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
@@ -37,8 +37,6 @@ from qerl_pl.quant.writers import WRITERS, Writer
 
 LARGEST_WEIGHT = 1e6  # squares of larger ones, summed over a layer, come near to what fp32 can hold
 VERSION = 1  # of the layout and arithmetic of the output; part of its metadata
-FormatName = Literal["nvfp4", "mxfp4", "nf4"]
-Method = Literal["rtn", "mse", "awq", "gptq"]
 _ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 

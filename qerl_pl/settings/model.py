@@ -12,6 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 
 from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
+from qerl_pl.base.quantization import Quantize, quantization_of
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.objective import Objective
@@ -35,9 +36,11 @@ class ModuleSettings:
     """Settings of how the policy is loaded, sampled from and trained.
 
     Args:
-        base: checkpoint folder of the base, dense or quantised.
+        base: folder of a checkpoint, or a model's name on the Hugging Face hub (Qwen/Qwen3-8B), dense or quantised.
         base_format: use the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
             BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: use the base itself.
+        quantize: quantise a dense base at the first start and cache the result: nvfp4, mxfp4 or nf4, or a mapping of
+            the quantiser's settings (format, method, calibration, samples, length, ignore); null: do not quantise.
         sampling: settings of training rollouts.
         val_sampling: settings of validation; null: greedy, one completion per prompt, as long as in training.
         lora: settings of the adapter.
@@ -72,6 +75,7 @@ class ModuleSettings:
 
     base: str
     base_format: BaseFormat | None = None
+    quantize: Quantize | None = None
     sampling: Sampling = field(default_factory=Sampling)
     val_sampling: Sampling | None = None
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -94,7 +98,6 @@ class ModuleSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        config = check_base(self.folder)
         check_counts(
             updates_per_rollout=self.updates_per_rollout,
             mini_batches=self.mini_batches,
@@ -103,19 +106,20 @@ class ModuleSettings:
             max_unscored_share=self.max_unscored_share,
             gpu_memory=self.gpu_memory,
         )
-        check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
         check_sampling(self.sampling)
         check_micro_batch(
             self.micro_batch_tokens,
             prompt_tokens=self.max_prompt_tokens,
             completion_tokens=self.sampling.max_tokens,
         )
+        config = check_base(self.folder)  # may download and quantise, so after what costs nothing
+        check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
         check_window(self.folder, config, longest=self.max_model_len)
 
     @cached_property
     def folder(self) -> str:
-        """Folder of the base in the format ``base_format``, which trainer and engine read."""
-        return prepared_base(self.base, self.base_format)
+        """Folder that trainer and engine read the base from, in the format of ``base_format`` or ``quantize``."""
+        return prepared_base(self.base, self.base_format, quantization_of(self.quantize))
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from qerl_pl.base.prepared import prepared_base
+from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
@@ -92,7 +93,7 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
     lora = lora_settings(identity)  # the checkpoint's, because config.yaml may have been written by a later start
-    base = prepared_base(model["base"], model["base_format"])
+    base = prepared_base(model["base"], model["base_format"], quantization_of(model.get("quantize")))
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)

@@ -13,18 +13,17 @@ from typing import Any
 import psutil
 import torch
 
-from qerl_pl.base.folder import base_folder
+from qerl_pl.base.prepared import prepared_base
+from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
-from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.policy.policy import DTYPES
 from qerl_pl.rewards.base import check_answers, score_rewards
 from qerl_pl.settings.run_length import check_run_length
-from qerl_pl.tools.plan import card_bytes, planned_run, read_settings
+from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
 SCORED = 8
@@ -115,7 +114,7 @@ def _rewards(cli: Any) -> str:
 
 def _memory(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
-    base = base_folder(model["base"], model["base_format"])
+    base = prepared_base(model["base"], model["base_format"], quantization_of(model["quantize"]))
     if not torch.cuda.is_available():
         size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors")) / GIB
         free = psutil.virtual_memory().available / GIB
@@ -125,7 +124,7 @@ def _memory(config: dict[str, Any]) -> str:
             )
         return f"no GPU: trains on the CPU, base of {size:.2f} GiB, {free:.0f} GiB free"
     card = card_bytes(model["gpu_memory"])
-    peak = fitted(checkpoint_shape(base, DTYPES[model["dtype"]]), run, card).peak
+    peak = fitted(shape_of(model), run, card).peak
     if peak > usable(card):
         raise ValueError(f"the peak is {peak / GIB:.1f} GiB of {usable(card) / GIB:.1f}; `plan` says what to change")
     return f"peak of {peak / GIB:.1f} GiB as planned, {usable(card) / GIB:.1f} GiB may be used"
@@ -133,7 +132,7 @@ def _memory(config: dict[str, Any]) -> str:
 
 def _disk(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
-    shape = checkpoint_shape(base_folder(model["base"], model["base_format"]), DTYPES[model["dtype"]])
+    shape = shape_of(model)
     values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     needed = CHECKPOINTS * values * (4 + run.state_bytes) / GIB
     folder = Path(config["run_dir"]).absolute()

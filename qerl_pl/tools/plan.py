@@ -19,16 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.base.family import PROJECTIONS
-from qerl_pl.base.folder import base_folder
+from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
+from qerl_pl.memory.planned import planned_shape
 from qerl_pl.memory.run import run_memory
 from qerl_pl.memory.settings import RunMemory
-from qerl_pl.memory.shape import ModelShape, checkpoint_shape
+from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.rollout.base import Sampling
@@ -44,8 +45,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl plan",
         description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
-        "its weight files; a folder with config.json alone is enough. Further arguments are those of `fit`, e.g. "
-        "--model.lora.rank 64.",
+        "its weight files; a folder with config.json alone, or a model's name, is enough. Further arguments are those "
+        "of `fit`, e.g. --model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU (default: model.gpu_memory, or this GPU's)")
@@ -56,8 +57,7 @@ def main(argv: list[str]) -> int:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
         run = planned_run(config)
-        base = base_folder(config["model"]["base"], config["model"]["base_format"])
-        shape = checkpoint_shape(base, DTYPES[config["model"]["dtype"]])
+        shape = shape_of(config["model"])
         run.recompute(shape.num_layers)  # refuses more blocks than there are
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,6 +97,16 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
     finally:
         sys.argv = command_line
     return yaml.safe_load(printed.getvalue())
+
+
+def shape_of(model: Mapping[str, Any]) -> ModelShape:
+    """Shape of the base that the section ``model`` of a parsed configuration names.
+
+    Raises:
+        ValueError: see ``planned_shape``.
+    """
+    quantization = quantization_of(model["quantize"])
+    return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
 
 def card_bytes(gib: float | None) -> int:

@@ -67,7 +67,7 @@ def test_shipped_configurations_are_found_by_name_and_own_code_in_the_folder_of_
     assert done.returncode == 0, done.stderr
     config = yaml.safe_load(done.stdout)
     assert config["run_dir"] == "runs/gsm8k_qwen2.5-7b_nvfp4_aqn"
-    assert config["model"]["base_format"] == "nvfp4"
+    assert config["model"]["quantize"] == "nvfp4"
     assert config["model"]["rewards"][0]["reward"] == "mine.reward"
     assert (installed / "configs" / "base.yaml").exists()
 

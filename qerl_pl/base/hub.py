@@ -1,0 +1,88 @@
+"""Models of the Hugging Face hub by name: config.json first, the weights when a run needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import logging
+
+from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
+LOCAL = "models"
+"""Folder that the documents download models to; no owner of the hub is meant by it."""
+
+T = TypeVar("T")
+
+
+def is_hub_name(base: str) -> bool:
+    """Whether a base is OWNER/MODEL and no folder: neither it nor OWNER exists here."""
+    owner = base.partition("/")[0]
+    return bool(NAME.fullmatch(base)) and owner != LOCAL and not Path(owner).exists()
+
+
+def hub_config(name: str) -> Path:
+    """Fetch config.json of a model, and ModelOpt's file if it has one; no weights.
+
+    Returns:
+        Their folder in the hub's cache.
+
+    Raises:
+        ValueError: see ``hub_folder``.
+    """
+    file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
+    with suppress(EntryNotFoundError):  # without network also where it is not in the cache
+        _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
+    return Path(file).parent
+
+
+def hub_folder(name: str) -> Path:
+    """Fetch a whole model, with progress; what is in the hub's cache is not fetched again.
+
+    Returns:
+        Its folder in the hub's cache.
+
+    Raises:
+        ValueError: in one line: the hub has no such model, it asks for a licence to be accepted, or there is no network
+            and the cache has no copy.
+    """
+    return Path(_fetched(name, lambda: snapshot_download(name, allow_patterns=FILES)))
+
+
+def _fetched(name: str, fetch: Callable[[], T]) -> T:
+    try:
+        return _quietly(fetch)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"model.base: {name} asks for its licence to be accepted: do so at https://huggingface.co/{name}, then "
+            "`hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model.base: there is no folder {name}, and the hub has no model of this name (for a private one: "
+            "`hf auth login`)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"model.base: there is no folder {name}, and the hub cannot be reached for a model of this name, which its "
+            "cache here does not have; download it where there is a network (hf download NAME --local-dir FOLDER)"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ValueError(f"model.base: {name} has no {CONFIG}, so it is not a model in Hugging Face layout") from error
+
+
+def _quietly(fetch: Callable[[], T]) -> T:
+    """Without a line for every retry: what is wrong in the end is said in one."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return fetch()
+    finally:
+        logging.set_verbosity(before)

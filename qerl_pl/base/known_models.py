@@ -1,0 +1,82 @@
+"""Dimensions of well-known models, so that memory can be planned before anything is downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_FORMAT = re.compile(r"-(nvfp4|mxfp4|nf4)(?:a16)?$", re.IGNORECASE)
+
+
+class Sizes(NamedTuple):
+    """What of a model's config.json decides its memory."""
+
+    family: str
+    """``model_type`` of config.json."""
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    """The head is the embedding."""
+    positions: int
+
+
+KNOWN: Mapping[str, Sizes] = {
+    "Qwen/Qwen2.5-0.5B-Instruct": Sizes("qwen2", 896, 4864, 24, 14, 2, 64, 151936, True, 32768),
+    "Qwen/Qwen2.5-1.5B-Instruct": Sizes("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True, 32768),
+    "Qwen/Qwen2.5-3B-Instruct": Sizes("qwen2", 2048, 11008, 36, 16, 2, 128, 151936, True, 32768),
+    "Qwen/Qwen2.5-7B-Instruct": Sizes("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False, 32768),
+    "Qwen/Qwen2.5-14B-Instruct": Sizes("qwen2", 5120, 13824, 48, 40, 8, 128, 152064, False, 32768),
+    "Qwen/Qwen2.5-32B-Instruct": Sizes("qwen2", 5120, 27648, 64, 40, 8, 128, 152064, False, 32768),
+    "Qwen/Qwen2.5-72B-Instruct": Sizes("qwen2", 8192, 29568, 80, 64, 8, 128, 152064, False, 32768),
+    "Qwen/Qwen3-0.6B": Sizes("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960),
+    "Qwen/Qwen3-1.7B": Sizes("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960),
+    "Qwen/Qwen3-4B": Sizes("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True, 40960),
+    "Qwen/Qwen3-8B": Sizes("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 40960),
+    "Qwen/Qwen3-14B": Sizes("qwen3", 5120, 17408, 40, 40, 8, 128, 151936, False, 40960),
+    "Qwen/Qwen3-32B": Sizes("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False, 40960),
+    "meta-llama/Llama-3.1-8B-Instruct": Sizes("llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 131072),
+    "meta-llama/Llama-3.2-1B-Instruct": Sizes("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
+    "meta-llama/Llama-3.2-3B-Instruct": Sizes("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072),
+    "meta-llama/Llama-3.3-70B-Instruct": Sizes("llama", 8192, 28672, 80, 64, 8, 128, 128256, False, 131072),
+}
+
+
+def known_format(base: str) -> str | None:
+    """The 4-bit format that ends a model's name, e.g. nvfp4 of nvidia/Qwen3-8B-NVFP4; None: it names none."""
+    found = _FORMAT.search(base.rstrip("/"))
+    return found and found[1].lower()
+
+
+def known_config(base: str) -> Mapping[str, Any] | None:
+    """What is known of a model's config.json, by its name or its folder's; None for models that the table lacks.
+
+    Args:
+        base: e.g. Qwen/Qwen3-8B, or models/qwen2.5-7b. Capitals and the endings -Instruct and
+            -NVFP4 do not count.
+    """
+    name = _short(base)
+    sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)
+    if sizes is None:
+        return None
+    return {
+        "model_type": sizes.family,
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.key_heads,
+        "max_position_embeddings": sizes.positions,
+        "tie_word_embeddings": sizes.tied,
+        **({} if sizes.family == "qwen2" else {"head_dim": sizes.head_dim}),
+    }
+
+
+def _short(name: str) -> str:
+    return _FORMAT.sub("", name.rstrip("/")).rpartition("/")[2].lower().removesuffix("-instruct")

@@ -1,0 +1,66 @@
+"""How a run quantises its base at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+FormatName = Literal["nvfp4", "mxfp4", "nf4"]
+Method = Literal["rtn", "mse", "awq", "gptq"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Settings of the quantiser, as ``python -m qerl_pl quantize`` takes them.
+
+    Args:
+        format: of the packed weights: nvfp4, mxfp4 or nf4.
+        method: rtn rounds to nearest; mse searches block scales; awq also folds scales into norms; gptq is of second
+            order.
+        calibration: .txt or .jsonl file, or a data set of the hub; awq and gptq need it.
+        samples: calibration sequences.
+        length: tokens per calibration sequence.
+        ignore: linears left in 16 bits: names, or "re:PATTERN".
+
+    Raises:
+        ValueError: a value is out of its range, or the method needs calibration data.
+    """
+
+    format: FormatName = "nvfp4"
+    method: Method = "rtn"
+    calibration: str | None = None
+    samples: int = 256
+    length: int = 2048
+    ignore: tuple[str, ...] = ("lm_head",)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("format", self.format, FormatName), ("method", self.method, Method)):
+            if value not in get_args(known):
+                raise ValueError(f"model.quantize.{name} is {value!r}; expected one of {', '.join(get_args(known))}")
+        if self.method in ("awq", "gptq") and self.calibration is None:
+            raise ValueError(
+                f"model.quantize.method is {self.method!r}, which needs calibration data: set "
+                "model.quantize.calibration to a .txt or .jsonl file or a data set of the hub"
+            )
+        if self.samples < 1 or self.length < 1:
+            raise ValueError(
+                f"model.quantize has samples {self.samples} and length {self.length}; expected at least 1 of both"
+            )
+
+
+Quantize = FormatName | Quantization
+"""``nvfp4``, or all settings."""
+
+
+def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:
+    """Settings from a format's name, from a mapping as YAML has it, or from nothing.
+
+    Raises:
+        ValueError: see ``Quantization``.
+    """
+    if value is None or isinstance(value, Quantization):
+        return value
+    if isinstance(value, str):
+        return Quantization(format=value)
+    return Quantization(**{**value, "ignore": tuple(value.get("ignore", Quantization.ignore))})
