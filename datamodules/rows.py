@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from qerl_pl.common.extras import not_installed
+
 MAX_TEXT = 1_000_000  # characters of a question or an answer: more is a broken row, and takes minutes to tokenise
 
 
@@ -116,8 +118,10 @@ def _parquet_rows(path: str) -> Iterator[Row]:
 
 
 def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
-    from datasets import load_dataset  # heavy, and not needed for local files
-
+    try:
+        from datasets import load_dataset  # heavy, and not needed for local files
+    except ModuleNotFoundError as error:
+        raise ValueError(f"cannot load {name}: {not_installed('datasets')}, or give a local .jsonl file") from error
     try:
         table = load_dataset(name, subset, split=split)  # code of the repository is never run
     except (ConnectionError, FileNotFoundError) as error:

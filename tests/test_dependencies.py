@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import importlib.abc
 import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
+import train
+from datamodules.rows import read_rows
+from qerl_pl.common.extras import EXTRAS, not_installed
+
 ROOT = Path(__file__).parent.parent
 OURS = {"qerl_pl", "callbacks", "datamodules", "train", "tests", "configs"}
-OPTIONAL = {"vllm", "humming", "cuda", "liger_kernel"}
-"""Installed by the extra "gpu"; the CPU build of vLLM by the Makefile."""
+OPTIONAL = {"vllm", "humming", "cuda", "liger_kernel", "datasets"}
+"""In extras; the Makefile installs the CPU build of vLLM."""
 
 
 def imported() -> set[str]:
@@ -44,3 +51,58 @@ def test_every_imported_package_is_declared():
         if not {re.sub(r"[-_.]+", "-", name).lower() for name in distributions.get(package, [])} & declared()
     }
     assert not missing
+
+
+def test_the_command_that_a_missing_package_names_is_of_an_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared_there = {requirement for name, listed in extras.items() if name != "dev" for requirement in listed}
+    assert set(EXTRAS.values()) <= declared_there
+    assert OPTIONAL - {"cuda"} <= set(EXTRAS)
+    assert not_installed("bitsandbytes.optim") == (
+        "bitsandbytes is not installed; install it: pip install 'bitsandbytes>=0.50'"
+    )
+    assert not_installed("torch") is None
+
+
+class Missing(importlib.abc.MetaPathFinder):
+    """Makes packages look as if they were not installed."""
+
+    def __init__(self, *packages: str) -> None:
+        self.packages = packages
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname.partition(".")[0] in self.packages:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """``without("datasets")``: as on a machine that lacks the package."""
+
+    def hide(*packages: str) -> None:
+        for module in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setattr(sys, "meta_path", [Missing(*packages), *sys.meta_path])
+
+    return hide
+
+
+def test_a_data_set_of_the_hub_without_datasets_is_refused_by_the_command_that_installs_it(without):
+    without("datasets")
+    with pytest.raises(
+        ValueError, match=r"cannot load openai/gsm8k: datasets is not installed; .*pip install 'data"
+    ) as no:
+        next(read_rows("openai/gsm8k", split="train"))
+    assert "\n" not in str(no.value)
+
+
+def test_an_optimizer_of_a_missing_package_is_refused_by_the_command_that_installs_it(without, monkeypatch, capsys):
+    without("bitsandbytes")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        train.exit_status(["fit", "-c", "configs/quickstart.yaml", "--model.optimizer", "bitsandbytes.optim.AdamW8bit"])
+    [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said == (
+        "error: model.optimizer: bitsandbytes is not installed; install it: pip install 'bitsandbytes>=0.50'"
+    )

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from qerl_pl.cli.yaml_files import config_files
+from qerl_pl.common.extras import not_installed
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
@@ -119,6 +120,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
         return f"{place}: there is no {name[2]!r} in {name[1]}{where}; {_nearest(name[2], _members(name[1]))}"
     if module := re.search(r"No module named '([\w.]+)'", cause):
         where = _where(re.escape(module[1]), arguments)
+        if how := not_installed(module[1]):
+            return f"{place}: {how}"
         return (
             f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
             "among the installed packages"

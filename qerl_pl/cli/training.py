@@ -31,6 +31,7 @@ from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
+from qerl_pl.common.extras import not_installed
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
@@ -194,6 +195,10 @@ def exit_status(args: list[str]) -> int | str:
         return 128 + signal.SIGTERM
     except (ValueError, ArgumentTypeError) as error:
         return f"error: {of_error(error, sys.argv[1:])}"
+    except ModuleNotFoundError as error:
+        if how := not_installed(error.name or ""):
+            return f"error: {how}"
+        raise
     except OSError as error:
         return f"error: {in_words(error)}"
     callbacks: list[object] = getattr(cli.trainer, "callbacks", [])

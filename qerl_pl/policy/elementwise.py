@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qerl_pl.common.extras import not_installed
 from qerl_pl.policy.kept import active
 
 FusedSetting = Literal["auto"] | bool
@@ -61,9 +62,7 @@ def fused_wanted(setting: FusedSetting) -> bool:
     """
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
-        raise ValueError(
-            "model.fused_elementwise is true and liger-kernel is not installed: pip install 'qerl-pl[gpu]', or say auto"
-        )
+        raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")
     return installed if setting == "auto" else bool(setting)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from qerl_pl.common.extras import not_installed
+
 
 class Calibration(NamedTuple):
     """Sequences, and where they are from."""
@@ -97,9 +99,11 @@ def _existing(path: Path) -> Path:
 
 
 def _hub_texts(name: str) -> Iterator[str]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+    except ModuleNotFoundError as error:
+        raise ValueError(f"calibration source {name!r} is of the hub: {not_installed('datasets')}") from error
     try:
         rows = load_dataset(name, split="train", streaming=True)
     except (DatasetNotFoundError, ConnectionError) as error:

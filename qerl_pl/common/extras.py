@@ -1,0 +1,32 @@
+"""Packages that only some configurations need, and the command that installs each."""
+
+from __future__ import annotations
+
+import re
+
+EXTRAS = {
+    "bitsandbytes": "bitsandbytes>=0.50",
+    "datasets": "datasets>=4",
+    "humming": "humming-kernels==0.1.17",
+    "liger_kernel": "liger-kernel>=0.8.5,<0.9",
+    "mlflow": "mlflow-skinny>=2.14",
+    "vllm": "vllm==0.32.0",
+    "wandb": "wandb>=0.19",
+}
+"""Importable name -> requirement of an extra in pyproject.toml."""
+
+
+def not_installed(module: str) -> str | None:
+    """Say which command installs an optional package.
+
+    Args:
+        module: name that could not be imported, with or without submodules.
+
+    Returns:
+        One sentence; None for a module that belongs to no extra.
+    """
+    requirement = EXTRAS.get(module.partition(".")[0])
+    if requirement is None:
+        return None
+    name = re.split(r"[^\w-]", requirement)[0]
+    return f"{name} is not installed; install it: pip install '{requirement}'"
