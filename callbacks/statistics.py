@@ -15,6 +15,9 @@ from qerl_pl.module import QeRLModule
 class RolloutStatistics(Callback):
     """Logs rewards (each component too), lengths, truncation, unscored rows by cause and groups without signal.
 
+    ``rollout/surprisal`` is the mean -log p of the sampled tokens under what sampled them, in nats: an estimate of the
+    sampling policy's entropy, noise included, where ``policy/entropy`` is that of the clean policy.
+
     Over the rows of all ranks, those of groups that dynamic sampling dropped included.
 
     Example:
@@ -41,6 +44,8 @@ class RolloutStatistics(Callback):
             logged[f"train/{name}"] = over_ranks(self._mean, scores[~scores.isnan()])
         for cause, count in table.causes().items():
             logged[f"reward/unscored/{cause}"] = over_ranks(self._sum, torch.tensor(float(count)))
+        logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+        logged["rollout/surprisal"] = -over_ranks(self._mean, logprobs)
         lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
         for name, value in over_ranks(self._lengths, lengths).items():
             logged[f"rollout/completion_tokens{name}"] = value

@@ -1,0 +1,107 @@
+"""Sampling temperature that keeps the entropy of the rollouts on a given curve."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from qerl_pl.common.metrics import Mean, over_ranks
+from qerl_pl.module import QeRLModule
+
+
+class MatchedTemperature(Callback):
+    """Sets each rollout's temperature so that its entropy follows a curve, e.g. that of runs with noise.
+
+    What noise does beyond raising the entropy shows against a run whose temperature gives the same entropy. The curve
+    is that of ``rollout/surprisal``: mean -log p of the sampled tokens under what sampled them, noise and temperature
+    included, which is an unbiased estimate of its entropy. The temperature is corrected after each rollout by
+    T <- T exp(gain (target - surprisal) / target), target being that of the next rollout. Validation is not touched.
+
+    Args:
+        curve: JSON file with a list of nats per token, one per rollout; a longer run stays at the last. ``python -m
+            qerl_pl study STUDY.yaml --analyse`` writes one per arm, analysis/surprisal/ARM.json.
+        gain: of the correction.
+        limits: lowest and highest temperature.
+
+    Raises:
+        ValueError: a setting is out of its range; when a training starts, the file holds no such list.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.matched_temperature.MatchedTemperature
+              init_args: {curve: studies/pilot/analysis/surprisal/bf16+aqn.json}
+    """
+
+    def __init__(self, curve: str, gain: float = 0.3, limits: tuple[float, float] = (0.5, 2.0)) -> None:
+        if gain <= 0:
+            raise ValueError(f"gain is {gain}; expected more than 0")
+        if not 0 < limits[0] < limits[1]:
+            raise ValueError(f"limits are {list(limits)}; expected two temperatures above 0, the lower one first")
+        self.curve = curve
+        self.gain = gain
+        self.limits = limits
+        self._targets: list[float] = []
+        self._temperature: float | None = None
+        self._mean = Mean()
+        self._warned = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        if stage == "fit":
+            self._targets = _read(Path(self.curve))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"temperature": self._temperature}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._temperature = state_dict["temperature"]
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+        if self._temperature is None:
+            self._temperature = float(pl_module.sampling.temperature)
+        pl_module.sampling = replace(pl_module.sampling, temperature=self._temperature)
+        pl_module.log("matched/temperature", self._temperature)
+        pl_module.log("matched/target", self._target(pl_module.rollout_index))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        completions = outputs["rollout"].evaluation.completions
+        logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+        surprisal = float(-over_ranks(self._mean, logprobs))
+        target = self._target(outputs["rollout_index"] + 1)
+        assert self._temperature is not None
+        wanted = self._temperature * math.exp(self.gain * (target - surprisal) / target)
+        low, high = self.limits
+        self._temperature = min(max(wanted, low), high)
+        if self._temperature != wanted and not self._warned:
+            self._warned = True
+            rank_zero_warn(f"a temperature of {wanted:.3g} would match the curve and is outside of {low} to {high}")
+
+    def _target(self, rollout_index: int) -> float:
+        return self._targets[min(rollout_index, len(self._targets) - 1)]
+
+
+def _read(path: Path) -> list[float]:
+    if not path.is_file():
+        raise ValueError(f"curve {path} does not exist; expected a JSON list of nats per rollout")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"curve {path} is no JSON: {error}") from error
+    if not isinstance(found, list) or not found or not all(isinstance(v, int | float) and v > 0 for v in found):
+        raise ValueError(f"curve {path} is no list of numbers above 0: nats per token, one per rollout")
+    return [float(value) for value in found]

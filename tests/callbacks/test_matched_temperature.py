@@ -1,0 +1,65 @@
+"""A temperature that follows a curve of entropies, and is the same after a resume."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from callbacks.matched_temperature import MatchedTemperature
+from qerl_pl.tools.curves import read_curves
+from tests.integration.conftest import bases, run  # noqa: F401
+
+NO_NOISE = (
+    "--trainer.callbacks+=callbacks.matched_temperature.MatchedTemperature",
+    "--model.optimizer.init_args.lr",
+    "1e-6",
+)
+
+
+def fit(run, folder, curve, *more: str) -> dict[str, list[float]]:  # noqa: F811
+    callback = f"--trainer.callbacks.curve={curve}"
+    run("fit", folder, NO_NOISE[0], callback, *NO_NOISE[1:], *more)
+    return {tag: curve.values for tag, curve in read_curves(folder).items()}
+
+
+@pytest.mark.slow
+def test_the_entropy_comes_to_the_curve_and_a_stopped_run_goes_on_with_its_temperature(run, tmp_path):  # noqa: F811
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps([4.5]))  # a policy with random weights has log 272 = 5.6 nats
+    whole = fit(run, tmp_path / "whole", curve)
+    temperatures, surprisals = whole["matched/temperature"], whole["rollout/surprisal"]
+    assert temperatures[0] == 1
+    assert set(whole["matched/target"]) == {4.5}
+    assert temperatures[-1] < temperatures[0]
+    assert abs(surprisals[-1] - 4.5) < abs(surprisals[0] - 4.5)
+
+    stop = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=3")
+    fit(run, tmp_path / "parts", curve, *stop)
+    parts = fit(run, tmp_path / "parts", curve, "--ckpt_path", "last")
+    assert parts["matched/temperature"] == temperatures
+    assert parts["rollout/surprisal"] == surprisals
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), ("{", "is no JSON"), ("[]", "no list of numbers"), ("[1, -1]", "no list of numbers")],
+)
+def test_a_curve_that_is_none_is_refused(tmp_path, content, message):
+    path = tmp_path / "curve.json"
+    if content is not None:
+        path.write_text(content)
+    nothing: Any = None
+    MatchedTemperature(str(path)).setup(nothing, nothing, "test")
+    with pytest.raises(ValueError, match=message):
+        MatchedTemperature(str(path)).setup(nothing, nothing, "fit")
+
+
+def test_settings_out_of_their_range_are_refused(tmp_path):
+    path = tmp_path / "curve.json"
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="gain is 0"):
+        MatchedTemperature(str(path), gain=0)
+    with pytest.raises(ValueError, match="limits are"):
+        MatchedTemperature(str(path), limits=(2, 1))
