@@ -25,12 +25,15 @@ class Analysis:
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
         validation: the scalar that is the accuracy on held-out problems.
-        metric: the readout that the study decides by; only its comparisons are Holm-corrected. See ``readouts``.
+        metric: the readout that the study decides by; see ``readouts``.
+        strata: options of the grid that are no arms of their own, e.g. [model.base]: runs at all their values are
+            taken together, paired by value and seed, and the bootstrap draws within each value.
     """
 
     comparisons: list[list[str]] | None = None
     validation: str = "val/accuracy"
     metric: str = "area under accuracy"
+    strata: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Study:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected more than 0")
+        if unknown := set(self.analysis.strata) - set(self.grid):
+            raise ValueError(f"analysis.strata names {', '.join(unknown)}; expected options of the grid")
         for pair in self.analysis.comparisons or []:
             if len(pair) != 2 or not set(pair) <= set(self.arms) or pair[0] == pair[1]:
                 raise ValueError(f"comparison {pair} is not of two of the arms {', '.join(self.arms)}")

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_pl.study.analysis import gather, write_files
+from qerl_pl.study.pictures import draw
 from qerl_pl.study.plan import Study, commands_of, program, read_study
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             for run in study.runs()[options.task :: options.of]:
                 print("\n".join(shlex.join(program(command)) for command in commands_of(study, run)))
             return 0
-        return _run(study, options)
+        return _analyse(study) if options.analyse else _run(study, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -47,8 +49,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="stop at the next checkpoints after so long (default: never)")
     parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
     parser.add_argument("--of", type=int, default=1, help="of array jobs: how many there are (default: 1)")
+    parser.add_argument(
+        "--analyse",
+        action="store_true",
+        help="run nothing; write tables and pictures of what is finished to OUTPUT/analysis",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
     return parser
+
+
+def _analyse(study: Study) -> int:
+    folder, groups = study.output / "analysis", gather(study)
+    print(write_files(study, groups, folder))
+    for picture in draw(study, groups, folder):
+        print(f"picture: {picture}")
+    return 0
 
 
 def _run(study: Study, options: argparse.Namespace) -> int:

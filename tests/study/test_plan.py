@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+import train
 from qerl_pl.__main__ import main as command
 from qerl_pl.study.plan import Study, commands_of, files_of, read_study
+from qerl_pl.study.state import write_files
+from tests.program import ROOT
 
 CONTENT = {
     "output": "out",
@@ -100,6 +104,26 @@ def test_a_missing_or_broken_file_is_an_error(tmp_path):
 def test_arms_are_compared_with_the_first_unless_the_file_says_otherwise():
     arms = {name: {} for name in "abc"}
     assert Study(Path("out"), arms, [0]).comparisons == [("b", "a"), ("c", "a")]
+
+
+SHIPPED = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_command_of_a_shipped_study_parses(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    # The policy's own file is made with the policy.
+    study = replace(read_study(path, tmp_path), config=["configs/word_problems.yaml"])
+    for run in study.runs()[: len(study.arms)]:
+        write_files(study, run)
+        parts = commands_of(study, run)
+        for part in parts if run == study.runs()[0] else parts[:1]:  # evaluations are the same for all arms
+            with pytest.raises(SystemExit) as stop:
+                train.main([*part.arguments, "--print_config"])
+            assert not stop.value.code, capsys.readouterr().err
+            assert str(run.folder) in capsys.readouterr().out
 
 
 def test_array_jobs_share_the_runs_and_a_dry_run_starts_nothing(tmp_path, capsys):

@@ -1,0 +1,239 @@
+"""What the runs of a study say together: a table of arms, paired comparisons, and the files that hold them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_pl.common.files import write_whole
+from qerl_pl.study import state
+from qerl_pl.study.plan import Run, Study
+from qerl_pl.study.readouts import SURPRISAL, Curves, curves_of, entropy_at, equal_reward, readouts
+from qerl_pl.study.statistics import Comparison, Estimate, compare, holm, interquartile_mean, seeds_needed
+
+Key = tuple[str, int]
+"""Stratum and seed: what two arms are paired by."""
+TINY_DIFFERENCE = 0.02  # of accuracy: the number of seeds that it takes is in the table
+
+
+class Group(NamedTuple):
+    """The finished runs of an arm at one point of the grid."""
+
+    arm: str
+    point: str
+    """The grid's values, without those that are strata."""
+    runs: dict[Key, dict[str, float]]
+    """Readouts."""
+    curves: dict[Key, Curves]
+
+    @property
+    def name(self) -> str:
+        """Arm and point."""
+        return f"{self.arm} {self.point}".strip()
+
+    def strata(self, readout: str) -> list[list[float]]:
+        """The readout's values, stratum by stratum, in the order of the seeds."""
+        found: dict[str, list[float]] = {}
+        for (stratum, _), values in sorted(self.runs.items()):
+            if readout in values:
+                found.setdefault(stratum, []).append(values[readout])
+        return list(found.values())
+
+
+class Judged(NamedTuple):
+    """One comparison of two groups by one readout."""
+
+    one: Group
+    other: Group
+    readout: str
+    comparison: Comparison
+    adjusted: float
+    """Holm's p over the comparisons of this readout."""
+
+
+def gather(study: Study) -> list[Group]:
+    """Read every finished run of the study, arm by arm.
+
+    Raises:
+        ValueError: no run is finished, or the event files of one cannot be read.
+    """
+    groups: dict[tuple[str, str], Group] = {}
+    for run in study.runs():
+        if not state.is_finished(study, run):
+            continue
+        point, stratum = _place(study, run)
+        group = groups.setdefault((run.arm, point), Group(run.arm, point, {}, {}))
+        curves = curves_of(run)
+        group.curves[stratum, run.seed] = curves
+        group.runs[stratum, run.seed] = readouts(study, run, curves)
+    if not groups:
+        raise ValueError(f"no run in {study.output} is finished: there is nothing to analyse yet")
+    level = equal_reward([curves for group in groups.values() for curves in group.curves.values()])
+    for group in groups.values():
+        for key, curves in group.curves.items():
+            entropy = None if level is None else entropy_at(curves, level)
+            if entropy is not None:
+                group.runs[key]["entropy at equal reward"] = entropy
+    arms = list(study.arms)
+    return sorted(groups.values(), key=lambda group: arms.index(group.arm))
+
+
+def _place(study: Study, run: Run) -> tuple[str, str]:
+    """Point and stratum of a run."""
+    strata = study.analysis.strata
+    parts = ([], [])
+    for key, value in run.point.items():
+        parts[key in strata].append(f"{key.rsplit('.', 1)[-1]}={value}")
+    return ",".join(parts[0]), ",".join(parts[1])
+
+
+def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
+    """Every comparison of the study, at every point of the grid that both arms have."""
+    by_name = {(group.arm, group.point): group for group in groups}
+    points = list(dict.fromkeys(group.point for group in groups))
+    found: list[tuple[Group, Group, Comparison]] = []
+    for point in points:
+        for one, other in study.comparisons:
+            if (one, point) in by_name and (other, point) in by_name:
+                pair = by_name[one, point], by_name[other, point]
+                found.append((*pair, compare(differences(*pair, readout))))
+    adjusted = holm([comparison.p for *_, comparison in found])
+    return [Judged(one, other, readout, each, p) for (one, other, each), p in zip(found, adjusted, strict=True)]
+
+
+def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
+    """The first minus the second, of equal seeds, stratum by stratum; seeds that only one of them has are left out."""
+    found: dict[str, list[float]] = {}
+    for key in sorted(one.runs.keys() & other.runs.keys()):
+        if readout in one.runs[key] and readout in other.runs[key]:
+            found.setdefault(key[0], []).append(one.runs[key][readout] - other.runs[key][readout])
+    return list(found.values())
+
+
+def names_of(groups: Sequence[Group]) -> list[str]:
+    """Every readout that a run has, in the order of first sight."""
+    return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
+
+
+def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
+    """Every comparison by every readout, those that the study decides by first."""
+    names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
+    return [judged for name in names for judged in compared(study, groups, name)]
+
+
+def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> str:
+    """The whole analysis as Markdown.
+
+    Args:
+        study: which runs there are to be, and what it decides by.
+        groups: from ``gather``.
+        judged: from ``all_compared``.
+    """
+    runs = study.runs()
+    left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
+    lines = [
+        "# " + study.output.name,
+        "",
+        f"{len(runs) - len(left)} of {len(runs)} runs are finished. Interquartile means over seeds with 95 % intervals "
+        "(stratified bootstrap); differences are means over pairs of equal seeds.",
+    ]
+    if left:
+        lines += ["", f"Left out, {len(left)} runs that are not finished:", ""]
+        lines += [f"- {name}: {text.splitlines()[0] if text else 'not finished'}" for name, text in left.items()]
+    names = names_of(groups)
+    rows = [[name, *(_shown(interquartile_mean(group.strata(name))) for group in groups)] for name in names]
+    counts = ["seeds", *(str(len(group.runs)) for group in groups)]
+    lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
+    lines += ["", f"## Decided by: {study.analysis.metric}", ""]
+    lines += _comparisons([each for each in judged if each.readout == study.analysis.metric])
+    lines += ["", "## Other readouts, not decided by", ""]
+    lines += _comparisons([each for each in judged if each.readout != study.analysis.metric])
+    return "\n".join(lines) + "\n"
+
+
+def _comparisons(found: Sequence[Judged]) -> list[str]:
+    if not found:
+        return ["No two arms have runs to be compared yet."]
+    head = [
+        "readout",
+        "arms",
+        "difference",
+        "pairs",
+        "p",
+        "p (Holm)",
+        "sd",
+        "seen from",
+        f"seeds for {TINY_DIFFERENCE}",
+    ]
+    rows = []
+    for one, other, readout, (difference, p, spread, seen), adjusted in found:
+        seeds = None if math.isnan(spread) else seeds_needed(TINY_DIFFERENCE, spread)
+        rows.append(
+            [
+                *(readout, f"{one.name} - {other.name}", _shown(difference), str(difference.num)),
+                *(_number(value) for value in (p, adjusted, spread, seen)),
+                "-" if math.isnan(spread) else str(seeds or "> 10000"),
+            ]
+        )
+    return [
+        *_table(head, rows),
+        "",
+        "p: sign-flip permutation test, two-sided. Holm: over the comparisons of one readout. seen from: the true "
+        "difference that so many pairs show with 80 % probability (paired t test, 5 %).",
+    ]
+
+
+def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
+    """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the tables.
+
+    surprisal/ARM_POINT.json has the mean sampling entropy of a group's runs, in nats per token, rollout by rollout.
+    """
+    judged = all_compared(study, groups)
+    text = tables(study, groups, judged)
+    write_whole(folder / "analysis.md", text)
+    names = names_of(groups)
+    rows = io.StringIO()
+    writer = csv.writer(rows, lineterminator="\n")
+    writer.writerow(["arm", "point", "stratum", "seed", *names])
+    for group in groups:
+        for (stratum, seed), values in sorted(group.runs.items()):
+            writer.writerow([group.arm, group.point, stratum, seed, *(values.get(name, "") for name in names)])
+    write_whole(folder / "readouts.csv", rows.getvalue())
+    write_whole(folder / "comparisons.jsonl", "".join(json.dumps(_record(each)) + "\n" for each in judged))
+    for group in groups:
+        curves = [each[SURPRISAL].values for each in group.curves.values() if SURPRISAL in each]
+        if curves:
+            together = zip(*curves, strict=False)  # as far as all of them went
+            means = [sum(values) / len(values) for values in together]
+            write_whole(folder / "surprisal" / f"{group.name.replace(' ', '_')}.json", json.dumps(means) + "\n")
+    return text
+
+
+def _record(judged: Judged) -> Mapping[str, Any]:
+    comparison = judged.comparison
+    found: dict[str, Any] = {"readout": judged.readout, "one": judged.one.name, "other": judged.other.name}
+    found |= comparison.difference._asdict() | {"p": comparison.p, "p_holm": judged.adjusted}
+    found |= {"sd": comparison.spread, "seen_from": comparison.seen}
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
+
+
+def _shown(estimate: Estimate) -> str:
+    if not estimate.num:
+        return "-"
+    if math.isnan(estimate.low):
+        return _number(estimate.value)
+    return f"{_number(estimate.value)} [{_number(estimate.low)}, {_number(estimate.high)}]"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]

@@ -1,0 +1,113 @@
+"""Numbers that sum up one run of a study, read from its event files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qerl_pl.study import state
+from qerl_pl.study.plan import FIT, Run, Study
+from qerl_pl.tools.curves import Curve, read_curves
+
+SURPRISAL = "rollout/surprisal"  # entropy of what is sampled from, noise and temperature included
+WINDOW = 5  # rollouts of a running mean
+Curves = dict[str, Curve]
+
+
+def curves_of(run: Run) -> Curves:
+    """Every scalar of the run's training.
+
+    Raises:
+        ValueError: there is no event file that can be read.
+    """
+    return read_curves(run.folder)
+
+
+def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
+    """The run's numbers by name; what was not logged is left out.
+
+    Areas are means over the steps of training. ``entropy at equal reward`` is added by ``at_equal_reward``: it depends
+    on the other runs.
+    """
+    found: dict[str, float] = {}
+    validation = study.analysis.validation
+    if validation in curves:
+        values = curves[validation].values
+        found |= {"accuracy at step 0": values[0], "final accuracy": values[-1]}
+        found["area under accuracy"] = area(curves[validation])
+    if "train/reward" in curves:
+        values = curves["train/reward"].values
+        found["final reward"] = float(np.mean(values[-max(1, len(values) // 10) :]))
+        found["area under reward"] = area(curves["train/reward"])
+    if "policy/entropy" in curves:
+        found["entropy at step 0"] = curves["policy/entropy"].values[0]
+    if SURPRISAL in curves:
+        found["mean sampling entropy"] = float(np.mean(curves[SURPRISAL].values))
+    if "gap/mean_abs" in curves:
+        found["gap"] = float(np.mean(curves["gap/mean_abs"].values))
+    for tag in sorted(curves):
+        if tag.startswith("ledger/") and tag.endswith("/mean_abs"):
+            found[f"gap, {tag.split('/')[1]}"] = float(np.mean(curves[tag].values))
+    if "time/step_s" in curves:
+        found["seconds per step"] = float(np.median(curves["time/step_s"].values))
+    sizes = [max(curves[tag].values) for tag in curves if tag.startswith("memory/") and "predicted" not in tag]
+    if sizes:
+        found["GPU memory, GiB"] = max(sizes)
+    if (seconds := state.seconds_done(run).get(FIT)) is not None:
+        found["seconds of the run"] = seconds
+    for name in study.evaluations:
+        found |= {f"{name}: pass@{k}": value for k, value in pass_at_k(run, name).items()}
+    return found
+
+
+def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
+    """pass@k of an evaluation by k; empty where it has not been done. With one completion a problem k is 1 alone."""
+    folders = sorted({path.parent for path in (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")})
+    found: dict[int, float] = {}
+    for folder in folders:
+        curves = read_curves(Path(folder))
+        if "test/accuracy" in curves:
+            found[1] = curves["test/accuracy"].values[-1]
+        for tag, curve in curves.items():
+            if tag.startswith("test/pass@"):
+                found[int(tag.removeprefix("test/pass@"))] = curve.values[-1]
+    return dict(sorted(found.items()))
+
+
+def area(curve: Curve) -> float:
+    """Mean height between the first and the last step, by trapezoids."""
+    if len(curve.steps) == 1:
+        return curve.values[0]
+    return float(np.trapezoid(curve.values, curve.steps) / (curve.steps[-1] - curve.steps[0]))
+
+
+def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
+    """[N] mean of each value and up to ``window - 1`` before it."""
+    sums = np.cumsum([0.0, *values])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def equal_reward(runs: Sequence[Curves]) -> float | None:
+    """The highest smoothed training reward that every run reached; None where one logged none."""
+    if not runs or any("train/reward" not in curves for curves in runs):
+        return None
+    return min(float(smooth(curves["train/reward"].values).max()) for curves in runs)
+
+
+def entropy_at(curves: Curves, reward: float) -> float | None:
+    """Smoothed entropy, in nats per token, at the first step at which the smoothed reward is as high as this.
+
+    None where it never is, or where no entropy was logged.
+    """
+    if not {"train/reward", "policy/entropy"} <= curves.keys():
+        return None
+    reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)
+    if not len(reached):
+        return None
+    entropy = curves["policy/entropy"]
+    by_step = dict(zip(entropy.steps, smooth(entropy.values).tolist(), strict=True))
+    return by_step.get(curves["train/reward"].steps[int(reached[0])])

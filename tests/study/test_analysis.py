@@ -1,0 +1,167 @@
+"""The analysis of a study whose event files say what it has to find."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+pytest.importorskip("scipy")
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.study import state
+from qerl_pl.study.analysis import compared, gather, tables
+from qerl_pl.study.plan import Analysis, Run, Study
+from qerl_pl.study.readouts import area, entropy_at, equal_reward, readouts, smooth
+from qerl_pl.tools.curves import Curve
+
+GAIN = {"bf16": 0.0, "nvfp4": 0.1, "nvfp4+aqn": 0.0}
+
+
+def log(folder: Path, curves: dict[str, list[float]]) -> None:
+    with SummaryWriter(str(folder)) as writer:
+        for tag, values in curves.items():
+            for step, value in enumerate(values):
+                writer.add_scalar(tag, value, step)
+
+
+def finish(study: Study, run: Run) -> None:
+    """Write what a run leaves: rewards rise by 0.1 a step, entropies fall; the arm nvfp4 gains 0.1, others nothing."""
+    noise = np.random.default_rng(run.seed).normal(0, 0.01) + run.seed
+    own = np.random.default_rng(len(run.arm) + run.seed).normal(0, 0.002) + GAIN[run.arm]
+    rewards = [0.1 * step + noise + own for step in range(11)]
+    log(
+        run.folder,
+        {
+            "train/reward": rewards,
+            "val/accuracy": [value - 0.05 for value in rewards],
+            "rollout/surprisal": [1.0 + 0.1 * run.seed] * 11,
+            "policy/entropy": [2.0 - 0.1 * step for step in range(11)],
+            "gap/mean_abs": [0.01] * 11,
+            "ledger/kernel/mean_abs": [0.004] * 3,
+            "time/step_s": [9.0] + [1.0] * 10,
+        },
+    )
+    log(run.folder / "evaluations" / "reach" / "test" / "words-last", {"test/accuracy": [0.1], "test/pass@4": [0.3]})
+    state.keep(run, done={"fit": 20.0, "reach": 3.0})
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    study = Study(tmp_path / "out", {arm: {} for arm in GAIN}, list(range(6)), evaluations={"reach": {}})
+    for run in study.runs():
+        finish(study, run)
+    return study
+
+
+def test_readouts_are_what_the_curves_say(study):
+    run = study.runs()[0]
+    values = gather(study)[0].runs["", 0]
+    assert values["seconds per step"] == 1
+    assert values["seconds of the run"] == 20
+    assert values["entropy at step 0"] == pytest.approx(2.0)
+    assert values["area under accuracy"] == pytest.approx(values["accuracy at step 0"] + 0.5, abs=1e-5)
+    assert values["final accuracy"] == pytest.approx(values["accuracy at step 0"] + 1, abs=1e-5)
+    assert values["gap"] == pytest.approx(0.01)
+    assert values["gap, kernel"] == pytest.approx(0.004)
+    assert (values["reach: pass@1"], values["reach: pass@4"]) == pytest.approx((0.1, 0.3))
+    assert "entropy at equal reward" in values
+    assert readouts(study, run, {}) == {
+        "seconds of the run": 20,
+        "reach: pass@1": pytest.approx(0.1),
+        "reach: pass@4": pytest.approx(0.3),
+    }
+
+
+def test_areas_means_and_the_entropy_at_equal_reward():
+    assert area(Curve([0, 1, 3], [0.0, 1.0, 1.0], [])) == pytest.approx((0.5 + 2) / 3)
+    assert area(Curve([7], [4.0], [])) == 4
+    assert smooth([1, 2, 3, 4], 2).tolist() == [1, 1.5, 2.5, 3.5]
+    rising = {"train/reward": Curve([0, 1, 2], [0.0, 1, 2], []), "policy/entropy": Curve([0, 1, 2], [3.0, 2, 1], [])}
+    flat = {"train/reward": Curve([0, 1, 2], [0.25] * 3, [])}
+    assert equal_reward([rising, flat]) == 0.25
+    assert equal_reward([rising, {}]) is None
+    assert entropy_at(rising, 0.5) == pytest.approx(2.5), "the running mean of the reward is 0.5 at step 1"
+    assert entropy_at(rising, 9.0) is None
+    assert entropy_at(flat, 0.1) is None
+
+
+def test_a_paired_difference_is_found_although_seeds_differ_by_more(study):
+    found = {judged.one.arm: judged for judged in compared(study, gather(study), "area under accuracy")}
+    assert set(found) == {"nvfp4", "nvfp4+aqn"}
+    better, same = found["nvfp4"], found["nvfp4+aqn"]
+    assert better.comparison.difference.value == pytest.approx(0.1, abs=0.01)
+    assert better.comparison.difference.low > 0.09
+    assert better.comparison.p == pytest.approx(2 / 2**6)
+    assert better.adjusted == pytest.approx(4 / 2**6)
+    assert same.comparison.difference.low < 0.005
+    assert better.comparison.seen < 0.02
+
+
+def test_what_is_not_finished_is_left_out_and_named(study):
+    missing = study.runs()[-1]
+    state.keep(missing, done={"fit": 1.0}, failure="reach ended with status 1\nmore")
+    groups = gather(study)
+    text = tables(study, groups, compared(study, groups, "final reward"))
+    assert "17 of 18 runs are finished" in text
+    assert "- nvfp4+aqn/seed-5: reach ended with status 1" in text
+    assert "| seeds | 6 | 6 | 5 |" in text
+    [judged] = [each for each in compared(study, groups, "final reward") if each.one.arm == "nvfp4+aqn"]
+    assert judged.comparison.difference.num == 5
+
+
+def test_options_that_are_strata_are_taken_together(tmp_path):
+    study = Study(
+        tmp_path / "out",
+        {"bf16": {}, "nvfp4": {}},
+        [0, 1, 2],
+        grid={"model.base": ["a", "b"], "model.lr": [1]},
+        analysis=Analysis(strata=["model.base"]),
+    )
+    for run in study.runs():
+        finish(study, run)
+        state.keep(run, done={"fit": 1.0})
+    groups = gather(study)
+    assert [(group.name, len(group.runs)) for group in groups] == [("bf16 lr=1", 6), ("nvfp4 lr=1", 6)]
+    assert [len(values) for values in groups[0].strata("final reward")] == [3, 3]
+    [judged] = compared(study, groups, "final reward")
+    assert judged.comparison.difference.num == 6
+    with pytest.raises(ValueError, match=r"analysis\.strata names model\.x"):
+        replace(study, analysis=Analysis(strata=["model.x"]))
+
+
+@pytest.mark.slow
+def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_path, capsys):
+    path = tmp_path / "study.yaml"
+    content = {"arms": study.arms, "seeds": study.seeds, "evaluations": study.evaluations}
+    path.write_text(yaml.safe_dump(content))
+    before = {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")}
+    assert command(["study", str(path), "--output", str(study.output), "--analyse"]) == 0
+    assert "## Decided by: area under accuracy" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")} == before
+    folder = study.output / "analysis"
+    assert {file.name for file in folder.iterdir()} == {
+        *("analysis.md", "readouts.csv", "comparisons.jsonl"),
+        "surprisal",
+        *("curves.png", "entropy_by_reward.png", "differences.png", "pass_at_k.png"),
+    }
+    curve = json.loads((folder / "surprisal" / "nvfp4+aqn.json").read_text())
+    assert curve == pytest.approx([1.25] * 11), "the mean over the seeds"
+    rows = list(csv.DictReader((folder / "readouts.csv").open()))
+    assert len(rows) == 18
+    assert float(rows[0]["reach: pass@4"]) == pytest.approx(0.3)
+    lines = [json.loads(line) for line in (folder / "comparisons.jsonl").read_text().splitlines()]
+    assert {line["readout"] for line in lines} >= {"area under accuracy", "reach: pass@4", "gap"}
+
+
+def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({"arms": {"a": {}}, "seeds": [0]}))
+    assert command(["study", str(path), "--output", str(tmp_path / "out"), "--analyse"]) == 1
+    assert "there is nothing to analyse yet" in capsys.readouterr().err
