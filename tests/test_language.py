@@ -32,6 +32,7 @@ CHECKED = [
     "qerl_pl/memory",
     "qerl_pl/module.py",
     "qerl_pl/policy",
+    "qerl_pl/quant",
     "qerl_pl/rollout",
     "qerl_pl/settings",
     "qerl_pl/tools",

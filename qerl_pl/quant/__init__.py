@@ -1,1 +1,1 @@
-"""The frozen quantised base: formats, the linear, loading, the offline quantiser."""
+"""Frozen quantised base: 4-bit formats, the linear layer, loading, conversion and the offline quantiser."""

@@ -1,4 +1,4 @@
-"""Calibration sequences on their way through a model, one decoder block on the device at a time."""
+"""Run calibration sequences through a model block by block, with one decoder block on the device at a time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import fill_computed_buffers
 
-_TOKENS = 8192  # tokens a forward pass
+_TOKENS = 8192  # tokens per forward pass
 
 
 class BlockStream:
-    """The hidden states before the next decoder block, kept on the host in the dtype of the model.
+    """Hidden states of calibration sequences at the input of the next decoder block, kept in host memory.
 
-    The model's own forward runs each block, so masks, rotary embeddings and kinds of attention are the model's; every
-    other block is passed over.
+    Each block is run by the model's own forward, in which all other blocks are replaced by the identity, so masks,
+    rotary embeddings and kinds of attention are the model's.
 
     Args:
-        skeleton: the model on the meta device; taken over.
-        checkpoint: its tensors; only the embeddings are read here.
+        skeleton: the model on the meta device; it is modified.
+        checkpoint: the model's tensors, of which only the embeddings are read here.
         tokens: [S, L] int64.
-        device: where blocks run.
+        device: device on which blocks run.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class BlockStream:
         fill_computed_buffers(self.decoder, device)
 
     def second_moments(self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str]) -> dict[str, Tensor]:
-        """Mean of x x^T over the inputs x of some linears of block ``name``; the sequences stay before the block.
+        """Measure the mean of x x^T over the inputs x of some linears of a block; the hidden states do not advance.
 
         Args:
-            name: e.g. "model.layers.3".
-            tensors: the block's weights under their full names.
-            linears: full names.
+            name: name of the block, e.g. "model.layers.3".
+            tensors: the block's weights by full name.
+            linears: full names of the linears.
 
         Returns:
-            Names of the linears to [K, K] fp32 on the device.
+            [K, K] fp32 on the device by the linear's name.
         """
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ class BlockStream:
         return {linear: total / self.hidden[..., 0].numel() for linear, total in sums.items()}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take the sequences through block ``name`` with these weights."""
+        """Replace the hidden states by the output of block ``name`` with these weights."""
         self._place(name, tensors)
         self.hidden = self._run()
         self._remove(name)

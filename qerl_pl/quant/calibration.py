@@ -1,4 +1,4 @@
-"""Calibration text: sequences of tokens that look like what the model will read and write."""
+"""Read calibration data: sequences of tokens similar to the prompts and completions of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qerl_pl.common.extras import not_installed
 
 
 class Calibration(NamedTuple):
-    """Sequences, and where they are from."""
+    """Calibration sequences and the name of their source."""
 
     tokens: Tensor
     """[S, L] int64, no padding."""
@@ -23,16 +23,17 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """The first ``samples`` pieces of ``length`` tokens of a text, tokenised as the model does.
+    """Tokenise a text with the model's tokenizer and return its first ``samples`` pieces of ``length`` tokens.
 
-    Rows follow one another with the end-of-text token between them, and pieces are cut without regard to rows.
+    The rows of a data set are concatenated with the end-of-text token between them; a piece may contain several rows
+    and parts of rows.
 
     Args:
-        source: a .txt file (one text), a .jsonl file or the name of a data set on the Hugging Face hub (its split
-            "train"). Of a row, the column "text" is taken, or else every string in it, in order.
+        source: a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub (its split
+            "train"). The text of a row is its column "text" or, without one, all strings in it, in order.
         model: folder with the tokenizer.
-        samples: pieces, S.
-        length: tokens a piece, L.
+        samples: number of pieces, S.
+        length: tokens per piece, L.
 
     Raises:
         ValueError: the source cannot be read, or holds fewer than S x L tokens.
@@ -52,7 +53,8 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
 
 
 def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """The first ``count`` tokens of the texts (fewer if there are no more), an end-of-text token after each text."""
+    """Return the first ``count`` tokens of the texts, or fewer if there are no more; each text ends with
+    end-of-text."""
     tokens: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
@@ -63,7 +65,7 @@ def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count:
 
 
 def row_text(row: object) -> str:
-    """Column "text" of a row, or else every string in it, however deep, in order and on lines of their own."""
+    """Return the column "text" of a row or, without one, all strings in it, nested ones included, one per line."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
     return "\n".join(_strings(row))

@@ -1,6 +1,6 @@
-"""A published NVFP4 checkpoint to one of this package's own: 4-bit weights, 16-bit activations, nothing else.
+"""Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
 
-The copy is in the format that ``quantize_checkpoint`` writes, so that the trainer and the engine read the same files.
+The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fuse
 from qerl_pl.quant.rescale import Scales, share_scale
 from qerl_pl.quant.writers import WRITERS
 
-VERSION = 1  # of what is written; part of the cache's key
-NAN_BITS = 0x7F  # of E4M3, but for the sign
+VERSION = 1  # of the conversion's output; part of the cache's key
+NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a published NVFP4 checkpoint as this package's own.
+    """Write a W4A16 copy of a published NVFP4 checkpoint.
 
-    Weights are those that compressed-tensors decompresses, bit for bit. It converts a checkpoint of ModelOpt by storing
-    the reciprocal of each tensor scale in fp32, which changes weights by at most 2^-23 of their value before rounding.
+    The weights equal, bit for bit, the ones that compressed-tensors decompresses. For a checkpoint by ModelOpt, the
+    reciprocal of each tensor scale is stored in fp32, which changes weights by a relative error of at most 2^-23 before
+    they are rounded.
 
     Args:
-        path: its folder.
-        output: folder to make; appears when it is whole.
+        path: folder of the checkpoint.
+        output: folder to make; it appears under this name when it is complete.
 
     Returns:
-        What was ignored and changed, as ``conversion_reasons`` says it.
+        The changes, in the words of ``conversion_reasons``.
 
     Raises:
         ValueError: the checkpoint is damaged, or its scales cannot be shared without loss.
@@ -65,7 +66,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
                 if group[0] in modules:
                     written |= _packed(path, {name: _scales(tensors, stored, name) for name in group})
         except ValueError:
-            folder.discard()  # the next try would end in the same way
+            folder.discard()  # a retry would fail in the same way
             raise
         quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
         rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
@@ -78,7 +79,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 def _dense(
     tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Weights of the quantised ones among some modules, dequantised."""
+    """Dequantise the weights of those modules that are quantised."""
     written = {}
     for name in modules:
         if name in stored.packed:
@@ -122,7 +123,7 @@ def _scales(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> Scales:
 
 
 def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """[N, K] in the dtype of the scales, by compressed-tensors; they are of the tensor, of rows or of blocks."""
+    """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] in the dtype of the scales."""
     weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     rows, columns = weight.shape
     if scale.numel() == 1:
@@ -130,7 +131,7 @@ def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     elif scale.numel() == rows:
         scale = scale.reshape(rows, 1)
     else:
-        scale = scale.squeeze()  # ModelOpt keeps [N/128, 1, K/128, 1]
+        scale = scale.squeeze()  # ModelOpt stores [N/128, 1, K/128, 1]
     args = None
     if scale.ndim == 2 and scale.shape[1] > 1:
         block = next((size for size in (128, 64, 32, 16) if scale.shape == (-(-rows // size), -(-columns // size))), 0)

@@ -1,4 +1,4 @@
-"""Which models can be trained: the families, and what of their config.json is refused before any weight is read."""
+"""Check config.json of a checkpoint: the model's family and the values that training depends on."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SIZES = (
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = ("rms_norm_eps", "rope_theta")
 HIGHEST_EPS = 0.1
-"""Of rms_norm_eps: published models have 1e-6 or 1e-5."""
+"""Largest accepted rms_norm_eps; published models have 1e-6 or 1e-5."""
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Read config.json of a checkpoint folder and refuse what cannot be trained.
+    """Read config.json of a checkpoint folder, and refuse models that cannot be trained.
 
     Returns:
-        The config.
+        The content of config.json.
 
     Raises:
-        ValueError: in one line: the family is not supported, the model is a mixture of experts, or a value of the
-            config is not one that a model can have.
+        ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible; the
+            message is one line.
     """
     file = Path(path) / CONFIG
     if not file.is_file():
@@ -49,7 +49,7 @@ def check_family(path: str | Path) -> Mapping:
 
 
 def has_experts(config: Mapping) -> bool:
-    """Whether a config.json is that of a mixture of experts; that of a model with vision nests the text model's."""
+    """Return whether a config.json describes a mixture of experts, also in a nested text model of a vision model."""
     nested = (value for value in config.values() if isinstance(value, Mapping))
     return (
         any(config.get(name) for name in EXPERTS)
@@ -59,15 +59,15 @@ def has_experts(config: Mapping) -> bool:
 
 
 def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
-    """Refuse rows longer than a model's positions, or than its sliding window: the trainer attends to whole rows.
+    """Check that rows fit into a model's positions and its sliding window, since the trainer attends to whole rows.
 
     Args:
-        path: checkpoint folder, for the message.
+        path: checkpoint folder, for the error message.
         config: its config.json.
-        longest: tokens of the longest prompt and completion.
+        longest: tokens of the longest prompt and completion together.
 
     Raises:
-        ValueError: rows may be longer than one of the two.
+        ValueError: rows may have more tokens than the model has positions, or than its window.
     """
     limit = config.get("max_position_embeddings", longest)
     if longest > limit:
@@ -76,7 +76,7 @@ def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
             "data.max_prompt_tokens or model.sampling.max_tokens"
         )
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", "layer_types" in config)  # Qwen's configs have a window that is off
+    used = config.get("use_sliding_window", "layer_types" in config)  # Qwen's configs name a window that is not used
     layers = config.get("layer_types") or ["sliding_attention"] * (
         config["num_hidden_layers"] - config.get("max_window_layers", 0)
     )

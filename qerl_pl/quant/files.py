@@ -1,4 +1,4 @@
-"""A checkpoint folder in Hugging Face layout: its config and its safetensors, read one tensor at a time."""
+"""Read a checkpoint folder in Hugging Face layout: its config.json, and its safetensors files tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are mapped, and a tensor is read when it is asked for.
+    """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``.
 
     Args:
-        path: folder with config.json and model.safetensors, or shards with their index.
+        path: folder with config.json and model.safetensors, or with shards and their index.
 
     Raises:
-        ValueError: the folder is missing or is not a model, or a file is missing, cut short or not safetensors.
+        ValueError: the folder is missing or has no model, or a file is missing, truncated or not safetensors.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -48,34 +48,34 @@ class Checkpoint:
         return ["model.safetensors"] if "model.safetensors" in names else names
 
     def names(self) -> list[str]:
-        """Every tensor's name, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def num_weights(self, name: str) -> int:
-        """Elements of a tensor; reads no data."""
+        """Return the number of elements of a tensor without reading its data."""
         return math.prod(self.shape(name))
 
     def shape(self, name: str) -> list[int]:
-        """Sizes of a tensor; reads no data."""
+        """Return the shape of a tensor without reading its data."""
         return self._files[self._file_of[name]].get_slice(name).get_shape()
 
     def dtype(self, name: str) -> str:
-        """Name of a tensor's dtype as safetensors has it, e.g. BF16, F8_E4M3 or U8; reads no data."""
+        """Return safetensors' name of a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its data."""
         return self._files[self._file_of[name]].get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU. It may be a view of the mapped file: copy what has to outlive the file."""
+        """Read a tensor to the CPU; it may be a view of the mapped file and must be copied to outlive this object."""
         return self._files[self._file_of[name]].get_tensor(name)
 
 
 def read_json(path: Path) -> Mapping:
-    """The object in a JSON file.
+    """Read a JSON file that holds an object.
 
     Raises:
-        ValueError: the file is not a JSON object.
+        ValueError: the file is not JSON, or holds no object.
     """
     try:
         value = json.loads(path.read_text())

@@ -1,9 +1,9 @@
-"""Four-bit formats behind one interface: 16 values, a scale for each block of a row, maybe one for the tensor.
+"""Common interface of 4-bit formats: 16 values, a scale per block of a row, and in some formats a scale per tensor.
 
     w = values[code] * effective_scale(block_scale, global_scale)
 
-Letters: N out, K in. All arithmetic is fp32, whatever the dtype of the weight. NVFP4, MXFP4 and NF4 are instances of
-``Format``; a dense bf16 base needs none, it is an ``nn.Linear``.
+Letters: N outputs, K inputs. All arithmetic is fp32, for every dtype of the weight. NVFP4, MXFP4 and NF4 are instances
+of ``Format``. A linear of a dense bf16 base has no format; it is an ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 24  # weights a step, which bounds the temporaries to about 0.2 GB
+_CHUNK = 1 << 24  # weights that are processed at a time, which bounds the temporaries to about 0.2 GB
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A packed weight matrix [N, K] of some format. Scales are kept as bits, out of reach of ``module.to(dtype)``."""
+    """Packed weight matrix [N, K]; scales are stored as integers, which ``module.to(dtype)`` does not convert."""
 
     codes: Tensor
-    """[N, K/2] uint8, two codes a byte, the even column in the low nibble."""
+    """[N, K/2] uint8, two codes per byte, the even column in the low nibble."""
     block_scale: Tensor
-    """[N, K/block], the bits of the block scales in the format's ``scale_dtype``."""
+    """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64, a multiplier (fp32 is taken too); 1 in formats without one."""
+    """[] fp64 or fp32, factor of the whole tensor; 1 in formats without a tensor scale."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """What distinguishes one four-bit format from another."""
+    """Description of a 4-bit format: its values, block size and functions."""
 
     name: str
     block: int
-    """Columns that share a scale."""
+    """Number of columns that share a scale."""
     values: tuple[float, ...]
-    """[16] what the codes stand for, in units of the block's scale."""
+    """[16] value of each code, in units of the block's scale."""
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """(weights, their scales), fp32 of any shapes that broadcast -> uint8 codes of the nearest values."""
+    """Maps weights and their scales, fp32 of shapes that broadcast, to uint8 codes of the nearest values."""
     tensor_scale: Callable[[Tensor], Tensor]
-    """[] largest magnitude of the tensors that share it -> [] fp64 multiplier."""
+    """Maps the largest magnitude [] of the tensors that share a tensor scale to that scale, [] fp64."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
-    """(largest magnitude of each block in fp32, global_scale) -> bits of its scale."""
+    """Maps the largest magnitude of each block, fp32, and the tensor scale to the bits of the block's scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
-    """(bits, global_scale) -> fp32 scale of every block."""
+    """Maps the bits of block scales and the tensor scale to the factor of every block, fp32."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Bits of min-max scales -> the bits to try in their place, themselves first."""
+    """Maps the bits of min-max block scales to candidates for a search, the given scales first."""
     dequantize: Callable[[PackedWeight, torch.dtype], Tensor]
-    """-> [N, K], the definition above and one rounding to the dtype."""
+    """Maps a packed weight to [N, K]: ``values[code] * effective_scale`` in fp32, rounded once to the dtype."""
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
@@ -61,8 +61,8 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
     Args:
         weight: [N, K] floating, K a multiple of the format's block.
         fmt: the format.
-        global_scale: [] multiplier shared with other tensors; None: this tensor's own.
-        name: what errors call the tensor.
+        global_scale: [] tensor scale that is shared with other tensors; None computes this tensor's own.
+        name: name of the tensor in error messages.
 
     Raises:
         ValueError: the shape does not fit, or the weight holds NaN or infinity.
@@ -80,7 +80,7 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """[N, K/2] uint8 packed codes nearest to weight [N, K] under given scales."""
+    """Round a weight [N, K] to the nearest codes under given scales; returns packed codes [N, K/2] uint8."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], global_scale).unsqueeze(-1)  # [n, K/block, 1]
@@ -89,26 +89,29 @@ def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: 
 
 
 def pack(codes: Tensor) -> Tensor:
-    """[N, K] uint8 codes below 16 -> [N, K/2] bytes."""
+    """Pack uint8 codes below 16, [N, K], into bytes, [N, K/2]."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """[N, K/2] bytes -> [N, K] codes."""
+    """Unpack bytes, [N, K/2], into codes, [N, K]."""
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(1)
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """[N, K] in ``dtype``; off the GPU by looking up the two values of a byte at once.
+    """Compute ``values[code] * scale``; without a GPU the two values of a byte are looked up together.
 
     Args:
-        codes: [N, K/2] packed.
+        codes: [N, K/2] packed codes.
         scale: [N, number of blocks] fp32.
-        values: of the format.
-        dtype: of the result; the products are fp32.
+        values: [16] values of the codes.
+        dtype: dtype of the result; products are computed in fp32 and rounded to it.
+
+    Returns:
+        [N, K] of ``dtype``.
     """
     if codes.is_cuda:
-        from qerl_pl.kernels.dequantize import dequantize_table  # Triton is there where CUDA is
+        from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
         return dequantize_table(codes, scale, _table(values, codes.device), dtype)
     out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
@@ -120,25 +123,25 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """[N, K] fp32: slow, on any device, and the definition that every faster path is held to."""
+    """Dequantise a weight to [N, K] fp32 on any device: the slow definition that tests compare faster code with."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
-    """Slices of the rows, each of a bounded number of elements."""
+    """Divide the rows of a matrix into slices with a bounded number of elements."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 
 
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device="cpu").to(device)  # [16] fp32; the device is explicit as below
+    return torch.tensor(values, device="cpu").to(device)  # [16] fp32; torch's default device may be meta
 
 
 @cache
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
-    # [256, 2] fp32. The device is explicit: a default one, such as meta, must not get into the cache.
+    # [256, 2] fp32. Devices are explicit, because a tensor on a default device such as meta must not be cached.
     table = torch.tensor(values, device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1).to(device)

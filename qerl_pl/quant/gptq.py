@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): round column by column, and let the columns to come make up for each error."""
+"""GPTQ (arXiv 2210.17323): round column by column, and compensate each error in the columns not yet rounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qerl_pl.quant.formats import Format, pack
 
-_COLUMNS = 128  # columns whose corrections are gathered before they reach the rest of the matrix
+_COLUMNS = 128  # columns whose corrections are accumulated before they are applied to the rest of the matrix
 
 
 def gptq_codes(
@@ -19,18 +19,21 @@ def gptq_codes(
     *,
     damping: float = 0.01,
 ) -> Tensor:
-    """[N, K/2] packed codes that nearly minimise |X W^T - X W'^T|^2 under given scales.
+    """Find packed codes that approximately minimise the output error |X W^T - X W'^T|^2 under given scales.
 
-    Scales are fixed beforehand, so columns may be taken in the order of their importance (the largest mean square
-    first) although they share scales with their neighbours in memory.
+    Since the scales are given, columns can be rounded in the order of the mean square of their inputs, the largest
+    first, although neighbouring columns share a scale.
 
     Args:
         weight: [N, K] floating.
-        fmt: of the codes.
-        block_scale: [N, K/block] bits.
-        global_scale: [] multiplier.
+        fmt: format of the codes.
+        block_scale: [N, K/block] bits of the block scales.
+        global_scale: [] tensor scale.
         second_moment: [K, K] X^T X, up to a factor.
-        damping: share of the mean of the diagonal that is added to it.
+        damping: share of the mean of the diagonal that is added to the diagonal.
+
+    Returns:
+        [N, K/2] uint8.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
@@ -51,9 +54,10 @@ def gptq_codes(
 
 
 def inverse_factor(second_moment: Tensor, damping: float) -> Tensor:
-    """[K, K] fp32 upper U with U^T U = (H + damping mean(diag H) I)^-1; inputs that were always zero count as alone.
+    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1.
 
-    Computed in fp64: outlier channels spread the spectrum of H over many decades.
+    Inputs that were always zero get a positive diagonal element instead, so they are uncorrelated with other inputs.
+    Arithmetic is fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
     """
     moment = second_moment.to(torch.float64, copy=True)
     diagonal = moment.diagonal()

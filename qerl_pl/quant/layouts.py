@@ -1,4 +1,4 @@
-"""How checkpoints that we read store packed weights: under which names, in which conventions."""
+"""Layouts of packed weights in supported checkpoints: names of tensors and their conversion to ``FrozenLinear``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """How one tensor of a packed weight is stored: the buffer it fills, and its conversion to that buffer."""
+    """Tensor of a packed weight in a checkpoint: the buffer of ``FrozenLinear`` that it fills, and the conversion."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor]
-    """(tensor, shape of the buffer) -> the buffer. A shape that cannot be reached is left for the caller to refuse."""
+    """Converts a tensor, given the buffer's shape; if the sizes do not fit, the caller has to check the result's
+    shape."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of storing packed weights."""
+    """Way of storing packed weights in a checkpoint."""
 
     fmt: Format
     parts: Mapping[str, Part]
-    """What follows the name of a linear in the names of its tensors."""
+    """Tensors of a packed linear by the suffix that follows the linear's name."""
     marker: str
-    """The suffix that only packed linears have."""
+    """Suffix of a tensor that exists only for packed linears."""
     redundant: tuple[str, ...] = ()
-    """Suffixes of tensors that say nothing new."""
+    """Suffixes of tensors that are not needed."""
 
 
 def _as_is(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
@@ -108,7 +109,7 @@ _VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant
 
 
 def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
-    """The packed weight [N, K] of linear ``name`` from the tensors of a checkpoint file."""
+    """Read the packed weight [N, K] of linear ``name`` from a checkpoint's tensors."""
     num_rows, num_columns = shape
     layer = FrozenLinear(num_columns, num_rows, layout.fmt, device="meta")
     layer.global_scale_bits = torch.ones((), dtype=torch.float64).view(torch.int64)
@@ -118,7 +119,7 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def quantization_config(path: Path) -> Mapping | None:
-    """What a checkpoint folder says about its quantisation, in config.json or ModelOpt's own file; None: nothing."""
+    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none."""
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
         config = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG).get("quantization", {})}
@@ -126,10 +127,10 @@ def quantization_config(path: Path) -> Mapping | None:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """The layout that a checkpoint folder says it is written in; None: it is not quantised.
+    """Return the layout of a checkpoint folder according to its quantisation config; None if it is not quantised.
 
     Raises:
-        ValueError: its quantisation is none that we read.
+        ValueError: the quantisation is not supported.
     """
     config = quantization_config(path)
     if config is None:

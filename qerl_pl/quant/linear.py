@@ -1,4 +1,4 @@
-"""A frozen linear layer that holds its weight packed and dequantises it in forward and again in backward."""
+"""Frozen linear layer that stores its weight packed and dequantises it in forward and again in backward."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from qerl_pl.quant.nvfp4 import NVFP4
 
 
 class FrozenLinear(nn.Module):
-    """y = x W^T + b for a frozen four-bit weight W [N, K] and a frozen bias b [N].
+    """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
-    Nothing here is a parameter, so ``parameters()`` is empty. Weight and scales are integer buffers, which
-    ``module.to(dtype)`` leaves alone; only the bias follows it. The product is computed in the dtype of x. Autograd
-    keeps the packed weight alone, neither x nor a dense copy, with or without gradient checkpointing.
+    It has no parameters, only buffers. Weight and scales are integers, which ``module.to(dtype)`` does not convert; the
+    bias is converted. The product is computed in the dtype of x. Autograd keeps only the packed weight, neither x nor a
+    dense copy, with or without gradient checkpointing.
 
-    A new layer has no values yet (zeros, or none on the meta device): assign ``packed`` and ``bias``.
+    The values of a new layer are zero, or do not exist on the meta device; assign ``packed`` and ``bias``.
 
     Args:
-        in_features: K, a multiple of the format's block.
+        in_features: K, a multiple of the format's block size.
         out_features: N.
         fmt: format of the weight.
-        bias: whether b exists.
-        dtype: of b.
-        device: of everything; "meta" allocates nothing.
+        bias: whether there is a bias.
+        dtype: dtype of the bias.
+        device: device of all buffers; "meta" allocates no memory.
 
     Raises:
         ValueError: in_features does not divide into blocks.
@@ -62,7 +62,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The packed weight: views of the buffers."""
+        """Packed weight, as views of the buffers."""
         return PackedWeight(self.codes, self.block_scale, self.global_scale_bits.view(torch.float64))
 
     @packed.setter
@@ -72,15 +72,15 @@ class FrozenLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """The codes, under the name by which PEFT finds the device of a quantised layer."""
+        """Alias of ``codes``, by which PEFT finds the device of a quantised layer."""
         return self.codes
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in ``dtype``, a new tensor."""
+        """Dequantise the weight to a new tensor [N, K] of ``dtype``."""
         return self.fmt.dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] in any floating dtype -> [..., N] in the same."""
+        """Compute the layer for x [..., K] of any floating dtype; returns [..., N] in the same dtype."""
         return _FrozenMatmul.apply(x, self.fmt, self.codes, self.block_scale, self.global_scale_bits, self.bias)
 
     def extra_repr(self) -> str:
@@ -89,7 +89,7 @@ class FrozenLinear(nn.Module):
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """dX = dY W needs W only, and W is cheaper to unpack again than to keep."""
+    """Autograd node that keeps the packed weight and dequantises it again for dX = dY W."""
 
     @staticmethod
     def forward(

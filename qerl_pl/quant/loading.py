@@ -1,7 +1,7 @@
-"""A checkpoint folder to a frozen causal language model, tensor by tensor: the dense model never exists.
+"""Load a checkpoint folder as a frozen causal language model, tensor by tensor, without a dense copy of the model.
 
-What a checkpoint holds packed becomes a frozen quantised linear, and what it holds dense stays dense, so the ``ignore``
-list of its quantisation config is honoured by construction.
+Linears that the checkpoint stores packed become ``FrozenLinear``, and dense linears stay dense. The ``ignore`` list of
+the quantisation config is therefore followed without being read.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from qerl_pl.quant.files import CONFIG, Checkpoint
 from qerl_pl.quant.layouts import Layout, read_layout
 from qerl_pl.quant.linear import FrozenLinear
 
-OBSOLETE = r"rotary_emb\.inv_freq$"  # held by old Llama checkpoints, computed today
+OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers computes it now
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the checkpoint goes."""
+    """Attribute of a module that a tensor of the checkpoint is assigned to."""
 
     module: str
     leaf: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] | None = None
-    """(tensor, shape of the place) -> what goes there; None: the tensor itself."""
+    """Converts the tensor, given the shape of the attribute; None assigns the tensor itself."""
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """The frozen base of a policy, in evaluation mode, nothing of it trainable.
+    """Load the frozen base of a policy, in evaluation mode and without trainable parameters.
 
     Args:
-        path: folder with config.json and safetensors, sharded or not.
-        dtype: of everything but packed weights.
-        device: where every tensor goes as it is read.
+        path: folder with config.json and safetensors files, sharded or not.
+        dtype: dtype of everything except packed weights.
+        device: device to which every tensor is moved when it is read.
 
     Raises:
-        ValueError: the folder is not a model, its quantisation is none that ``layouts`` reads, or its tensors are not
-            those of the model that its config describes.
+        ValueError: the folder has no model, its quantisation is not supported, or its tensors do not fit the model that
+            config.json describes.
     """
     checkpoint = Checkpoint(path)
     layout = read_layout(checkpoint.path)
@@ -61,7 +61,7 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The causal language model that config.json describes, without any data, as if it were not quantised."""
+    """Create the causal language model of config.json on the meta device, without data and without quantisation."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
@@ -88,7 +88,8 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, Slot]:
-    """Every tensor of the checkpoint with its place in the model; every place is taken, or tied to one that is."""
+    """Map every tensor of the checkpoint to an attribute of the model, and check that no attribute is left without
+    one."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -121,7 +122,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
-    """Names of parameters that are another one, e.g. lm_head.weight of tied embeddings, to the name of that one."""
+    """Map the names of tied parameters, e.g. lm_head.weight, to the names of the parameters that they are tied to."""
     return cast(Mapping[str, str], model.all_tied_weights_keys)
 
 
@@ -143,7 +144,7 @@ def _fill(
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    """A sum is one pass without a copy; a finite tensor may overflow it, so only then is every number looked at."""
+    """Refuse NaN and infinity. Only if the sum is not finite, which may be overflow, are all elements tested."""
     if not tensor.is_floating_point() or (tensor.element_size() > 1 and tensor.sum().isfinite()):
         return
     numbers = tensor.float()
@@ -163,7 +164,7 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Buffers that no checkpoint holds, such as rotary frequencies, as the model's own initialisation computes them."""
+    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

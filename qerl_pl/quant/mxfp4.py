@@ -1,4 +1,4 @@
-"""MXFP4 (OCP microscaling v1.0): four-bit E2M1 weights in blocks of 32 columns, a power of two (E8M0) a block.
+"""MXFP4 (OCP microscaling v1.0): 4-bit E2M1 weights in blocks of 32 columns, with a power of two (E8M0) per block.
 
     w = e2m1(code) * 2^(block_scale - 127)
 
@@ -19,34 +19,40 @@ BLOCK = 32
 
 
 def no_tensor_scale(amax: Tensor) -> Tensor:
-    """[] fp64 one, on the device of amax."""
+    """Return 1, [] fp64 on the device of ``amax``, because MXFP4 has no tensor scale."""
     return torch.ones((), dtype=torch.float64, device=amax.device)
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """[...] uint8 exponents, biased by 127, that put a block's largest magnitude ([...] fp32) into [3.5, 7).
+    """Choose the power of two that scales a block's largest magnitude into [3.5, 7), where E2M1 ends at 6.
 
-    E2M1's largest value, 6, has exponent 2. A magnitude of 1.75 or more times a power of two would be clipped hard
-    under that power, so it rounds up to the next.
+    A magnitude of 1.75 or more times a power of two would become 7 or more under the scale of that power and be clipped
+    strongly, so the next power is taken.
+
+    Args:
+        block_amax: [...] fp32.
+
+    Returns:
+        [...] uint8 exponents, biased by 127.
     """
-    exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased, of the magnitude rounded up from 1.75
+    exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased, of the magnitude rounded up from 1.75 on
     return (exponent - 2).clamp_min(0).to(torch.uint8)
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """fp32 powers of two. Shape of block_scale."""
+    """Convert exponents to powers of two, fp32 of the same shape."""
     bits = block_scale.int()
-    return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)  # 2^-127 is a denormal
+    return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)  # 2^-127 is subnormal
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """The given powers of two, half and twice of them."""
+    """Yield the given powers of two, then half of them, then twice of them."""
     for step in (0, -1, 1):
         yield (block_scale.int() + step).clamp(0, 254).to(torch.uint8)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in ``dtype``; exact in bf16."""
+    """Dequantise a weight to [N, K] of ``dtype``; exact in bf16."""
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)
 
 

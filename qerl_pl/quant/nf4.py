@@ -1,9 +1,9 @@
-"""NF4 (QLoRA, arXiv 2305.14314, appendix E): 16 quantiles of a normal distribution, an fp32 scale for 64 columns.
+"""NF4 (QLoRA, arXiv 2305.14314, appendix E): 16 quantiles of a normal distribution, with an fp32 scale per 64 columns.
 
     w = nf4(code) * absmax
 
-4.5 bits a weight, as NVFP4. Codes and scales equal bitsandbytes' (block size 64, scales not quantised again) bit for
-bit wherever rows divide into blocks, which is required here so that no block spans two rows.
+It takes 4.5 bits per weight, as NVFP4 does. Codes and scales equal those of bitsandbytes (block size 64, scales not
+quantised) bit for bit if rows divide into blocks, which is required here so that no block spans two rows.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-_TINY = 1e-38  # the least divisor, as bitsandbytes has it
+_TINY = 1e-38  # smallest divisor, as in bitsandbytes
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """[...] int32 fp32 bits of each block's largest magnitude."""
+    """Return the fp32 bits of each block's largest magnitude, [...] int32."""
     return block_amax.view(torch.int32)
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """fp32 largest magnitudes. Shape of block_scale."""
+    """Return the largest magnitudes of the blocks, fp32 of the same shape."""
     return block_scale.view(torch.float32)
 
 
 def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
-    """uint8 codes of the values nearest to weight / scale; a tie goes to the lower one."""
+    """Return the uint8 codes of the values nearest to weight / scale; a tie is rounded to the lower value."""
     values = weight * (1 / scale.clamp_min(_TINY))
     return torch.bucketize(values, _midpoints(values.device), out_int32=True).to(torch.uint8)
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """The given scales and shares of them down to 0.6: a smaller one clips the block's largest weight."""
+    """Yield the given scales times 1.00, 0.97, ... down to about 0.6; smaller scales clip the block's largest
+    weight."""
     for percent in range(100, 58, -3):
         yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in ``dtype``, rounded once."""
+    """Dequantise a weight to [N, K] of ``dtype``, rounded once."""
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), NF4_VALUES, dtype)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder in the making: files are added one by one, and it appears under its name when it is whole."""
+"""Write a checkpoint folder file by file; it appears under its name when it is complete, and can be resumed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 
 
 class OutputFolder:
-    """Files are written to ``OUTPUT.partial`` beside the output, each under a temporary name and then renamed.
+    """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place.
 
-    The folder remembers in a manifest what is finished, so the next run with equal settings takes up from there.
+    Each file is written under a temporary name and then renamed. A manifest lists the finished files, so a later run
+    with equal settings continues after them.
 
     Args:
-        output: folder to make; must not exist, or be empty.
-        settings: what the files depend on, as JSON; stored in the report.
+        output: folder to make; it must not exist or be empty.
+        settings: everything that the files depend on, values that can be written as JSON; stored in the report.
 
     Raises:
-        ValueError: the output is not empty, or the temporary folder holds a run with other settings.
+        ValueError: the output is not empty, or ``OUTPUT.partial`` holds files of other settings.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
@@ -52,15 +53,16 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one file and remember it, with what there is to report about it, by kind.
+        """Write one file, and list it in the manifest with its reports by kind.
 
         Raises:
-            OSError: the file cannot be written, e.g. on a full disk; what was finished before is kept.
+            OSError: the file cannot be written, e.g. on a full disk; finished files are kept.
         """
         temporary = self.partial / f"{file}.tmp"
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            # One key of metadata: safetensors writes several in random order, and equal runs should give equal bytes.
+            # Metadata has one key, because safetensors writes several keys in random order and equal runs should give
+            # equal bytes.
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error
@@ -70,24 +72,24 @@ class OutputFolder:
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
     def drop_if_empty(self) -> None:
-        """Remove the temporary folder if no file of it is finished."""
+        """Remove ``OUTPUT.partial`` if it has no finished file."""
         if not self.done:
             self.discard()
 
     def discard(self) -> None:
-        """Remove the temporary folder."""
+        """Remove ``OUTPUT.partial``."""
         shutil.rmtree(self.partial)
 
     def read(self, file: str) -> dict[str, Tensor]:
-        """The tensors of a finished file."""
+        """Read the tensors of a finished file."""
         return load_file(self.partial / file)
 
     def reports(self, kind: str) -> list[dict]:
-        """What was reported about all files."""
+        """Return the reports of a kind of all files."""
         return [report for entry in self.done.values() for report in entry[kind]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
-        """Add the index, the report, ``config`` and the source's tokenizer and other small files; give it its name."""
+        """Add index, report, ``config`` and the source's tokenizer and other small files, and rename to ``OUTPUT``."""
         for file in carried_files(source):
             shutil.copyfile(file, self.partial / file.name)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
@@ -100,8 +102,8 @@ class OutputFolder:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """Files of a checkpoint folder that its copies have too: the tokenizer's, licences and the like."""
-    # What is kept about a folder is of that folder alone, and CONFIG says how a copy is quantised.
+    """List the files of a checkpoint folder that are copied to derived folders: tokenizer, licence and the like."""
+    # Digests and reports concern one folder only, and the copy has a config.json of its own.
     of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
     return [
         file

@@ -1,4 +1,4 @@
-"""What the quantiser packs, what shares a scale, and which file of the output it goes into."""
+"""Plan of the quantiser: linears to pack, linears that share a tensor scale, and the files of the output."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Linear to the group that engines fuse it with; no two families have different groups of the same names."""
+"""Maps a linear to the group of linears that engines fuse; a name is in the same group in all families."""
 _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file of the output."""
+    """File of the output, with its source tensors."""
 
     name: str
     block: str | None
-    """Decoder block that it holds, e.g. "model.layers.3"; None: everything outside the blocks."""
+    """Decoder block in the file, e.g. "model.layers.3"; None for the file of everything outside the blocks."""
     tensors: list[str]
-    """Names of the source tensors that go into it."""
+    """Names of the source tensors of the file."""
 
     def groups(self, groups: Mapping[str, list[str]]) -> list[list[str]]:
-        """Those of the fused groups whose weights are in this file."""
+        """Return the fused groups whose weights are in this file."""
         held = set(self.tensors)
         return [group for first, group in groups.items() if f"{first}.weight" in held]
 
@@ -37,16 +37,19 @@ class OutputFile:
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """The linears to pack, with their shapes [N, K], and the names of those to leave dense, in the model's order.
+    """Divide a model's linears into those to pack and those to leave dense.
 
     Args:
-        model: may be on the meta device.
-        ignore: names of linears, or regular expressions after "re:", matched from the start of the name.
-        block: columns that share a scale.
+        model: the model; it may be on the meta device.
+        ignore: names of linears to leave dense, or "re:" and a regular expression that matches the start of names.
+        block: number of columns that share a scale.
+
+    Returns:
+        Shapes [N, K] of the linears to pack by name, and the names of the others, in the model's order.
 
     Raises:
-        ValueError: an entry of ``ignore`` matches no linear, nothing is left to pack, or a linear that is left shares
-            its weight or does not divide into blocks.
+        ValueError: an entry of ``ignore`` matches no linear, no linear is left to pack, or a linear to pack has a tied
+            weight or an input size that is no multiple of ``block``.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for entry in ignore:
@@ -71,15 +74,18 @@ def split_linears(
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry names a linear, or matches it as "re:PATTERN" from the start."""
+    """Return whether an entry is a linear's name, or "re:PATTERN" with a pattern that matches the start of the name."""
     return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 
 def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
-    """First linear of a group to the whole group: what engines fuse shares one tensor scale; the others are alone.
+    """Group linears that engines fuse into one matrix and that therefore share a tensor scale.
+
+    Returns:
+        Groups by the name of their first linear; a linear that is not fused is a group of its own.
 
     Raises:
-        ValueError: only a part of what engines fuse is to be packed.
+        ValueError: only a part of a fused group is in ``linears``.
     """
     groups: dict[str, list[str]] = {}
     for name in linears:
@@ -93,13 +99,13 @@ def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
 
 
 def block_of(name: str) -> str | None:
-    """The decoder block that a tensor or module is in, e.g. "model.layers.3"; None outside the blocks."""
+    """Return the decoder block of a tensor or module by its name, e.g. "model.layers.3"; None outside the blocks."""
     block = _BLOCK_OF.match(name)
     return block and block[1]
 
 
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """One file for everything outside the decoder blocks, then one for each block, in their order."""
+    """Plan one file for everything outside the decoder blocks, and then one file per block in order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         parts.setdefault(block_of(name) or "", []).append(name)

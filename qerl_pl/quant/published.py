@@ -1,9 +1,9 @@
-"""NVFP4 checkpoints as others publish them: what they hold, and what has to change for 16-bit activations (W4A16).
+"""Inspect published NVFP4 checkpoints: their contents, and what has to change for 16-bit activations (W4A16).
 
-Published checkpoints carry what a W4A16 base has no use for: scales of activations and of the key/value cache, linears
-in FP8, a quantised head, tensor scales that differ within q/k/v or gate/up, which engines fuse. ``convert`` removes it.
-What a linear is stored as is taken from its tensors; the lists of excluded modules in config.json and
-hf_quant_config.json only repeat that.
+Published checkpoints may have features that a W4A16 base does not support: scales of activations and of the KV cache,
+linears in FP8, a quantised head, and different tensor scales within q/k/v or gate/up, which engines fuse. ``convert``
+removes them. The format of a linear is derived from its tensors; the lists of excluded modules in config.json and
+hf_quant_config.json are redundant and are not read.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ QUANTISED = COMPRESSED | MODELOPT | {"weight_zero_point", "weight_g_idx", "weigh
 
 @dataclass
 class Stored:
-    """What a checkpoint holds, from the headers of its files."""
+    """Contents of a checkpoint according to the headers of its files."""
 
     packed: dict[str, set[str]] = field(default_factory=dict)
-    """Linears in NVFP4, and the leaves of their tensors' names: ``COMPRESSED`` or ``MODELOPT``."""
+    """Suffixes of the tensors of each linear in NVFP4, ``COMPRESSED`` or ``MODELOPT``, by the linear's name."""
     fp8: list[str] = field(default_factory=list)
-    """Linears in FP8."""
+    """Names of linears in FP8."""
     activations: list[str] = field(default_factory=list)
-    """Tensors that scale activations."""
+    """Names of tensors with scales of activations."""
     cache: list[str] = field(default_factory=list)
-    """Tensors that scale the key/value cache."""
+    """Names of tensors with scales of the KV cache."""
 
     def leaves(self, linear: str) -> Set[str]:
-        """What follows a linear's name in the names of the tensors of its quantised weight; empty if it has none."""
+        """Return the suffixes of the tensors of a linear's quantised weight; empty if it is not quantised."""
         return self.packed.get(linear, FP8 if linear in self.fp8 else set())
 
 
 def conversion_reasons(path: Path) -> list[str]:
-    """Why a checkpoint has to be converted before it can be a base; reads config.json and headers.
+    """List the reasons why a checkpoint has to be converted to be a base; reads only config.json and headers.
 
     Returns:
-        Nothing for a checkpoint that is used as it is, one that is not in NVFP4 among them.
+        Empty if the checkpoint can be used without conversion, or is not in NVFP4.
 
     Raises:
-        ValueError: it is in NVFP4, but damaged or in a variant that cannot be read.
+        ValueError: the checkpoint is in NVFP4, but damaged or in an unsupported variant.
     """
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
@@ -81,14 +81,14 @@ def conversion_reasons(path: Path) -> list[str]:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Which of "NVFP4" and "FP8" a quantisation config names for linears; empty where it names neither.
+    """Return which of "NVFP4" and "FP8" a quantisation config names for linears; empty if it names neither.
 
     Args:
-        path: of the checkpoint, for messages.
-        config: see ``quantization_config``.
+        path: folder of the checkpoint, for error messages.
+        config: result of ``quantization_config``.
 
     Raises:
-        ValueError: NVFP4 comes with a format that cannot be read, or the config is not valid.
+        ValueError: the config combines NVFP4 with an unsupported format, or is not valid.
     """
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
@@ -113,10 +113,12 @@ def declared_formats(path: Path, config: Mapping) -> set[str]:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """How linears are packed in a checkpoint that can be a base as it is or converted; reads no weights.
+    """Return the layout of packed linears in a checkpoint that can be a base, directly or after conversion.
+
+    Weights are not read. None means that the checkpoint is not quantised.
 
     Raises:
-        ValueError: its quantisation is none that can be read.
+        ValueError: the quantisation is not supported.
     """
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
@@ -125,10 +127,10 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def read_stored(checkpoint: Checkpoint) -> Stored:
-    """Sort the tensors of a checkpoint by what they are.
+    """Classify the tensors of a checkpoint by name, dtype and shape.
 
     Raises:
-        ValueError: a quantised linear lacks a tensor, has a wrong shape, or is stored in a way that cannot be read.
+        ValueError: a quantised linear lacks a tensor, has a wrong shape, or is stored in an unsupported way.
     """
     leaves: dict[str, set[str]] = defaultdict(set)
     found = Stored()
@@ -153,10 +155,10 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Packed linears of the decoder blocks, those that engines fuse into one matrix together.
+    """Group the packed linears of the decoder blocks; linears that engines fuse into one matrix are one group.
 
     Raises:
-        ValueError: a part of what engines fuse is in NVFP4 and a part is not.
+        ValueError: of the linears of a fused group, some are in NVFP4 and some are not.
     """
     groups = []
     for name in stored.packed:
@@ -205,7 +207,7 @@ def _fault(held: set[str]) -> str:
         return "scales its inputs (pre_quant_scale, NVFP4_AWQ), which no engine here runs weight-only"
     whole = COMPRESSED if held & (COMPRESSED - MODELOPT) else MODELOPT
     if held < whole:
-        return f"is half there: it has {', '.join(sorted(held))} and no {', '.join(sorted(whole - held))}"
+        return f"is incomplete: it has {', '.join(sorted(held))} and no {', '.join(sorted(whole - held))}"
     return f"is stored as {', '.join(sorted(held))}, which is neither NVFP4, FP8 nor 16 bits"
 
 

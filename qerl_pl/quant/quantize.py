@@ -1,10 +1,11 @@
-"""The offline quantiser: a dense checkpoint to a packed one, a decoder block at a time.
+"""Offline quantiser: write a packed copy of a dense checkpoint, one decoder block at a time.
 
-Every linear but the ignored ones is packed; embeddings, norms and biases are copied. Query, key and value share one
-tensor scale, and so do gate and up, because engines fuse them into one matrix that has a single scale.
+All linears except the ignored ones are packed; embeddings, norms and biases are copied. Query, key and value share one
+tensor scale, and so do gate and up, because engines fuse them into one matrix with a single scale.
 
-Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block.
-With calibration data every block is measured on, and rounded for, the inputs that the packed blocks before it give.
+Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. If
+there is calibration data, each block is rounded for, and its errors are measured on, the outputs of the already packed
+previous blocks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from qerl_pl.quant.report import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.writers import WRITERS, Writer
 
-LARGEST_WEIGHT = 1e6  # squares of larger ones, summed over a layer, come near to what fp32 can hold
-VERSION = 1  # of the layout and arithmetic of the output; part of its metadata
+LARGEST_WEIGHT = 1e6  # sums of squares of larger weights over a layer come close to the maximum of fp32
+VERSION = 1  # version of the output's layout and arithmetic; part of its metadata
 _ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 
@@ -52,23 +53,27 @@ def quantize_checkpoint(
 ) -> list[LayerReport]:
     """Write a copy of a checkpoint whose linears are packed.
 
-    The output loads with ``load_base``, and with the stock libraries that ``writers`` names. The device holds one
-    decoder block, with second moments of its inputs if there is calibration data; the host holds one block, or the
+    The output can be loaded by ``load_base`` and by the libraries that ``writers`` names. The device holds one decoder
+    block and, with calibration data, second moments of the block's inputs. Host memory holds one block, or the
     embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
-        output: folder to make; must not exist, or be empty.
-        format: of the packed weights.
-        method: see ``rounding`` and ``awq``; awq rounds as mse does after folding its scales.
-        ignore: linears left alone: names, or regular expressions after "re:", matched from the start of the name.
-        calibration: needed by awq and gptq; lets mse weigh its errors, and all methods report output errors.
-        device: where blocks are quantised.
+        output: folder to make; it must not exist or be empty.
+        format: format of the packed weights.
+        method: rounding method, see ``rounding`` and ``awq``; awq rounds as mse after it has applied its scales.
+        ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
+        calibration: calibration data, required by awq and gptq. With it mse weighs its errors by the inputs, and all
+            methods report output errors.
+        device: device on which blocks are quantised.
+
+    Returns:
+        One report per packed linear.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
-            with other settings, an entry of ``ignore`` matches nothing or splits what engines fuse, a weight does not
-            fit the format, nothing is left to pack, or the method lacks what it needs.
+            with other settings, an entry of ``ignore`` matches nothing or a part of a fused group, a weight does not
+            fit the format, nothing is left to pack, or calibration data is missing.
     """
     checkpoint = Checkpoint(model)
     config = check_family(checkpoint.path)
@@ -98,7 +103,7 @@ def quantize_checkpoint(
                 try:
                     check_weights(tensors)
                 except ValueError:
-                    folder.drop_if_empty()  # else it keeps the blocks that are done
+                    folder.drop_if_empty()  # finished blocks are kept for a retry
                     raise
                 packed = pack_file(file, tensors, file.groups(groups), writer, method, skeleton, stream, device)
                 folder.add(file.name, *packed)
@@ -121,17 +126,20 @@ def pack_file(
     stream: BlockStream | None,
     device: torch.device | str,
 ) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
-    """The tensors of one file of the output, on the host, and reports: of its layers, and of scales that were folded.
+    """Compute the tensors of one file of the output.
 
     Args:
-        file: which one.
+        file: the file.
         tensors: its source tensors.
-        groups: linears to pack, those that share a scale together.
-        writer: of the format.
-        method: of rounding.
+        groups: linears to pack; the linears of a group share a tensor scale.
+        writer: writer of the format.
+        method: rounding method.
         skeleton: the model on the meta device.
-        stream: calibration data before the file's decoder block.
-        device: where to compute.
+        stream: calibration data at the input of the file's decoder block; None without calibration data.
+        device: device to compute on.
+
+    Returns:
+        The tensors, on the CPU, and reports: "layers" of the packed linears, "folds" of scales that AWQ applied.
     """
     fmt, moments, folds = writer.fmt, {}, []
     written = dict(tensors)
@@ -159,7 +167,7 @@ def pack_file(
 def dense_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], writer: Writer
 ) -> dict[str, Tensor]:
-    """A file of the output as dense tensors: packed weights are fp32, the others as they are."""
+    """Dequantise the packed weights of a file to fp32; other tensors are returned without change."""
     layout = writer.layout
     packed = [name for name in shapes if name + layout.marker in tensors]
     stored = {name + suffix for name in packed for suffix in (*layout.parts, *layout.redundant)}
@@ -171,7 +179,7 @@ def dense_tensors(
 
 
 def check_weights(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that no trained model has.
+    """Refuse weights that are not finite or implausibly large.
 
     Raises:
         ValueError: a tensor holds NaN, infinity, or a number above ``LARGEST_WEIGHT``.

@@ -1,4 +1,4 @@
-"""How well each linear survived quantisation, in numbers and as a picture."""
+"""Report the quantisation error of each linear, in numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ PICTURE = "quantization_report.png"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear. An error is a root mean square, relative to that of what it is an error of."""
+    """Errors of one linear. Errors are root mean squares, divided by the root mean square of the exact values."""
 
     name: str
     shape: tuple[int, int]
     weight_error: float
-    """Of the weights."""
+    """Relative error of the weights."""
     max_error: float
-    """Largest error of a weight over the largest weight."""
+    """Largest error of a weight, divided by the largest weight."""
     outlier_ratio: float
-    """Largest weight over the root mean square: how far the tensor scale has to reach."""
+    """Largest weight, divided by the root mean square of the weights."""
     output_error: float | None = None
-    """Of the outputs on the calibration data, as the packed blocks before this one give them; None: not measured."""
+    """Relative error of the outputs for calibration data that passed through the packed previous blocks; None: not
+    measured."""
 
 
 def report_layer(
@@ -37,10 +38,10 @@ def report_layer(
     """Compare a weight [N, K] with its packed form.
 
     Args:
-        name: of the linear.
+        name: name of the linear.
         weight: [N, K] floating.
-        packed: the same weight.
-        fmt: of the packed weight.
+        packed: the packed weight.
+        fmt: format of the packed weight.
         second_moment: [K, K] mean of x x^T over the calibration data's inputs x.
     """
     weight = weight.float()
@@ -63,11 +64,11 @@ def report_layer(
 
 
 def draw_report(layers: Sequence[LayerReport], path: Path) -> None:
-    """Errors as a heat map, a column for each decoder block and a row for each of its linears.
+    """Draw the errors as a heat map with a column per decoder block and a row per linear of a block.
 
     Args:
-        layers: in the model's order; those outside decoder blocks are left out.
-        path: PNG file to write; nothing is written if no layer is left.
+        layers: reports in the model's order; linears outside decoder blocks are left out.
+        path: PNG file to write; it is not written if there is no linear to draw.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""One tensor scale for NVFP4 linears that engines fuse, found without changing a weight."""
+"""Find a common tensor scale for NVFP4 linears that engines fuse, without changing any weight."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E4M3_MAX, scale_divisor
 
 ROUNDING = 2.0**-23
-"""Relative; a tensor scale that is stored as its fp32 reciprocal is off by half of it at most."""
+"""Relative tolerance; a tensor scale that is stored as its fp32 reciprocal has at most half of this error."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """A linear in NVFP4, and how its tensor scale is stored."""
+    """Packed weight of a linear in NVFP4."""
 
     codes: Tensor
     """[N, K/2] uint8."""
     block_scale: Tensor
-    """[N, K/16] uint8, bits of E4M3."""
+    """[N, K/16] uint8, bits of E4M3 values."""
     multiplier: Tensor
-    """[] fp64: what ModelOpt stores, in fp32, and compressed-tensors the reciprocal of."""
+    """[] fp64, tensor scale; ModelOpt stores it in fp32, compressed-tensors its reciprocal."""
 
     @property
     def weight(self) -> PackedWeight:
-        """The packed weight."""
+        """The weight as ``PackedWeight``."""
         return PackedWeight(self.codes, self.block_scale, self.multiplier)
 
 
 def share_scale(members: Sequence[Scales]) -> tuple[Tensor, list[Tensor]] | None:
-    """A divisor for all linears, and block scales [N, K/16] for each, with which they hold the same weights.
+    """Find a common divisor and new block scales with which all linears have the same weights as before.
 
-    Where all tensor scales are equal the block scales stay as they are. A difference is absorbed into the block scales
-    where E4M3 holds each of them times the ratio, as it mostly does for powers of two.
+    If all tensor scales are equal, the block scales do not change. Otherwise the block scales are multiplied by the
+    ratio of tensor scales, which is possible if E4M3 represents all products; for powers of two it mostly does.
 
     Returns:
-        The divisor, [] fp32, and bits of the block scales; None if the difference cannot be absorbed.
+        The divisor, [] fp32, and the bits of each linear's block scales, [N, K/16]; None if a product cannot be
+        represented.
     """
     multipliers = sorted({member.multiplier.item() for member in members}, reverse=True)
     if len(multipliers) == 1:
@@ -55,7 +56,7 @@ def share_scale(members: Sequence[Scales]) -> tuple[Tensor, list[Tensor]] | None
 
 
 def _table(member: Scales, multiplier: float) -> Tensor | None:
-    """[256] uint8: a block scale's bits to those under another multiplier; None if E4M3 lacks one that is needed."""
+    """Map the bits of block scales to their bits under another tensor scale, [256] uint8; None if E4M3 lacks one."""
     used = member.block_scale.unique()
     wanted = used.view(torch.float8_e4m3fn).double() * (member.multiplier / multiplier)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)

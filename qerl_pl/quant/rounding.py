@@ -1,4 +1,4 @@
-"""The ways to round a weight to a format: to nearest, under searched scales, with second-order corrections."""
+"""Methods of rounding a weight to a format: to nearest, with searched scales, or with second-order corrections."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from qerl_pl.quant.gptq import gptq_codes
 from qerl_pl.quant.scale_search import search_scales
 
 Rounding = Literal["rtn", "mse", "gptq"]
-"""rtn: nearest under min-max scales. mse: nearest under the scales of least squared error; where inputs are known, each
-column is weighted by its mean square, and a row keeps its min-max scales if its outputs are better under them. gptq:
-GPTQ under the scales of least weighted squared error."""
+"""Rounding methods. rtn: to the nearest values under min-max scales. mse: to the nearest values under the scales with
+the least squared error; if inputs are known, columns are weighted by the mean square of their input, and a row keeps
+its min-max scales if its output error is smaller with them. gptq: GPTQ under the scales with the least weighted squared
+error."""
 
 
 def pack_weight(
@@ -31,11 +32,11 @@ def pack_weight(
 
     Args:
         weight: [N, K] floating.
-        fmt: to pack to.
-        global_scale: [] multiplier.
-        rounding: how.
-        second_moment: [K, K] mean of x x^T over the layer's inputs; None: not known, which gptq does not take.
-        name: what errors call the weight.
+        fmt: format to pack to.
+        global_scale: [] tensor scale.
+        rounding: rounding method.
+        second_moment: [K, K] mean of x x^T over the layer's inputs x; None if not known, which gptq does not allow.
+        name: name of the weight in error messages.
 
     Raises:
         ValueError: the shape does not fit, or the weight holds NaN or infinity.
@@ -52,7 +53,7 @@ def pack_weight(
     if second_moment is None:
         return searched
     before, after = (row_errors(weight, fmt.dequantize(p, torch.float32), second_moment) for p in (nearest, searched))
-    worse = (after > before).unsqueeze(1)  # correlations between inputs can make it so
+    worse = (after > before).unsqueeze(1)  # possible because inputs are correlated
     codes = torch.where(worse, nearest.codes, searched.codes)
     return PackedWeight(codes, torch.where(worse, nearest.block_scale, scale), global_scale)
 
@@ -60,7 +61,7 @@ def pack_weight(
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, rounding: Rounding, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Pack the weights of linears that share their input (name to [N, K]) under one tensor scale."""
+    """Pack the weights [N, K] of linears that share their input, given by name, under one tensor scale."""
     shared = group_scale(list(weights.values()), fmt)
     return {
         name: pack_weight(weight, fmt, shared, rounding, second_moment, name=f"{name}.weight")
@@ -69,17 +70,17 @@ def pack_group(
 
 
 def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
-    """[] tensor scale that suits all of the weights."""
+    """Compute the tensor scale, [], for the largest magnitude of all weights."""
     return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Mean square of (W' - W) x over inputs x, summed over the outputs; see ``row_errors``."""
+    """Compute the mean of |(W' - W) x|^2 over inputs x; arguments are those of ``row_errors``."""
     return row_errors(weight, rounded, second_moment).sum().item()
 
 
 def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor:
-    """[N] fp32 mean square of each row of (W' - W) x over inputs x.
+    """Compute the mean square of each row of (W' - W) x over inputs x, [N] fp32.
 
     Args:
         weight: W [N, K] floating.

@@ -1,4 +1,4 @@
-"""Block scales that minimise the squared error of a block, instead of reaching its largest weight."""
+"""Search block scales that minimise the squared error of a block, instead of representing its largest weight."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qerl_pl.quant.formats import Format, row_chunks
 def search_scales(
     weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor | None = None
 ) -> Tensor:
-    """The best of a format's nearby scales for every block, by sum_k importance_k (w_k - rounded w_k)^2.
+    """Choose for every block the candidate scale with the least sum_k importance_k (w_k - rounded w_k)^2.
 
     Args:
         weight: [N, K] floating.
-        fmt: of the scales.
-        block_scale: [N, K/block] bits of the scales to start from; they stay where nothing nearby is better.
-        global_scale: [] multiplier.
-        importance: [K] fp32, at least 0, e.g. the mean square of each input; None: all alike.
+        fmt: format, whose ``nearby_scales`` gives the candidates.
+        block_scale: [N, K/block] bits of the initial scales, which are kept if no candidate is better.
+        global_scale: [] tensor scale.
+        importance: [K] fp32, not negative, e.g. the mean square of each input; None means equal weights.
 
     Returns:
         [N, K/block] bits.

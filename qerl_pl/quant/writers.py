@@ -1,7 +1,7 @@
-"""What the quantiser writes for each format: the tensors of a packed weight, and what config.json says about them.
+"""Write packed weights: for each format the tensors of a weight, and the quantisation config of config.json.
 
-NVFP4 and MXFP4 are written as compressed-tensors does, so that stock vLLM and transformers load them; NF4 as
-bitsandbytes does, so that stock transformers loads it.
+NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
+NF4 in the layout of bitsandbytes, which unmodified transformers can load.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qerl_pl.quant.nvfp4 import scale_divisor
 
 @dataclass(frozen=True)
 class Writer:
-    """How a format is stored."""
+    """Functions that write a format."""
 
     layout: Layout
-    """By which it is read again."""
+    """Layout by which the written tensors are read."""
     tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
-    """(weight, dtype of the model) -> tensors by what follows the name of the linear."""
+    """Maps a packed weight and the model's dtype to tensors by the suffix that follows the linear's name."""
     config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
-    """(names of the linears that stay dense, dtype of the model) -> ``quantization_config`` of config.json."""
+    """Maps the names of dense linears and the model's dtype to ``quantization_config`` of config.json."""
 
     @property
     def fmt(self) -> Format:
@@ -63,7 +63,7 @@ def _nf4_tensors(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _compressed_tensors_config(preset: str, written_as: str, ignored: Sequence[str]) -> dict[str, object]:
-    """Configuration of a checkpoint whose linears all follow one of compressed-tensors' own schemes."""
+    """Build the config of a checkpoint whose linears all have one preset scheme of compressed-tensors."""
     from compressed_tensors.config import CompressionFormat
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme

@@ -152,9 +152,9 @@ def test_our_own_checkpoints_are_used_as_they_are(make_checkpoint: Callable[...,
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale"), r"up_proj is half there: .* no weight_scale"),
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale_2"), r"up_proj is half there: .* no weight_scale_2"),
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"up_proj is half there: .* no weight"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale"), r"up_proj is incomplete: .* no weight_scale"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale_2"), r"up_proj is incomplete: .* no weight_scale_2"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"up_proj is incomplete: .* no weight"),
         (lambda t: t.pop("model.norm.weight"), r"half a checkpoint: model\.norm\.weight missing"),
         (
             lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.down_proj" in name],
