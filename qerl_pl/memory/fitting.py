@@ -94,7 +94,9 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
         tried = replace(run, engine=engine, gradient_checkpointing=setting, offload_checkpoints=False)
         tokens = run.micro_batch_tokens or _micro_batch(shape, tried, gpu_bytes)
         train = plan(shape, replace(tried, micro_batch_tokens=tokens)).train
-        time = time_per_token(how, shape.num_layers, min(tokens, run.rows * run.longest_row), fused=run.fused)
+        time = time_per_token(
+            how, shape.num_layers, min(tokens, run.rows * run.longest_row), fused=run.fused and shape.fusable
+        )
         found.append(Option(how, setting, tokens, train, time))
     return found
 

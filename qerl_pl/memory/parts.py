@@ -56,11 +56,11 @@ def block_kept(
 
     In the compute dtype: the inputs of linears (two normalised inputs, the attention's output, the MLP's product);
     queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted linear; A and
-    B. In fp32: the inputs of both norms (and of Qwen3's query and key norms) and the attention's log-sum-exp. Fused
-    norms keep their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation.
+    B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp. Fused norms keep
+    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation.
     """
-    norm_inputs = 2 * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
-    norm_rows = 2 + shape.head_norms * (shape.num_heads + shape.num_key_heads)
+    norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
+    norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
     width = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + (3 if fused else 4) * shape.inner
     width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs)

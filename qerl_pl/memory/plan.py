@@ -146,13 +146,13 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     how = run.recompute(shape.num_layers)
     assert how is not None, "choose gradient_checkpointing first"
     head, block = parts.blocks_kept(
-        shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=run.fused
+        shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=run.fused and shape.fusable
     )
     return {
         "block inputs": _at(parts.checkpoints(shape, tokens, run.itemsize, how=how), "head", "block"),
         "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
-            "block": parts.block_backward(shape, tokens, run.itemsize, fused=run.fused),
+            "block": parts.block_backward(shape, tokens, run.itemsize, fused=run.fused and shape.fusable),
         },
     }

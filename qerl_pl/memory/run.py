@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qerl_pl.base.family import with_merged
 from qerl_pl.memory.settings import RunMemory, state_bytes
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
@@ -51,7 +52,7 @@ def run_memory(
         evaluation_tokens=evaluation.max_tokens,
         itemsize=dtype.itemsize,
         rank=lora.rank,
-        targets=tuple(lora.targets),
+        targets=with_merged(lora.targets),
         train_norms=lora.train_norms,
         state_bytes=state_bytes(optimizer),
         micro_batch_tokens=micro_batch_tokens,

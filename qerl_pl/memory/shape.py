@@ -36,7 +36,11 @@ class ModelShape:
     key_width: int
     """Number of key heads times the dimension of a head."""
     head_norms: bool
-    """Whether queries and keys are normalised per head (Qwen3)."""
+    """Whether queries and keys are normalised (Qwen3, OLMo 3, Gemma 3)."""
+    block_norms: int
+    """Number of norms per block, without those of queries and keys."""
+    fusable: bool
+    """Whether ``policy.elementwise`` can replace norms, rotary embeddings and MLPs of this family."""
     trained_norms: int
     """Number of norms per block that ``train_norms`` trains."""
     last_linear: str
@@ -143,6 +147,8 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         query_width=config.num_attention_heads * head_dim,
         key_width=config.num_key_value_heads * head_dim,
         head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        block_norms=sum(name.endswith("norm") for name, _ in model.get_submodule("model.layers.0").named_children()),
+        fusable=len(family.elementwise) == 3,
         trained_norms=len(family.noise_norms),
         last_linear=family.last_linear,
         linears=tuple((name, linear.out_features, linear.in_features) for name, linear in block.items()),

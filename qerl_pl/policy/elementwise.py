@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qerl_pl.base.family import FAMILIES
 from qerl_pl.common.extras import not_installed
 from qerl_pl.policy.kept import active
 
@@ -69,16 +70,18 @@ def fused_wanted(setting: FusedSetting) -> bool:
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
     """Replace the forward of a model's norms, MLPs and attention modules by one that uses these operations.
 
-    Only the module instances are changed, no class. An MLP with an activation other than SiLU keeps its own forward,
-    and so does attention while it fills a KV cache (sampling).
+    Only the module instances are changed, no class. Parts of a family that compute something else keep their own
+    forward (``Family.elementwise``), and so does an MLP with an activation other than SiLU, and attention while it
+    fills a KV cache (sampling).
     """
+    parts = FAMILIES[model.config.model_type].elementwise
     for module in model.modules():
         known: Any = module
-        if type(module).__name__.endswith("RMSNorm"):
+        if "norms" in parts and type(module).__name__.endswith("RMSNorm"):
             known.forward = partial(_norm, known, operations)
-        elif hasattr(module, "gate_proj") and isinstance(known.act_fn, (nn.SiLU, SiLUActivation)):
+        elif "mlp" in parts and hasattr(module, "gate_proj") and isinstance(known.act_fn, (nn.SiLU, SiLUActivation)):
             known.forward = partial(_mlp, known, operations)
-        elif hasattr(module, "q_proj") and hasattr(module, "o_proj"):
+        elif "attention" in parts and hasattr(module, "q_proj") and hasattr(module, "o_proj"):
             known.forward = partial(_attention, known, operations, known.forward)
 
 
@@ -100,7 +103,7 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' attention of Llama, Qwen2 and Qwen3 (which has ``q_norm``) with a fused rotary embedding.
+    """Compute transformers' attention of Llama, Mistral, Granite, Qwen2 and Qwen3 with a fused rotary embedding.
 
     With a KV cache (``past_key_values``) it calls ``plain``, the module's own forward.
     """
@@ -127,7 +130,7 @@ def _attention(
         attention_mask,
         dropout=module.attention_dropout if module.training else 0.0,
         scaling=module.scaling,
-        sliding_window=getattr(module, "sliding_window", None),
+        sliding_window=getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         **kwargs,
     )
     return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), None

@@ -27,7 +27,8 @@ class LoraSettings:
         alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
             differ from the ones of the policy that sampled.
-        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``.
+        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``. Phi-3 and Phi-4 store q_proj,
+            k_proj and v_proj as qkv_proj: there all three together mean that linear. The same goes for gate_up_proj.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
 

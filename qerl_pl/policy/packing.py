@@ -81,7 +81,14 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal attention within each row.
 
@@ -92,21 +99,23 @@ def packed_attention(
         starts: [B + 1] int32, see ``Packed``.
         longest: tokens of the longest row.
         scale: factor of the scores q k^T; None means D^-0.5.
+        window: number of tokens that a token attends to, itself included; None means all tokens before it.
 
     Returns:
         [T, heads, D].
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        seen = (-1 if window is None else window - 1, 0)
         output = varlen_attn(
-            query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **_SHARE_HEADS
+            query, key, value, starts, starts, longest, longest, scale=scale, window_size=seen, **_SHARE_HEADS
         )
         assert isinstance(output, Tensor)
         return output
-    return _padded_attention(query, key, value, starts, longest, scale)
+    return _padded_attention(query, key, value, starts, longest, scale, window)
 
 
 def packed_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
     outputs = []
@@ -114,13 +123,15 @@ def packed_attention_reference(
         q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
         k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
         scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        outputs.append((scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
+        outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 
 
 def _padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
     lengths = starts.diff()
     inside = torch.arange(longest, device=starts.device) < lengths.unsqueeze(1)  # [B, S]
@@ -129,8 +140,11 @@ def _padded_attention(
         padded = packed.new_zeros(*inside.shape, *packed.shape[1:]).masked_scatter(inside[..., None, None], packed)
         return padded.transpose(1, 2)  # [B, heads, S, D]
 
+    band = None
+    if window is not None and window < longest:
+        band = inside.new_ones(longest, longest).tril().triu(1 - window)  # [S, S], True where a token is seen
     output = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=True
+        pad(query), pad(key), pad(value), attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=True
     )
     return output.transpose(1, 2)[inside]
 
@@ -156,12 +170,7 @@ def _attention(
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     if dropout:
         raise ValueError(f"attention_dropout is {dropout}; packed attention has none: set it to 0 in config.json")
-    if sliding_window is not None and max_length_q > sliding_window:
-        raise ValueError(
-            f"a row of {max_length_q} tokens exceeds the model's sliding window of {sliding_window}; packed attention "
-            "has no window: shorten prompts and completions"
-        )
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [T, heads, D]
-    attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling)
+    attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
     kept = active()
     return (attend() if kept is None else kept.whole(attend)).unsqueeze(0), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -174,7 +175,7 @@ class Policy(nn.Module):
             temperature: sampling temperature, by which logits are divided.
         """
         wanted, hidden = self._predicting(tokens, mask)
-        logprobs, entropy = token_logprobs(hidden, self._head, tokens[wanted], temperature=temperature)
+        logprobs, entropy = token_logprobs(hidden, self._head, tokens[wanted], temperature=temperature * self._divisor)
         zeros = logprobs.new_zeros(mask.shape)
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
@@ -187,8 +188,17 @@ class Policy(nn.Module):
         wanted, hidden = self._predicting(tokens, mask)
         rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
         parts = zip(hidden.split(rows), tokens[wanted].split(rows), strict=True)
-        found = [alternative_logprobs(fp32_logits(part, self._head) / temperature, targets) for part, targets in parts]
+        found = [
+            alternative_logprobs(fp32_logits(part, self._head) / (temperature * self._divisor), targets)
+            for part, targets in parts
+        ]
         return torch.cat(found)
+
+    @property
+    def _divisor(self) -> float:
+        """What the model divides its logits by."""
+        name = self.family.logit_divisor
+        return 1.0 if name is None else getattr(self.config, name)
 
     @property
     def _head(self) -> Tensor:
@@ -275,6 +285,7 @@ def make_policy(
     """Add a fresh adapter to a loaded base; the arguments are explained in ``load_policy``."""
     family = family_of(model.config.model_type, path=base)
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
+    lora = replace(lora, targets=family.targets(lora.targets))
     check_targets(model, lora.targets, family)
     on_gpu = model.device.type == "cuda"
     fused = fused_wanted(fused_elementwise)

@@ -58,32 +58,21 @@ def has_experts(config: Mapping) -> bool:
     )
 
 
-def check_window(path: str | Path, config: Mapping, *, longest: int) -> None:
-    """Check that rows fit into a model's positions and its sliding window, since the trainer attends to whole rows.
+def check_positions(config: Mapping, *, longest: int) -> None:
+    """Check that rows fit into a model's positions.
 
     Args:
-        path: checkpoint folder, for the error message.
         config: its config.json.
         longest: tokens of the longest prompt and completion together.
 
     Raises:
-        ValueError: rows may have more tokens than the model has positions, or than its window.
+        ValueError: rows may have more tokens than the model has positions.
     """
     limit = config.get("max_position_embeddings", longest)
     if longest > limit:
         raise ValueError(
             f"prompts and completions may reach {longest} tokens and the model has {limit} positions; lower "
             "data.max_prompt_tokens or model.sampling.max_tokens"
-        )
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", "layer_types" in config)  # Qwen's configs name a window that is not used
-    layers = config.get("layer_types") or ["sliding_attention"] * (
-        config["num_hidden_layers"] - config.get("max_window_layers", 0)
-    )
-    if used and window and "sliding_attention" in layers and longest > window:
-        raise ValueError(
-            f"{path} attends within a sliding window of {window} tokens, and prompts and completions may reach "
-            f"{longest}: lower data.max_prompt_tokens or model.sampling.max_tokens, or take a base without a window"
         )
 
 

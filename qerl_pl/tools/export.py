@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         norms = sorted({name.split(".")[-2] for name in adapter if ".lora_" not in name})
-        config = peft_config(settings, base=base, norms=norms)
+        targets = sorted({name.split(".")[-3] for name in adapter if ".lora_A." in name})
+        config = peft_config(replace(settings, targets=tuple(targets)), base=base, norms=norms)
         config.inference_mode = True
         config.save_pretrained(str(temporary))
         weights = temporary / "adapter_model.safetensors"

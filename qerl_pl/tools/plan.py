@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.base.family import PROJECTIONS
+from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
@@ -176,8 +176,9 @@ def check_counts(config: Mapping[str, Any]) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
-    if unknown := sorted(set(model["lora"]["targets"]) - set(PROJECTIONS)):
-        raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(PROJECTIONS)}")
+    known = (*PROJECTIONS, *MERGED)
+    if unknown := sorted(set(model["lora"]["targets"]) - set(known)):
+        raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
     if not model["lora"]["targets"]:
         raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 

@@ -17,7 +17,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
@@ -35,17 +41,11 @@ BLOCK_SIZE = 32  # of vLLM's cache; prompts longer than this can meet a stale pr
 END_TOKENS = {5, 6, 7}  # of the config, the generation config and the tokenizer
 
 
-def save_dense(path: Path, **sizes: Any) -> None:
-    """A random Qwen2 whose generation config would change every distribution, if it were obeyed.
-
-    Args:
-        path: folder to write to.
-        sizes: of the configuration, where they are other ones.
-    """
-    torch.manual_seed(0)
+def small_qwen2(**sizes: Any) -> PretrainedConfig:
+    """A small Qwen2; ``sizes`` take the place of its own."""
     shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2}
     shape = {**shape, "initializer_range": 0.15, **sizes}
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,  # heads of 32, the smallest that vLLM has on a CPU
@@ -55,10 +55,21 @@ def save_dense(path: Path, **sizes: Any) -> None:
         bos_token_id=None,
         eos_token_id=5,
     )
-    model = Qwen2ForCausalLM(config)
+
+
+def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any) -> None:
+    """A random model whose generation config would change every distribution, if it were obeyed.
+
+    Args:
+        path: folder to write to.
+        config: of the model; None: ``small_qwen2``.
+        sizes: of that one's configuration, where they are other ones.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or small_qwen2(**sizes), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
-            torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+            torch.nn.init.normal_(weight, mean=weight.mean().item() if "norm" in name else 0.0, std=0.2)
     model.generation_config = GenerationConfig(
         eos_token_id=[5, 6], do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.7
     )

@@ -48,20 +48,33 @@ def llm_arguments(
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
     unpacked = policy.packed_linears() if lacks(policy.packed_format) else {}
     arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, fp32_norms=fp32_norms)
-    arguments["hf_overrides"] = overrides = {}
+    arguments["hf_overrides"] = overrides = query_scaling(policy.config)
     if fp32_head and dtype != torch.float32:
         overrides["head_dtype"] = "float32"
     if unpacked:
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
     arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
-    if fp32_norms:
+    if fp32_norms and "norms" in policy.family.elementwise:  # the others do not round before the weight
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     platform_arguments = cpu_arguments if on_cpu else gpu_arguments
     arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len)
     if memory.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = memory.kv_cache_bytes
     return arguments
+
+
+def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
+    """Where vLLM looks for the numbers by which Ministral 3 scales queries far from the start.
+
+    transformers keeps them among ``rope_parameters``. vLLM 0.32 reads them from there in Mistral's own format only, and
+    leaves the scaling out of a model in transformers' format.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" not in rope:
+        return {}
+    original = rope["original_max_position_embeddings"]
+    return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": original}}
 
 
 def policy_arguments(

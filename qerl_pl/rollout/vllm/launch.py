@@ -13,7 +13,7 @@ from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
-from qerl_pl.rollout.vllm import memory, plugin, setup
+from qerl_pl.rollout.vllm import memory, patches, plugin, setup
 from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def launch(
         owns_group = not dist.is_initialized()
         try:
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
-            with uncounted, kernels, setup.among_ranks() as more, watch.phase("vLLM"):
+            apart = patches.decoder_classes_apart()
+            with uncounted, kernels, apart, setup.among_ranks() as more, watch.phase("vLLM"):
                 return Launched(LLM(**{**arguments, **more, **given}), on_cpu, owns_group)
         except BaseException:  # the next start must not find process groups of this one
             with setup.trainers_group(engines_own=owns_group):

@@ -152,6 +152,35 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
 
 
 @contextmanager
+def decoder_classes_apart() -> Iterator[None]:
+    """An engine that runs a model by transformers' own code gets a subclass of the decoder's class.
+
+    Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
+    Cause: vLLM's Transformers backend decorates the class itself for torch.compile, and the trainer's is the same one.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    base: Any = import_module("vllm.model_executor.models.transformers.base").Base
+    models: Any = import_module("transformers").AutoModel._model_mapping
+    decorate, added = base._decorate_cls_for_torch_compile, []
+
+    def decorate_subclass(self: Any, cls: type, **options: Any) -> None:
+        own = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+        decorate(self, own, **options)
+        if type(self.config) not in models._extra_content:
+            models._extra_content[type(self.config)] = own  # what vLLM makes its model of
+            added.append(type(self.config))
+
+    takes = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")
+    replace(base, "_decorate_cls_for_torch_compile", decorate_subclass, takes=takes)
+    try:
+        yield
+    finally:
+        base._decorate_cls_for_torch_compile = decorate
+        for config in added:
+            del models._extra_content[config]
+
+
+@contextmanager
 def kept_process_group() -> Iterator[None]:
     """Keep torch's default process group, which belongs to the trainer, when an engine ends within this context.
 
@@ -179,6 +208,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     native_nvfp4_linears,
     cache_of_unchanged_blocks,
     memory_of_ended_engines,
+    decoder_classes_apart,
     kept_process_group,
 )
 

@@ -1,0 +1,50 @@
+"""A small configuration of each model family, with what sets the family apart switched on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from qerl_pl.base.family import FAMILIES
+
+WINDOW = 24  # tokens; tests have rows longer and shorter than this
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM has on a CPU
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 5,
+    "pad_token_id": None,
+}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "mistral": {"sliding_window": WINDOW},
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "granite": {
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo3": MIXED,
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 24},
+}
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """Two blocks of a family; its weights are a few hundred kilobytes."""
+    return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {})})
+
+
+NAMES = tuple(FAMILIES)

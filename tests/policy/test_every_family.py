@@ -1,0 +1,142 @@
+"""What holds for every model family: quantisation, packed rows, adapters, noise, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.base.family import FAMILIES, Family, family_of
+from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.loading import load_base
+from qerl_pl.quant.quantize import quantize_checkpoint
+from tests.families import NAMES, WINDOW, tiny_config
+from tests.rollout.conftest import save_dense
+
+LENGTHS = (WINDOW + 17, 3, WINDOW - 4)
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random NVFP4 model of each family."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_dense(folder / "dense", tiny_config(request.param))
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder / "nvfp4"
+
+
+@pytest.fixture
+def policy(base: Path) -> Policy:
+    """One whose adapter does something."""
+    policy = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in policy.adapter_state().values():
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return policy
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(8, 64, (length,), generator=generator) for length in LENGTHS]
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.requires_grad and p.grad is not None}
+    policy.zero_grad()
+    return found
+
+
+def test_a_packed_model_computes_what_the_dequantised_one_does(base):
+    packed = load_base(base, dtype=torch.float32, device="cpu")
+    linears = {name: module for name, module in packed.named_modules() if isinstance(module, FrozenLinear)}
+    family = FAMILIES[packed.config.model_type]
+    assert len(linears) == len(family.projections) * packed.config.num_hidden_layers
+    dense = AutoModelForCausalLM.from_config(packed.config, dtype=torch.float32).eval()
+    state = {name: tensor for name, tensor in packed.state_dict().items() if name in dense.state_dict()}
+    state |= {f"{name}.weight": module.dense(torch.float32) for name, module in linears.items()}
+    dense.load_state_dict(state)
+    [row, *_] = rows()
+    with torch.no_grad():
+        found, expected = (model(input_ids=row.unsqueeze(0)).logits for model in (packed, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(policy):
+    """Sliding windows, divided logits and rotations by position show here: transformers makes its masks itself."""
+    some, longest = rows(), max(LENGTHS)
+    tokens = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in some])
+    mask = torch.arange(longest) < torch.tensor(LENGTHS).unsqueeze(1)
+    mask[:, 0] = False
+    stats = policy.token_stats(tokens, mask, temperature=TEMPERATURE)
+    stats.logprobs.sum().backward()
+    found = gradients(policy)
+    policy.causal_lm.set_attn_implementation("eager")
+    for number, row in enumerate(some):
+        logits = policy.model(input_ids=row.unsqueeze(0)).logits[0, :-1] / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        torch.testing.assert_close(stats.logprobs[number, 1 : len(row)], expected, rtol=0, atol=2e-5)
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(stats.entropy[number, 1 : len(row)], entropy, rtol=0, atol=2e-5)
+        expected.sum().backward()
+    whole = gradients(policy)
+    assert found.keys() == whole.keys()
+    for name, gradient in whole.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+
+
+def test_every_projection_of_every_block_is_adapted(policy):
+    adapted = {name.split(".")[-3] for name in policy.adapter_state()}
+    assert adapted == set(policy.family.projections)
+    assert len(policy.adapter_state()) == 2 * len(policy.family.projections) * policy.num_layers
+
+
+def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(policy):
+    [row, *_] = rows()
+    clean = {name: weight.clone() for name, weight in policy.norm_weights().items()}
+    names = [f"model.layers.{i}.{norm}.weight" for i in range(policy.num_layers) for norm in policy.family.noise_norms]
+    assert sorted(clean) == sorted(names)
+    with torch.no_grad():
+        before = policy.causal_lm(input_ids=row.unsqueeze(0)).logits
+        for name, weight in noisy_norms(clean, NormNoise(0.1, 3)).items():
+            policy.norm_weights()[name].copy_(weight)
+            assert not torch.allclose(policy.causal_lm(input_ids=row.unsqueeze(0)).logits, before, atol=1e-3), name
+            policy.norm_weights()[name].copy_(clean[name])
+        assert torch.equal(policy.causal_lm(input_ids=row.unsqueeze(0)).logits, before)
+
+
+def test_the_memory_of_a_family_is_planned_from_its_files(base, policy):
+    shape = checkpoint_shape(base, torch.float32)
+    assert {name for name, _, _ in shape.linears} == set(policy.family.projections)
+    norms = [name for name, _ in policy.causal_lm.model.layers[0].named_children() if name.endswith("norm")]
+    assert shape.block_norms == len(norms)
+    held = sum(tensor.nbytes for tensor in load_base(base, dtype=torch.float32, device="cpu").state_dict().values())
+    assert shape.base_bytes == held
+
+
+def test_all_parts_of_a_merged_linear_stand_for_it():
+    phi, llama = FAMILIES["phi3"], FAMILIES["llama"]
+    assert set(phi.targets(LoraSettings().targets)) == set(phi.projections)
+    assert phi.targets(("qkv_proj",)) == ("qkv_proj",)
+    assert phi.targets(("gate_proj", "up_proj")) == ("gate_up_proj",)
+    assert llama.targets(("q_proj",)) == ("q_proj",)
+    with pytest.raises(ValueError, match=r"lora targets name \['q_proj'\], which are a part of qkv_proj"):
+        phi.targets(("q_proj", "o_proj"))
+
+
+def test_a_family_that_is_not_supported_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match="somewhere is a 'gpt2' model; expected one of qwen2, qwen3, llama, mistral"):
+        family_of("gpt2", path="somewhere")
+
+
+def test_a_description_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(Family(), "last_linear", "o_proj")  # noqa: B010  (pyright refuses the plain assignment too)

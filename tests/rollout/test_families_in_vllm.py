@@ -1,0 +1,59 @@
+"""Each model family in vLLM: what is sampled is drawn from the trainer's policy, adapter and noise included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.base import Sampling
+from tests.families import NAMES, WINDOW, tiny_config
+from tests.rollout.conftest import MAX_MODEL_LEN, Setup, make_engine, random_adapter, save_dense, some_prompts
+
+QUICK = ("gemma3_text", "olmo3")  # one with vLLM's own code and one with transformers', both with windows
+PROMPTS = some_prompts(2, WINDOW - 8, WINDOW + 20)
+GAP = 1e-4  # nats
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+)
+def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
+    save_dense(tmp_path / "dense", tiny_config(family))
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "nvfp4")
+    policy = load_policy(str(tmp_path / "nvfp4"), dtype=torch.float32, lora=LoraSettings(rank=6, alpha=12), seed=0)
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    clean = {name: weight.clone() for name, weight in policy.norm_weights().items()}
+    engine = make_engine("vllm")
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    setup = Setup(engine, policy, adapter, adapter, clean)
+    try:
+        assert engine.fingerprint() == setup.expected_fingerprint()
+        assert gap(setup, adapter=False) < GAP
+        assert gap(setup) < GAP
+        assert engine.set_norm_noise(NormNoise(0.1, 3)) == len(clean)
+        assert gap(setup) > 0.01
+        with setup.noisy_policy(0.1, 3):
+            assert engine.fingerprint() == setup.expected_fingerprint(norms=policy.norm_weights())
+            assert gap(setup) < GAP
+    finally:
+        engine.close()
+
+
+def gap(setup: Setup, *, adapter: bool = True) -> float:
+    """Most nats between what vLLM says of its samples and what the policy says, over prompts and completions."""
+    groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=WINDOW), seed=1, adapter=adapter)
+    apart = [
+        setup.logprobs(prompt, completion.tokens, adapter=adapter) - torch.tensor(completion.logprobs)
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for completion in group
+    ]
+    return torch.cat(apart).abs().max().item()
