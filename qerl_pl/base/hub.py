@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name: config.json first, the weights when a run needs them."""
+"""Download models from the Hugging Face hub by name: config.json first, and weights only when a run needs them."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Folder that the documents download models to; no owner of the hub is meant by it."""
+"""Folder that the documents download models to; it is never taken for an owner on the hub."""
 
 T = TypeVar("T")
 
 
 def is_hub_name(base: str) -> bool:
-    """Whether a base is OWNER/MODEL and no folder: neither it nor OWNER exists here."""
+    """Return whether a base is OWNER/MODEL on the hub; it is a path if OWNER exists here as a file or folder."""
     owner = base.partition("/")[0]
     return bool(NAME.fullmatch(base)) and owner != LOCAL and not Path(owner).exists()
 
 
 def hub_config(name: str) -> Path:
-    """Fetch config.json of a model, and ModelOpt's file if it has one; no weights.
+    """Download a model's config.json, and ModelOpt's configuration file if it has one, without weights.
 
     Returns:
-        Their folder in the hub's cache.
+        Folder of the files in the hub's cache.
 
     Raises:
-        ValueError: see ``hub_folder``.
+        ValueError: the model cannot be downloaded, see ``hub_folder``.
     """
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
-    with suppress(EntryNotFoundError):  # without network also where it is not in the cache
+    with suppress(EntryNotFoundError):  # also raised if there is no network and it is not cached
         _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
     return Path(file).parent
 
 
 def hub_folder(name: str) -> Path:
-    """Fetch a whole model, with progress; what is in the hub's cache is not fetched again.
+    """Download a whole model with a progress bar; files in the hub's cache are not downloaded again.
 
     Returns:
-        Its folder in the hub's cache.
+        Folder of the model in the hub's cache.
 
     Raises:
-        ValueError: in one line: the hub has no such model, it asks for a licence to be accepted, or there is no network
-            and the cache has no copy.
+        ValueError: the hub has no such model, its licence has to be accepted, or there is no network and the cache has
+            no copy; the message is one line.
     """
     return Path(_fetched(name, lambda: snapshot_download(name, allow_patterns=FILES)))
 
@@ -79,7 +79,7 @@ def _fetched(name: str, fetch: Callable[[], T]) -> T:
 
 
 def _quietly(fetch: Callable[[], T]) -> T:
-    """Without a line for every retry: what is wrong in the end is said in one."""
+    """Call ``fetch`` without the hub's warnings about each retry; the final error is reported in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

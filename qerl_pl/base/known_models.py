@@ -1,4 +1,4 @@
-"""Dimensions of well-known models, so that memory can be planned before anything is downloaded."""
+"""Dimensions of well-known models, by which memory can be planned before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORMAT = re.compile(r"-(nvfp4|mxfp4|nf4)(?:a16)?$", re.IGNORECASE)
 
 
 class Sizes(NamedTuple):
-    """What of a model's config.json decides its memory."""
+    """Values of a model's config.json that decide its memory."""
 
     family: str
     """``model_type`` of config.json."""
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     head_dim: int
     vocabulary: int
     tied: bool
-    """The head is the embedding."""
+    """Whether the head is tied to the embedding."""
     positions: int
 
 
@@ -48,17 +48,18 @@ KNOWN: Mapping[str, Sizes] = {
 
 
 def known_format(base: str) -> str | None:
-    """The 4-bit format that ends a model's name, e.g. nvfp4 of nvidia/Qwen3-8B-NVFP4; None: it names none."""
+    """Return the 4-bit format at the end of a model's name, e.g. nvfp4 for nvidia/Qwen3-8B-NVFP4; None if there is
+    none."""
     found = _FORMAT.search(base.rstrip("/"))
     return found and found[1].lower()
 
 
 def known_config(base: str) -> Mapping[str, Any] | None:
-    """What is known of a model's config.json, by its name or its folder's; None for models that the table lacks.
+    """Return the known values of a model's config.json; None for models that are not in ``KNOWN``.
 
     Args:
-        base: e.g. Qwen/Qwen3-8B, or models/qwen2.5-7b. Capitals and the endings -Instruct and
-            -NVFP4 do not count.
+        base: name or folder of the model, e.g. Qwen/Qwen3-8B or models/qwen2.5-7b. Case and the endings -Instruct and
+            -NVFP4 are ignored.
     """
     name = _short(base)
     sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)

@@ -27,8 +27,8 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
     Args:
         base: folder of a checkpoint, or a model's name on the hub.
-        base_format: see ``base_folder``.
-        quantization: of a base that is dense; one that has the format already stays as it is.
+        base_format: format of an existing copy, see ``base_folder``.
+        quantization: settings for quantising a dense base; a base that has the format already is not changed.
 
     Returns:
         The base's folder, or a folder of the cache: the W4A16 copy of a published NVFP4 checkpoint that also quantises
@@ -68,7 +68,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
 
 def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
-    """Refuse settings that say twice in which format the base is.
+    """Refuse settings that give the format of the base twice.
 
     Raises:
         ValueError: model.base_format is given with model.quantize, or with a model's name on the hub.
@@ -80,7 +80,7 @@ def check_format(base: str, base_format: BaseFormat | None, quantization: Quanti
         )
     if base_format is not None and is_hub_name(base):
         raise ValueError(
-            f"model.base_format is {base_format!r}, which takes the copy beside a folder, and {base} is a name on the "
+            f"model.base_format is {base_format!r}, which takes the copy next to a folder, and {base} is a name on the "
             f"hub: give --model.quantize {base_format}"
         )
 

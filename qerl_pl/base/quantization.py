@@ -1,4 +1,4 @@
-"""How a run quantises its base at first use."""
+"""Settings by which a run quantises its base when it is first used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Method = Literal["rtn", "mse", "awq", "gptq"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Settings of the quantiser, as ``python -m qerl_pl quantize`` takes them.
+    """Settings of the quantiser, equal to the options of ``python -m qerl_pl quantize``.
 
     Args:
-        format: of the packed weights: nvfp4, mxfp4 or nf4.
-        method: rtn rounds to nearest; mse searches block scales; awq also folds scales into norms; gptq is of second
-            order.
+        format: format of the packed weights: nvfp4, mxfp4 or nf4.
+        method: rtn rounds to nearest; mse searches block scales; awq also moves scales into norms; gptq applies
+            second-order corrections.
         calibration: .txt or .jsonl file, or a data set of the hub; awq and gptq need it.
-        samples: calibration sequences.
+        samples: number of calibration sequences.
         length: tokens per calibration sequence.
-        ignore: linears left in 16 bits: names, or "re:PATTERN".
+        ignore: linears that stay in 16 bits: names, or "re:PATTERN".
 
     Raises:
         ValueError: a value is out of its range, or the method needs calibration data.
@@ -50,14 +50,14 @@ class Quantization:
 
 
 Quantize = FormatName | Quantization
-"""``nvfp4``, or all settings."""
+"""Value of ``model.quantize``: a format such as ``nvfp4``, or all settings."""
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:
-    """Settings from a format's name, from a mapping as YAML has it, or from nothing.
+    """Convert a format's name or a mapping from YAML to settings; None stays None.
 
     Raises:
-        ValueError: see ``Quantization``.
+        ValueError: a setting is out of its range, see ``Quantization``.
     """
     if value is None or isinstance(value, Quantization):
         return value

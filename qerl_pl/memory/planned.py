@@ -1,4 +1,4 @@
-"""The shape of a base that a run would load, of which nothing but config.json, or a name, need be there."""
+"""Find the shape of a base that a run would load, from config.json or only from the model's name."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from qerl_pl.quant.writers import WRITERS
 def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
-    """Shape of a base from its folder, from the table of known models, or from config.json on the hub, in this order.
+    """Find the shape of a base in its folder, in the table of known models, or in config.json on the hub, in this
+    order.
 
     Args:
-        base: folder of a checkpoint (config.json is enough), or a model's name on the hub; a folder that is not there
-            may be named like a known model.
-        base_format: of the copy beside the base.
-        quantization: of a dense base.
-        dtype: of what is not packed.
+        base: folder of a checkpoint, of which config.json suffices, or a model's name on the hub. A folder that does
+            not exist may have the name of a known model.
+        base_format: format of the 4-bit copy that the run would use; None means the base itself.
+        quantization: settings for quantising a dense base; None means no quantisation.
+        dtype: dtype of everything that is not packed.
 
     Raises:
-        ValueError: nothing is known of the base, or it cannot be a run's.
+        ValueError: the base is unknown, or a run cannot use it.
     """
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
