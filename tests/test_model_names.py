@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.base.digest import base_digest
 from qerl_pl.base.hub import hub_folder, is_hub_name
 from qerl_pl.base.known_models import KNOWN, known_config
 from qerl_pl.base.prepared import prepared_base
@@ -22,7 +23,6 @@ from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.quant.conftest import make_checkpoint
-from tests.quant.published import read_all
 
 __all__ = ["make_checkpoint"]
 ROOT = Path(__file__).parent.parent
@@ -71,11 +71,7 @@ def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(
     assert "quantised" not in caplog.text
     assert prepared_base(str(first), None, NVFP4_RTN) == str(first), "it has the format already"
     quantize_checkpoint(source, tmp_path / "explicit")
-    explicit, written = read_all(tmp_path / "explicit"), read_all(first)
-    assert explicit.keys() == written.keys()
-    assert all(
-        torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)) for name, tensor in explicit.items()
-    )
+    assert base_digest(tmp_path / "explicit") == base_digest(first), "a run may go on from either"
 
 
 def test_method_and_calibration_are_settings_and_part_of_the_key(

@@ -28,7 +28,7 @@ from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
-from qerl_pl.quant.layouts import packed_weight, read_layout
+from qerl_pl.quant.layouts import packed_weight, quantization_config
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.plan import OutputFile, fused_groups, output_files, split_linears
@@ -77,7 +77,7 @@ def quantize_checkpoint(
     """
     checkpoint = Checkpoint(model)
     config = check_family(checkpoint.path)
-    if read_layout(checkpoint.path) is not None:
+    if quantization_config(checkpoint.path) is not None:
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
     load_tokenizer(checkpoint.path, config)
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)

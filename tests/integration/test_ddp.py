@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_pl.base.digest import base_digest
 from qerl_pl.tools.curves import read_curves
 from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
 from tests.program import Program
 from tests.two_ranks import free_port
 
 TWO_RANKS = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp")
+QUANTISED = ("--model.quantize", "nvfp4")
 NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledger looks at some rows of each rank
 
 
@@ -92,15 +94,20 @@ def test_two_nodes_score_every_problem_once_and_print_one_table(bases, run, tmp_
 
 
 @pytest.mark.slow
-def test_ranks_refill_and_draw_noise_on_their_own_and_an_error_on_one_ends_the_other(bases, tmp_path):
+def test_ranks_quantise_once_draw_noise_on_their_own_and_an_error_on_one_ends_the_other(bases, tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
     refills = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.callbacks.per_rank=true")
     fails = ("--trainer.callbacks+=tests.integration.toy.Fails", "--trainer.callbacks.rank=0")
-    process = launch_two("fit", bases["nvfp4"], tmp_path, *refills, *fails, "--trainer.callbacks.at=4")
+    process = launch_two("fit", bases["dense"], tmp_path, *refills, *fails, "--trainer.callbacks.at=4", *QUANTISED)
     output, _ = process.communicate()  # ends when both ranks have
     assert process.returncode != 0
     assert "rank 0 fails at 4" in output
-    assert load_last(tmp_path)["global_step"] == 3, "the fourth step was over but not yet on record"
+    last = load_last(tmp_path)
+    assert last["global_step"] == 3, "the fourth step was over but not yet on record"
+    [made] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert made.name.startswith("dense-nvfp4-"), "and nothing half-written beside it"
+    assert last["identity"]["base"] == base_digest(bases["nvfp4"]), "the base that `quantize` writes"
     curves = read_curves(tmp_path)
     assert max(curves["rollout/refills"].values) >= 1
     assert curves["aqn/noisy_norms"].values == [0, 0, 4, 4], "the canary compares each engine with its own rank's noise"

@@ -170,8 +170,11 @@ MISTAKES = {
     ),
     "file of settings": (["-c", "gone.yaml"], r"there is no file gone\.yaml"),
     "name of settings": (["-c", "gms8k"], r"did you mean gsm8k\? \(there are: "),
-    "base": (["--model.base", "models/gone"], r"there is no folder models/gone; download a checkpoint"),
-    "name of a base": (["--model.base", "Qwen/Qwen2.5-7B"], r"no folder Qwen/Qwen2\.5-7B; download .*hf download"),
+    "base": (["--model.base", "models/gone"], r"there is no folder models/gone; give a model.s name on the hub"),
+    "name of a base": (
+        ["--model.base", "Qwen/Qwen2.5-7B"],
+        r"no folder Qwen/Qwen2\.5-7B, and the hub cannot be reached .*hf download",
+    ),
     "base without tokenizer": (["--model.base", "base"], r"base has no tokenizer \(tokenizer\.json .*copy it from"),
     "text as a score": (reward("mine.a_text"), r"'mine' scored row 0 as 'good'; expected a finite number or None"),
     "text as scores": (reward("mine.no_list"), r"'mine' returned 'good'; expected a list with a number"),
@@ -226,6 +229,7 @@ def test_a_mistake_ends_in_a_line_that_says_what_to_do(mistake, bases, tmp_path,
         pytest.skip("this machine has a GPU")
     if mistake == "W&B that is not installed" and find_spec("wandb"):
         pytest.skip("it is installed")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     wrong, said = MISTAKES[mistake]
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(wrong) if isinstance(wrong, dict) else "")
