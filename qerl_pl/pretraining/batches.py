@@ -21,7 +21,7 @@ class Rows:
     """Prompts with their solutions, some of a batch."""
 
     tokens: Tensor
-    """[B, S] int64, padded on the right."""
+    """[B, S] int32, padded on the right; batches pass through shared memory, of which containers have little."""
     mask: Tensor
     """[B, S] bool, True on the solution's tokens, end token included."""
 
@@ -101,10 +101,10 @@ def rows_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], *, micro
         width = len(pairs[0][0]) + len(pairs[0][1])
         some = pairs[: max(1, micro_batch_tokens // width)]
         pairs = pairs[len(some) :]
-        tokens = torch.full((len(some), width), pad_token(tokenizer))
+        tokens = torch.full((len(some), width), pad_token(tokenizer), dtype=torch.int32)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
         for row, (head, tail) in enumerate(some):
-            tokens[row, : len(head) + len(tail)] = torch.tensor(head + tail)
+            tokens[row, : len(head) + len(tail)] = torch.tensor(head + tail, dtype=torch.int32)
             mask[row, len(head) : len(head) + len(tail)] = True
         found.append(Rows(tokens, mask))
     return found

@@ -138,7 +138,7 @@ def train(
         batch_size=None,
         sampler=range(done, settings.steps),
         num_workers=num_workers,
-        prefetch_factor=4 if num_workers else None,
+        prefetch_factor=2 if num_workers else None,
         generator=torch.Generator(),  # it would draw from the global stream
     )
     progress = tqdm(loader, initial=done, total=settings.steps, desc="pretraining", unit="step", disable=None)
@@ -183,7 +183,7 @@ def train_step(
 
 def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device) -> Tensor:
     """[T] fp32 nats, one per token of a solution. Padding is on the right, so causal attention needs no mask."""
-    tokens, mask = rows.tokens.to(device), rows.mask[:, 1:].to(device)
+    tokens, mask = rows.tokens.to(device).long(), rows.mask[:, 1:].to(device)
     logits = _solution_logits(model, tokens, mask, device)
     return F.cross_entropy(logits.float(), tokens[:, 1:][mask], reduction="none")
 
@@ -194,7 +194,7 @@ def reproduced(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.d
     model.eval()
     right = num = 0
     for rows in batches:
-        tokens, mask = rows.tokens.to(device), rows.mask[:, 1:].to(device)
+        tokens, mask = rows.tokens.to(device).long(), rows.mask[:, 1:].to(device)
         wrong = _solution_logits(model, tokens, mask, device).argmax(-1) != tokens[:, 1:][mask]
         row_of = mask.nonzero()[:, 0]
         missed = torch.zeros(len(tokens), device=device).index_add(0, row_of, wrong.float())

@@ -52,9 +52,8 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
             found[f"gap, {tag.split('/')[1]}"] = float(np.mean(curves[tag].values))
     if "time/step_s" in curves:
         found["seconds per step"] = float(np.median(curves["time/step_s"].values))
-    sizes = [max(curves[tag].values) for tag in curves if tag.startswith("memory/") and "predicted" not in tag]
-    if sizes:
-        found["GPU memory, GiB"] = max(sizes)
+    if "memory/gpu_peak_bytes" in curves:
+        found["GPU memory, GiB"] = max(curves["memory/gpu_peak_bytes"].values) / 2**30
     if (seconds := state.seconds_done(run).get(FIT)) is not None:
         found["seconds of the run"] = seconds
     for name in study.evaluations:

@@ -45,6 +45,8 @@ def finish(study: Study, run: Run) -> None:
             "policy/entropy": [2.0 - 0.1 * step for step in range(11)],
             "gap/mean_abs": [0.01] * 11,
             "ledger/kernel/mean_abs": [0.004] * 3,
+            "memory/gpu_peak_bytes": [2.0**30, 2.0**31],
+            "memory/process_bytes": [2.0**34],
             "time/step_s": [9.0] + [1.0] * 10,
         },
     )
@@ -65,6 +67,7 @@ def test_readouts_are_what_the_curves_say(study):
     values = gather(study)[0].runs["", 0]
     assert values["seconds per step"] == 1
     assert values["seconds of the run"] == 20
+    assert values["GPU memory, GiB"] == 2
     assert values["entropy at step 0"] == pytest.approx(2.0)
     assert values["area under accuracy"] == pytest.approx(values["accuracy at step 0"] + 0.5, abs=1e-5)
     assert values["final accuracy"] == pytest.approx(values["accuracy at step 0"] + 1, abs=1e-5)
