@@ -1,4 +1,4 @@
-"""Adaptive Quantization Noise: scheduled Gaussian noise on the norms that rollouts are sampled with."""
+"""Adaptive Quantization Noise (AQN): scheduled Gaussian noise on the norm weights that rollouts are sampled with."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
 class AdaptiveQuantizationNoise(Callback):
     """Sets the noise of every rollout (arXiv 2510.11696, section 3.3). Leave the callback out to train without it.
 
-    The noise is on the sampling copy of both norms of every block, fresh for each rollout, and a function of the run's
-    seed and the rollout index: there is no state, and a resumed run repeats it. The horizon is the run's
-    max_steps over its updates a rollout. Validation always samples from the clean policy.
+    The noise is added to both norms of every block of the engine's model, drawn anew for each rollout. It depends only
+    on the run's seed and the rollout index, so the callback has no state and a resumed run repeats the noise. The
+    schedule spans the rollouts of the run: max_steps over optimizer steps per rollout. Validation samples without
+    noise.
 
     Args:
-        sigma_start: standard deviation in stage 1, in units of the norm weight.
+        sigma_start: standard deviation in the second stage, the first one with noise, in units of the norm weight.
         sigma_end: standard deviation in the last stage.
-        num_stages: equal stages of the run, the noise-free first one included; at least 3.
-        decay: path from sigma_start to sigma_end over the stages.
-        per_rank: every rank its own noise, so that more of it is seen in a step; false: the same on all, so that a
-            step does not depend on how many ranks share it.
-        noise_precision: "float32" samples with noisy norms in fp32, so that all of the noise acts. "compute" rounds
-            them to the compute dtype, as other implementations do: in bf16, of noise below about 2e-3 of a weight most
-            is lost (``aqn/sigma_realized`` is what is left). For comparisons.
+        num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
+        decay: shape of the path from sigma_start to sigma_end over the stages.
+        per_rank: true draws different noise on every rank, so that a step sees more of it; false draws the same noise
+            on all ranks, so that a step does not depend on the number of ranks.
+        noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
+            the compute dtype, as other implementations do: bf16 loses most noise below about 2e-3 of a weight
+            (``aqn/sigma_realized`` shows what is left). For comparisons.
 
     Raises:
-        ValueError: settings that mean nothing.
+        ValueError: a setting is out of range, or the settings contradict each other.
 
     Example:
         trainer:
@@ -91,8 +92,8 @@ class AdaptiveQuantizationNoise(Callback):
         if realized < sigma / 2 and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"noise of sigma {sigma:.2e} on norms rounded to {kept_in} comes out as {realized:.2e}: most of it is "
-                "lost in rounding from here on; noise_precision: float32 keeps it"
+                f"noise of sigma {sigma:.2e} on norms rounded to {kept_in} comes out as {realized:.2e}: rounding loses "
+                "most of it in this and later stages; noise_precision: float32 keeps it"
             )
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 
@@ -104,7 +105,7 @@ class AdaptiveQuantizationNoise(Callback):
         expected = 2 * pl_module.policy.num_layers if pl_module.norm_noise.sigma > 0 else 0
         if touched != expected:
             raise RuntimeError(
-                f"noise was to be on {expected} norms of the rollout engine and is on {touched}: the engine does not "
+                f"{expected} norms of the rollout engine should have noise and {touched} have it: the engine does not "
                 "sample from the policy that the schedule asks for"
             )
         pl_module.log("aqn/noisy_norms", float(touched))

@@ -1,4 +1,4 @@
-"""The checkpoint of the best validation."""
+"""Keep the checkpoint with the best validation score."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BEST = "best"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps ``best.ckpt``, of the best validation so far, over interruptions of the run too.
+    """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
-    A step's checkpoint is written before the validation that is due after it, and Lightning forgets a score where the
-    run's folder has moved. So a run that goes on takes the best score from ``best.ckpt`` itself; one of a later step
-    than it goes on from is of a past that is done again.
+    A checkpoint is written before the validation of its step, and Lightning forgets the score when the run's folder has
+    moved. A resumed run therefore reads the best score from ``best.ckpt`` itself. If that file is from a later step
+    than the one that training resumes from, its score is ignored, because the steps in between are repeated.
 
     Args:
-        monitor: what is compared.
-        mode: whether more of it is better, or less.
+        monitor: the logged value to compare.
+        mode: "max" if higher values are better, "min" if lower ones are.
 
     Example:
         trainer:
@@ -33,7 +33,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self, monitor: str = "val/reward", mode: Literal["min", "max"] = "max") -> None:
         super().__init__(monitor=monitor, mode=mode, save_top_k=1, filename=BEST, enable_version_counter=False)
-        self._last_global_step_saved = -1  # Lightning's 0 leaves out the validation before the first step
+        self._last_global_step_saved = -1  # with Lightning's 0 the validation before the first step would not be saved
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,8 +44,8 @@ class BestCheckpoint(ModelCheckpoint):
             return
         try:
             kept = trainer.strategy.checkpoint_io.load_checkpoint(best)
-        except ValueError as error:  # it is no part of what the run goes on from
-            rank_zero_warn(f"{str(error).partition(';')[0]}; the next validation writes another")
+        except ValueError as error:  # training does not depend on this file
+            rank_zero_warn(f"{str(error).partition(';')[0]}; the next validation writes a new one")
             return
         score = kept["callbacks"].get(self.state_key, {}).get("best_model_score")
         if score is not None and kept["global_step"] <= trainer.global_step:

@@ -1,4 +1,4 @@
-"""Proof, at every step, that rollouts come from the policy that the trainer holds."""
+"""Check in every step that the rollout engine holds and uses the trainer's policy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from qerl_pl.rollout.common import trained_norms
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout, RolloutLoop
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # nats, mean over tokens; healthy engines: docs/correctness.md
-ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # rollouts ask for several too
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # mean nats per token; correct engines: docs/correctness.md
+ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # two completions, as rollouts have several
 NUM_PROMPTS = 16
-STRENGTH = 0.5  # of the probe adapter: it adds about a third of the input to the output of a linear, in rms
+STRENGTH = 0.5  # scale of the probe adapter: it adds about a third of a linear's input to its output, in rms
 SEED = 0
 
 WITH_ADAPTER = "scores with the adapter"
@@ -36,31 +36,32 @@ CHANGE = "what that adapter changes in the trainer's own scores of the samples"
 class SyncCanary(Callback):
     """Stops the run when the rollout engine does not hold the current policy.
 
-    After every training rollout, before anything is learned from it, and before every batch of an evaluation:
+    The checks run after every training rollout, before the update, and before every batch of an evaluation:
 
-    1. Checksums. Adapter slots and norms are read back from the engine and compared with the trainer's adapter and with
-       its norms under the noise that is due. This is exact, in any dtype and however small the last update was.
-    2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: cached prefixes of
-       an older policy, or no adapter at all. Early in a run B is near 0, and no score tells such policies apart. So a
-       few tokens are sampled, a random adapter is loaded, and what is sampled after the same prompts must be what the
-       trainer's model says under that adapter, within half of what it changes there at the most
-       (``canary/probe_share`` is the share). Then the engine is synced as before every rollout.
-    3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with the adapter and
-       without. (Alone they are no test of the cache: vLLM computes the tokens that it scores anew.)
+    1. Checksums. The engine's adapter slots and norms are read back and compared with the trainer's adapter and its
+       norms with the current noise. This is exact in every dtype, however small the last update was.
+    2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: with cached prefixes
+       of an older policy, or without any adapter. Early in a run B is near 0, so scores cannot tell such policies
+       apart. Therefore a few tokens are sampled, a random adapter is loaded, tokens are sampled again after the same
+       prompts, and their log-probabilities must be those of the trainer's model with that adapter. The difference may
+       be at most half of what the adapter changes there (``canary/probe_share`` is the share). Then the policy is
+       loaded again.
+    3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with and without the
+       adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
 
-    The engine is left as it was found.
+    Afterwards the engine is in the same state as before.
 
     Args:
-        score_every: rollouts between two checks of scores. The first rollout after a start has one, and so has the
-            first batch of an evaluation.
-        num_tokens: fixed tokens, cut to the engine's longest sequence. Should be more than a block of its cache (16
-            tokens on a GPU, 128 on a CPU by default): of less, no prefix is ever cached.
-        tolerance: mean difference of log-probabilities, in nats, above which engine and trainer disagree; null: 1e-4
-            where both compute in float32, 0.3 where one of them does in bfloat16. For samples under a probe adapter
-            half of its change is the limit, and a tolerance below 0.3 if that is less.
+        score_every: rollouts from one check of scores to the next. The first rollout after a start has one, and so has
+            the first batch of an evaluation.
+        num_tokens: number of fixed tokens, cut to the engine's longest sequence. It should exceed a block of the
+            engine's cache (by default 16 tokens on a GPU, 128 on a CPU), because shorter prefixes are never cached.
+        tolerance: largest mean difference of log-probabilities in nats; null: 1e-4 if engine and trainer compute in
+            float32, 0.3 if one of them computes in bfloat16. Samples under the probe adapter may differ by half of what
+            that adapter changes, or by the tolerance if it is below 0.3 and less than that.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
 
     Example:
         trainer:
@@ -102,13 +103,13 @@ class SyncCanary(Callback):
         gaps = self._check(pl_module, pl_module.norm_noise, seed=seed, with_scores=is_due or self._is_first)
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
-        # What the first rollout has beyond its turn is left out: a straight run and a resumed one log the same.
+        # Scores that are only due to a start are not logged, so that a straight and a resumed run log the same values.
         change = gaps.pop(CHANGE)
         pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[PROBE])
         pl_module.log("canary/probe_share", gaps[PROBE] / max(change, 1e-9))
 
     def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
-        """What was compared -> mean difference in nats. The probe adapter is a function of the seed.
+        """Run all checks; returns the mean difference in nats by check. The probe adapter depends only on the seed.
 
         Raises:
             RuntimeError: the engine does not hold the policy, or does not compute with it.
@@ -126,27 +127,27 @@ class SyncCanary(Callback):
         if wrong := too_far(gaps, tolerance):
             found = "; ".join(f"{what}, by {gaps[what]:.2g} nats per token" for what in wrong)
             raise RuntimeError(
-                "the rollout engine does not compute with the current policy, although the adapter and norms that it "
-                f"holds are the trainer's. Of its log-probabilities these differ by more than {max(wrong.values()):.2g}"
-                f": {found}"
+                "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
+                f"and norms. These of its log-probabilities differ by more than {max(wrong.values()):.2g} nats: "
+                f"{found}"
             )
         return gaps
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """The compute dtype in which an engine with these checksums holds the policy with this noise; None: in none."""
-    dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # an engine may compute in another one than the trainer
+    """Find the compute dtype in which an engine with these checksums holds the policy with this noise, or None."""
+    dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """What an engine holds instead of the policy with this noise, in words.
+    """Describe how an engine's tensors differ from the policy with this noise.
 
     Args:
         held: what its ``fingerprint`` returned.
         policy: the trainer's.
-        noise: that is due on the norms.
-        before: what it held when all was well the last time; empty if it never was.
+        noise: that the norms should have.
+        before: what the engine held at the last check that passed; empty if none has.
     """
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
@@ -156,12 +157,12 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
     if matrices:
         zeros = checksums({name: torch.zeros_like(tensor, dtype=policy.dtype) for name, tensor in adapter.items()})
         if all(name in before and held.get(name) == before[name] for name in matrices):
-            reasons.append("it has the adapter of before the last update")
+            reasons.append("it has the adapter from before the last update")
         elif all(held.get(name) == zeros.get(name) for name in matrices):
             reasons.append("it has no adapter")
         else:
             reasons.append("it has another adapter")
-    if norms and not (matrices and trained_norms(adapter)):  # else they differ with the adapter
+    if norms and not (matrices and trained_norms(adapter)):  # trained norms differ whenever the adapter does
         clean = expected(policy, NormNoise(), policy.dtype)
         if noise.sigma == 0:
             reasons.append("noise was left on its norms, which should be clean")
@@ -174,7 +175,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Checksums of the policy with this noise, as an engine of this compute dtype holds it."""
+    """Compute the checksums of the policy with this noise, as an engine of this compute dtype should hold it."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))
@@ -182,11 +183,11 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
 
 
 def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
-    """Which of ``score_gaps`` tell of a fault -> the most that each may be.
+    """Select the entries of ``score_gaps`` that show a fault; returns the limit of each.
 
-    An engine that does not use the probe adapter is wrong by what that adapter changes, a healthy one by a small
-    share of it, whatever the dtype and the model. Half of it tells them apart. A tolerance that is as wide as that of
-    bf16 says nothing more: roundings add up with the layers, and so does what the adapter changes.
+    An engine that ignores the probe adapter is wrong by what that adapter changes; a correct engine differs by a small
+    share of it, whatever the dtype and the model. Half of it separates the two. A tolerance as wide as that of bf16
+    does not help here: rounding errors grow with the number of layers, and so does what the adapter changes.
     """
     limits = {what: tolerance for what in gaps if what != CHANGE}
     half = gaps[CHANGE] / 2
@@ -197,15 +198,17 @@ def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
 def score_gaps(
     loop: RolloutLoop, policy: Policy, noise: NormNoise, tokens: list[int], *, seed: int, with_scores: bool
 ) -> dict[str, float]:
-    """What is compared -> mean |engine - trainer| in nats, and ``CHANGE``. Engine and policy are as before afterwards.
+    """Compare engine and trainer; returns mean |engine - trainer| in nats by check, and ``CHANGE``.
+
+    Engine and policy are restored afterwards.
 
     Args:
         loop: its engine holds the policy with the noise.
         policy: the trainer's.
-        noise: of the current rollout; the trainer's model gets the same for the length of the call.
-        tokens: to score and to sample after.
-        seed: of the probe adapter. Not that of the check before, whose prefixes may still be in the cache.
-        with_scores: compare scores too, and not samples alone.
+        noise: of the current rollout; the trainer's model gets the same noise during the call.
+        tokens: to score, and to sample after.
+        seed: of the probe adapter; it must differ from the previous check's, whose prefixes may still be cached.
+        with_scores: compare scores as well as samples.
     """
     engine, adapter = loop.engine, policy.adapter_state()
     oracle = TransformersEngine()
@@ -230,16 +233,17 @@ def score_gaps(
 def probe_adapter_gap(
     engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
 ) -> tuple[float, float]:
-    """Mean |engine - oracle| in nats, of one token sampled after each of some beginnings of the tokens.
+    """Sample one token after each of several prefixes of the tokens, and compare its log-probability with the oracle's.
 
-    Both are left with the adapter loaded. The second number is what the adapter changed in the oracle's scores of these
-    tokens, mean of the absolute values, in nats.
+    Engine and oracle are left with the adapter loaded. The prefixes are two tokens apart: a stale cache shows most in
+    the first tokens after a cached block (of 16 tokens or more), and less in later ones, which the engine computes.
 
-    Beginnings are two tokens apart: of a stale prefix much is left in what follows on a cached block at once, and less
-    after some tokens that the engine computes anew. Blocks have 16 tokens or more.
+    Returns:
+        Mean |engine - oracle| in nats, and the mean absolute change in nats that the adapter makes to the oracle's
+        scores of these tokens.
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
-    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # the cache now has prefixes of the policy that is to be forgotten
+    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # fills the cache with prefixes of the policy that must be forgotten
     engine.load_adapter(adapter)
     completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, SEED)]
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -250,13 +254,13 @@ def probe_adapter_gap(
 
 
 def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:
-    """The same random tokens in every run."""
+    """Draw random tokens that are the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
 def probe_adapter(adapter: Mapping[str, Tensor], *, scale: float, seed: int) -> dict[str, Tensor]:
-    """The adapter with B drawn anew, N(0, scale^2)."""
+    """Copy the adapter with a new B drawn from N(0, scale^2)."""
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     return {

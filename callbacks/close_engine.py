@@ -1,4 +1,4 @@
-"""An error leaves no rollout engine behind."""
+"""Close the rollout engine when a run fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from qerl_pl.module import QeRLModule
 class CloseEngine(Callback):
     """Closes the rollout engine of a run that fails, so that a notebook gets its memory back.
 
-    Lightning calls ``teardown`` for runs that end well. An engine that cannot be closed any more is a warning, as it is
-    the run's own error that the user has to see.
+    Lightning calls ``teardown`` only for runs that end without an error. If closing fails too, that is only a warning,
+    because the user has to see the error of the run.
 
     Example:
         trainer:

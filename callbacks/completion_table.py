@@ -1,4 +1,4 @@
-"""A few completions with their rewards on the terminal."""
+"""Print a few completions with their rewards on the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from qerl_pl.module import QeRLModule
 class CompletionTable(Callback):
     """Prints a few completions of a rollout with their rewards and, where a reward gave one, the reason.
 
-    They are spread over the first rank's completions in the order of their rewards: the best, the worst and some
-    between. Of long texts the end is shown, where the question and the answer are; all of them are whole in
-    ``RUN/completions``.
+    They are chosen from the first rank's completions ordered by reward: the best, the worst and some in between. Long
+    texts are shown from their end, where the question and the answer are; ``RUN/completions`` has all of them in full.
 
     Args:
-        every: rollouts from one that is shown to the next; the first of a run is.
-        num_rows: completions shown each time.
+        every: rollouts from one table to the next; the first rollout of a run has one.
+        num_rows: completions per table.
         max_chars: characters shown of a question and of a completion.
         where: "terminal" prints only where the output is a terminal; "anywhere" prints to a file or a job's log too.
 
@@ -71,19 +70,19 @@ class CompletionTable(Callback):
 
 
 def spread_over_rewards(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """At most ``count`` records, from the highest reward to the lowest, at even distances; unscored ones are last."""
+    """Choose at most ``count`` records at even distances from the highest reward to the lowest; unscored ones last."""
     ordered = sorted(rows, key=lambda row: -float("inf") if row["reward"] is None else row["reward"], reverse=True)
     count = min(count, len(ordered))
     return [ordered[at * (len(ordered) - 1) // max(1, count - 1)] for at in range(count)]
 
 
 def completion_table(rows: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) -> Table:
-    """Records as a table for a terminal.
+    """Format records as a table for a terminal.
 
     Args:
         rows: records of ``ScoredBatch.rows``.
-        title: above the table.
-        max_chars: characters of a question and of a completion; of longer ones the end is shown.
+        title: title of the table.
+        max_chars: characters of a question and of a completion; longer ones are shown from their end.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
     for name in ("reward", "scores", "question", "completion", "answer"):
@@ -96,7 +95,7 @@ def completion_table(rows: Sequence[Mapping[str, Any]], *, title: str, max_chars
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would obey: control characters other than line breaks become a replacement."""
+    """Replace control characters other than line breaks, which could steer the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text.replace("\t", "    "))
 
 

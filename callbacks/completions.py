@@ -1,4 +1,4 @@
-"""Rollouts to files and to loggers, so that one can read what the policy says."""
+"""Write completions to files and loggers, so that they can be read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from qerl_pl.update import UpdateReport
 class CompletionLogger(Callback):
     """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to the loggers.
 
-    One file a rollout (``train-000012.jsonl``), a validation (``validate-000040.jsonl``) or a prediction run, each
-    written whole or not at all, so a resumed run writes the same files again instead of repeating lines. A file has the
-    completions of all ranks, in the order that one rank would have written them.
+    There is one file per rollout (``train-000012.jsonl``), validation (``validate-000040.jsonl``) or prediction run.
+    Each is written atomically, so a resumed run replaces files and repeats no lines. A file has the completions of all
+    ranks in the order of the prompts, independent of the number of ranks.
 
     Args:
-        every: rollouts from one that is written to the next; validation and prediction are always written.
+        every: rollouts from one written file to the next; validation and prediction are always written.
         num_text: completions shown each time in TensorBoard (a text), Weights & Biases (a table) and MLflow (a file).
-        tokens_every: written rollouts from one whose tokens are written too to the next, for the page of
-            ``python -m qerl_pl report --html``: log-probability, entropy and gap of each, ten bytes a token, beside the
-            completions (``train-000010.safetensors``). 0 writes none.
+        tokens_every: written files from one with per-token numbers to the next, for the page of ``python -m qerl_pl
+            report --html``: log-probability, entropy and gap, ten bytes per token, in a file of their own
+            (``train-000010.safetensors``). 0 writes none.
 
     Raises:
         ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
@@ -109,7 +109,7 @@ class CompletionLogger(Callback):
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """The sampled tokens of each row, on the CPU."""
+    """Copy the sampled tokens of each row, with their numbers, to the CPU."""
     batch = update.experience.to(torch.device("cpu"))
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs

@@ -1,4 +1,4 @@
-"""Policy entropy: the curve, its quantiles and its histogram."""
+"""Log the policy's entropy: mean, quantiles and histogram."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from qerl_pl.common.loggers import decades, log_histogram
 from qerl_pl.common.metrics import Pooled, over_ranks, quantile
 from qerl_pl.module import QeRLModule
 
-SMALLEST = 1e-8  # nats; fp32 entropies are not finer
+SMALLEST = 1e-8  # nats; the resolution of fp32 entropies
 
 
 class EntropyLogger(Callback):
     """Logs the entropy of the trained policy over the sampled tokens, in nats, at the sampling temperature.
 
-    Those are the completions of the update: with dynamic sampling the groups that it kept.
+    It covers the completions of the update; with dynamic sampling, those of the groups that were kept.
 
     Args:
-        quantiles: logged as ``policy/entropy_p90`` and so on.
-        histogram_every: rollouts from one whose histogram is logged to the next, as ``policy/log10_entropy``: decimal
+        quantiles: in [0, 1]; logged as ``policy/entropy_p90`` and so on.
+        histogram_every: rollouts from one histogram to the next, logged as ``policy/log10_entropy``: decimal
             logarithms, because entropies span many orders of magnitude (TensorBoard and Weights & Biases); 0 logs none.
 
     Raises:
@@ -57,7 +57,7 @@ class EntropyLogger(Callback):
             log_histogram(trainer.loggers, "policy/log10_entropy", decades(finite, smallest=SMALLEST), step=index)
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """By the ends of their names, and the values [T] themselves."""
+        """Compute the statistics by the suffixes of their names, and return the values [T] too."""
         if not len(entropy):
             return {"values": entropy}
         ordered = entropy.sort().values

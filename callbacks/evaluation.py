@@ -1,4 +1,4 @@
-"""The table at the end of an evaluation: avg@k and pass@k with intervals."""
+"""Print the table at the end of an evaluation: avg@k and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qerl_pl.module import QeRLModule
 
 
 class EvaluationReport(Callback):
-    """Prints and writes (``run_dir/evaluation/validate.json``) what an evaluation outside of training found.
+    """Prints the results of an evaluation outside of training and writes them to ``run_dir/evaluation/validate.json``.
 
-    A completion is right where the first reward gives 1. One that could not be scored counts as wrong here, and the
-    share of these is in the table: leaving them out would make a hard problem look easy.
+    A completion is right if the first reward gives it 1. One that could not be scored counts as wrong, because leaving
+    it out would make a hard problem look easy; the table has the share of such completions.
 
     Args:
-        level: coverage of the intervals, which are over problems.
+        level: coverage of the intervals over problems.
 
     Example:
         trainer:
@@ -64,11 +64,11 @@ class EvaluationReport(Callback):
 
 
 def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) -> dict[str, Any]:
-    """What a table of an evaluation holds.
+    """Compute the values of an evaluation's table.
 
     Args:
         rows: records of P problems with n completions each, ordered by problem.
-        n: completions a problem.
+        n: completions per problem.
         name: the reward that says whether a completion is right (1) or wrong.
         level: coverage of the intervals.
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, exit with the signal's status."""
+"""Handle Ctrl-C and SIGTERM: finish the step, write a checkpoint, exit with the signal's status."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class GracefulStop(Callback):
-    """The first Ctrl-C or SIGTERM ends the run after the running RL iteration, checkpoint included; a second one ends
-    it at once. The program's exit status is then 128 plus the signal's number, so that a scheduler does not take the
-    run for a finished one.
+    """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C or SIGTERM.
+
+    A second signal ends the run at once. The exit status of the program is then 128 plus the signal's number, so that a
+    scheduler does not take the run for a finished one.
 
     Example:
         trainer:
@@ -30,7 +31,7 @@ class GracefulStop(Callback):
 
     @property
     def exit_status(self) -> int:
-        """0, or 128 plus the number of the signal that ended the run."""
+        """Return 0, or 128 plus the number of the signal that ended the run."""
         return 128 + self._asked if self._asked else 0
 
     @override
@@ -43,12 +44,12 @@ class GracefulStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.strategy.reduce_boolean_decision(bool(self._asked), all=False):
-            trainer.should_stop = True  # LastCheckpoint sees it and saves
+            trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
-            if not due:  # Lightning validates whenever a run is stopped, which the run that goes on would not have done
+            if not due:  # Lightning validates whenever a run stops, which a straight run would not do here
                 trainer.limit_val_batches = 0
-            rank_zero_info(f"stopped after step {trainer.global_step}; go on with --ckpt_path last")
+            rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,4 +69,4 @@ class GracefulStop(Callback):
             raise SystemExit(128 + signum)
         self._asked = signum
         name = NAMES[signal.Signals(signum)]
-        print(f"\n{name}: this step ends first, then a checkpoint is written (again: stop at once)", flush=True)
+        print(f"\n{name}: finishing this step, then writing a checkpoint (again: stop at once)", flush=True)

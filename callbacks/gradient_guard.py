@@ -1,4 +1,4 @@
-"""A step that would spoil the policy is not taken."""
+"""Refuse optimizer steps that would damage the policy."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from qerl_pl.rollout.loop import Rollout
 
 
 class GradientGuard(Callback):
-    """Stops the run before an optimizer step whose gradient is not finite, or far larger than those before it.
+    """Stops the run before an optimizer step whose gradient is not finite, or far larger than the recent ones.
 
-    A loss that is not finite has such a gradient. Adapter, optimizer and schedule stay as they were, ``last.ckpt`` is a
-    state from before it, and the rollout that led there is written to ``RUN/faults``. Steps without a gradient (no
-    group had a signal) are not counted.
+    Adapter, optimizer and schedule keep their state, ``last.ckpt`` is from before this step, and the prompts and
+    completions of the rollout are written to ``RUN/faults``. A loss that is not finite is caught too, by its gradient.
+    Steps without a gradient (no group had a signal) do not count.
 
     Args:
-        max_ratio: norm before clipping, over the median of the last steps', above which the run stops.
-        window: steps of that median.
+        max_ratio: gradient norm before clipping divided by its median over recent steps, above which the run stops.
+        window: number of steps in that median.
         min_steps: steps before the first comparison.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
 
     Example:
         trainer:
@@ -53,12 +53,12 @@ class GradientGuard(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The norms that the next one is compared with."""
+        """Return the recent gradient norms."""
         return {"norms": self._norms}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the recent gradient norms."""
         self._norms = list(state_dict["norms"])
 
     @override
@@ -67,7 +67,7 @@ class GradientGuard(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
-        """Lightning calls this inside of ``optimizer.step``, before anything is changed.
+        """Check the gradient. Lightning calls this inside ``optimizer.step``, before anything is changed.
 
         Raises:
             FloatingPointError: the step must not be taken.
@@ -82,13 +82,13 @@ class GradientGuard(Callback):
         found = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise FloatingPointError(
             f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
-            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last does the same rollout again: raise "
-            "GradientGuard.max_ratio where this is no fault, or go further back, to previous.ckpt or best.ckpt, with a "
+            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last repeats the same rollout: raise "
+            "GradientGuard.max_ratio if this is not a fault, or resume from previous.ckpt or best.ckpt with a "
             "lower learning rate"
         )
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:
-        assert self._rollout is not None, "observed before each update"
+        assert self._rollout is not None, "the rollout is stored before each update"
         name = f"rollout_{pl_module.rollout_index:06}_rank_{trainer.global_rank}.jsonl"
         path = Path(trainer.default_root_dir, "faults", name)
         path.parent.mkdir(parents=True, exist_ok=True)

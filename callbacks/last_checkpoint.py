@@ -1,4 +1,4 @@
-"""The checkpoint that ``--ckpt_path last`` goes on from."""
+"""Write the checkpoint that ``--ckpt_path last`` resumes from."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PENDING = "pending.ckpt"
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps ``last.ckpt`` and the one before it, ``previous.ckpt``.
+    """Keeps ``last.ckpt`` and the checkpoint before it, ``previous.ckpt``.
 
-    A checkpoint is written at the end of a step and gets its name when the next step begins: by then the step's scalars
-    are on disk and a validation that was due is over. A run that is killed anywhere goes on from a step of which
-    everything was kept, and does what came after it again.
+    A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
+    step's scalars are on disk, and its validation is over. A killed run therefore resumes from a step whose results are
+    complete, and repeats what came after it.
 
-    A large checkpoint is written while training goes on, and gets its name at the beginning or end of a step after
-    that. Steps that end in the meantime have none, so that training does not wait for the disk: a run that is killed
-    does again what it did in the time of two writes and two steps at the most, and one that fails half of that.
+    A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
+    before that are not saved, so that training does not wait for the disk. A killed run then repeats at most the steps
+    of the time that two writes and two steps take; a run that fails with an error repeats half of that.
 
     Args:
-        every_n_rollouts: RL iterations between two checkpoints, where the disk keeps up. The last iteration is always
-            kept.
-        background_bytes: of the adapter and its optimizer: so many or more are written while training goes on, from a
-            copy in the host's memory, which is kept until the run ends.
+        every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
+            always saved.
+        background_bytes: size of adapter and optimizer state from which they are written in the background, from a copy
+            in host memory that is kept until the run ends.
 
     Raises:
         ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
@@ -48,12 +48,12 @@ class LastCheckpoint(ModelCheckpoint):
             raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
         if background_bytes < 0:
             raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
-        super().__init__(save_top_k=0)  # the parent saves nothing: it resolves the folder and finds last.ckpt again
+        super().__init__(save_top_k=0)  # the parent class saves nothing; it resolves the folder and finds last.ckpt
         self.every_n_rollouts = every_n_rollouts
         self.background_bytes = background_bytes
         self._pending = False
-        self._step_is_over = False  # and on record: the pending checkpoint may get its name
-        self._is_left_out = False  # the last step's
+        self._step_is_over = False  # and its scalars are on disk, so the pending checkpoint may be renamed
+        self._is_left_out = False  # whether the last step was not saved
 
     @property
     @override
@@ -79,7 +79,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_left_out and trainer.should_stop:  # validation ends the run, which the step could not know
+        if self._is_left_out and trainer.should_stop:  # the validation after the step has stopped the run
             self._save(trainer)
 
     @override
@@ -101,7 +101,7 @@ class LastCheckpoint(ModelCheckpoint):
         self._step_is_over = False
         pending = self._folder / PENDING
         if trainer.is_global_zero:
-            pending.unlink(missing_ok=True)  # of a run that was killed
+            pending.unlink(missing_ok=True)  # left by a killed run
         options = {"background_bytes": self.background_bytes} if _writer(trainer) else None
         trainer.save_checkpoint(pending, weights_only=False, storage_options=options)
         self._pending = True
@@ -114,14 +114,14 @@ class LastCheckpoint(ModelCheckpoint):
             writer.wait()
         self._pending = False
         if writer and not (self._folder / PENDING).exists():
-            return  # it could not be written, and another callback that waited for it was told
+            return  # it could not be written, and the callback that waited for it has raised the error
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.flush()
         last = self._folder / LAST
         if last.exists() and not (writer and writer.damaged and writer.damaged.samefile(last)):
-            # A second name for the old file first, so that no moment has neither.
+            # Link the old file to its second name first, so that one of the names exists at any moment.
             link = self._folder / (PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
             os.link(last, link)
@@ -133,12 +133,12 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
-    """What may write in the background; another plugin has written when it returns."""
+    """Return the plug-in that can write in the background, or None; others have written when they return."""
     io = trainer.strategy.checkpoint_io
     return io if isinstance(io, SafeCheckpointIO) else None
 
 
 def _is_writing(trainer: Trainer) -> bool:
-    """Whether the first rank, which writes, is still at it; the same on all ranks."""
+    """Tell whether rank 0, which writes, is still writing; the same answer on all ranks. Collective."""
     writer = _writer(trainer)
     return writer is not None and trainer.strategy.broadcast(not writer.is_written())

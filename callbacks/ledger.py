@@ -1,4 +1,4 @@
-"""Where the difference between trainer and sampler comes from."""
+"""Split the difference between trainer and sampler by its causes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class MismatchLedger(Callback):
 
     ============ ============================================= =========================================================
     kernel       trainer - engine with clean norms             kernels, precision, another form of the weights
-    noise        engine with clean norms - engine as it was    adaptive quantization noise; exactly 0 without it
-    decode       engine as it was - what it reported           the engine's own: token by token or all at once
-    staleness    trainer after its updates - before            what the rollout is behind by at the end of the step
+    noise        engine with clean norms - engine with noise   adaptive quantization noise; exactly 0 without it
+    decode       engine with noise - reported by the engine    the engine's own: token by token or all at once
+    staleness    trainer after its updates - before            how far the policy has moved since the rollout
     ============ ============================================= =========================================================
 
-    All are log-probabilities of the same tokens, in nats at temperature 1, whatever rollouts are sampled at (engines
-    score at 1). What an engine reports is at the sampling temperature, so "decode" is left out where that is not 1;
-    where it is, the first three add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,
-    max,outside_share}``, see ``qerl_pl.objective.correction.Mismatch``, over the rows of all ranks.
+    All terms are log-probabilities of the same tokens, in nats at temperature 1, because engines score at 1. What an
+    engine reports is at the sampling temperature, so "decode" is left out unless that is 1; if it is, the first three
+    terms add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}``
+    (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks.
 
     The engine scores the rows before the update and gets its noise back.
 
     Args:
-        num_rows: rows a rollout, spread evenly over it; ranks share them, one at least on each.
-        max_tokens: fewer rows where those have more tokens than this: each is scored up to four times.
-        every: rollouts from one that is measured to the next; the first of a run is. 1 measures all, for about a tenth
-            of a step each (`time/check_s`).
+        num_rows: rows per rollout, spread evenly over it; ranks share them, and each has at least one.
+        max_tokens: limit on the tokens of these rows, which reduces their number; each row is scored up to four times.
+        every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
+            about a tenth of a step (`time/check_s`).
 
     Raises:
         ValueError: a value is less than 1.
@@ -109,24 +109,24 @@ class MismatchLedger(Callback):
         statistics = over_ranks(self._gap, log_ratio[self._sampled])
         del statistics["count"]
         values = {f"ledger/{cause}/{name}": float(value) for name, value in statistics.items()}
-        for logger in pl_module.trainer.loggers:  # ``log`` would repeat them at the rollouts between
+        for logger in pl_module.trainer.loggers:  # ``log`` would repeat the values at rollouts that are not measured
             logger.log_metrics(values, step=self._rollout)
 
 
 def spread(num_rows: int, num_chosen: int) -> Tensor:
-    """Indices of at most so many rows, at even distances from the first on."""
+    """Choose at most ``num_chosen`` row indices at even distances, beginning with the first row."""
     num_chosen = min(num_chosen, num_rows)
     return torch.arange(num_chosen) * num_rows // num_chosen
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Indices of as many evenly spread rows as their tokens allow; one at least.
+    """Choose as many evenly spread rows as their tokens allow, at least one; returns their indices.
 
     Args:
         lengths: [B] tokens of each row of this rank.
-        num_rows: of all ranks, at most.
-        max_tokens: of these rows.
-        num_ranks: that share both.
+        num_rows: most rows of all ranks together.
+        max_tokens: most tokens of all ranks together.
+        num_ranks: ranks that share both.
     """
     num_rows, max_tokens = -(-num_rows // num_ranks), max_tokens // num_ranks
     fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
@@ -135,7 +135,7 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """[B, S] fp32 nats at temperature 1 of the sampled tokens, 0 elsewhere; the policy as it is, in its mode.
+    """Compute [B, S] fp32 nats at temperature 1 of the sampled tokens, 0 elsewhere; the policy's mode is kept.
 
     Args:
         policy: the trainer's.
@@ -145,7 +145,7 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
     """
     found = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
-    with preserved_rng():  # dropout draws, where there is any
+    with preserved_rng():  # dropout, if there is any, draws random numbers
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
             found[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
@@ -153,10 +153,10 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S] fp32 nats at temperature 1 of every token but the first of a row, 0 there and in padding.
+    """Compute [B, S] fp32 nats at temperature 1 of every token but the first of each row; 0 there and in padding.
 
     Args:
-        engine: with whatever adapter and noise it holds.
+        engine: with the adapter and noise that it holds.
         tokens: [B, S] int64, right-padded.
         lengths: [B] int64, tokens of each row that are not padding.
     """

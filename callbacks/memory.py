@@ -1,4 +1,4 @@
-"""Memory of the GPU, as planned and as it turned out."""
+"""Log the GPU memory that was planned and that was used."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GIB = 2**30
 class MemoryReport(Callback):
     """Logs ``memory/{rollout,train,peak}_gib`` and, from the plan, ``memory/predicted_{rollout,train,peak}_gib``.
 
-    What is measured is what the driver says is taken on the device, less what other processes had there when the run
-    began (``qerl_pl.memory.device``). It is read when a rollout is whole, with the engine awake, and at the end of the
-    updates. torch keeps what a pass has taken, so both readings hold the passes before them. Of several ranks it is the
-    one with the most. Without a GPU there is no plan, and nothing is logged.
+    The measured value is what the driver reports as used on the device, minus what other processes used when the run
+    began (``qerl_pl.memory.device``). It is read when a rollout is complete, with the engine awake, and at the end of
+    the updates. torch keeps memory that a pass has used, so both readings include the passes before them. With several
+    ranks, the rank that uses most is logged. Without a GPU there is no plan, and nothing is logged.
 
     Example:
         trainer:

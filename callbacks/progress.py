@@ -1,4 +1,4 @@
-"""How far a run is: one line that is updated on a terminal, and one line per rollout everywhere else."""
+"""Show the progress of a run: one updated line on a terminal, one line per rollout elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix
 
 
 class Progress(Callback):
-    """Shows how many rollouts are done, the time that is left, reward and entropy.
+    """Shows how many rollouts are done, the remaining time, reward and entropy.
 
-    On a terminal this is one line, and a second one during a validation. In a job's log or a file it is one line per
-    rollout. The reward is the mean over the first rank's completions. The time that is left follows from the mean time
-    per rollout since this start, validations included. Lightning's own bar counts epochs and optimizer steps, so
-    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    On a terminal this is one line, and a second one during validation. In a job's log or a file it is one line per
+    rollout. The reward is the mean over rank 0's completions. The remaining time follows from the mean time per rollout
+    since this start, including validations. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml
+    turns it off (``trainer.enable_progress_bar``).
 
     Args:
-        every: rollouts between two lines where the output is no terminal. The last rollout of a run has a line always.
+        every: rollouts from one line to the next where the output is no terminal. The last rollout always has a line.
 
     Raises:
         ValueError: ``every`` is less than 1.

@@ -1,4 +1,4 @@
-"""Global random streams across a resume."""
+"""Save and restore the global random states when a run is resumed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qerl_pl.common import ranks
 
 
 class RNGState(Callback):
-    """Saves the global streams of Python, NumPy and torch with each checkpoint and restores them.
+    """Saves the global random states of Python, NumPy and torch with each checkpoint and restores them.
 
-    Lightning's checkpoints hold no random state, and resuming seeds the streams anew, so a resumed run would repeat the
-    draws of its first steps. What matters here is drawn from derived seeds; this covers whatever else draws. Restored
-    when training starts, not when the checkpoint is loaded: set-up in between draws too. Each rank has streams of its
-    own; one that the checkpoint does not know, because the run had fewer ranks then, keeps those that it started with.
+    Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
+    the random numbers of its first steps. The program itself uses derived seeds; this covers all other code. The states
+    are restored when training starts and not when the checkpoint is loaded, because the set-up in between draws numbers
+    too. Each rank has its own states; a rank that the checkpoint does not have keeps those that it started with.
 
     Example:
         trainer:
@@ -32,7 +32,7 @@ class RNGState(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The streams of every rank as tensors and builtins, so that ``torch.load(weights_only=True)`` reads them."""
+        """Return the states of every rank as tensors and builtins, which ``torch.load(weights_only=True)`` can read."""
         return {"ranks": ranks.gather_values(self._streams())}
 
     def _streams(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class RNGState(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the streams until training starts."""
+        """Store the states until training starts."""
         self._restored = state_dict["ranks"]
 
     @override

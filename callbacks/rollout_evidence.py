@@ -1,4 +1,4 @@
-"""Rollouts that are not independent draws from the current policy stop the run."""
+"""Stop the run when rollouts are not independent draws from the current policy."""
 
 from __future__ import annotations
 
@@ -24,47 +24,46 @@ from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout
 
-MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; healthy engines: docs/correctness.md
-GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; what is below is no jump
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; correct engines: docs/correctness.md
+GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
 SURE_SIGMAS = 6.0
 
 
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    It looks at every training rollout before anything is learned from it. Some rows, chosen by the seed, go through the
-    trainer's model once, with the noise of the rollout, which gives the log-probability of each token under the
-    policy and under the same logits sampled in other ways. Then:
+    Every training rollout is checked before the update. Some rows, chosen by the seed, go through the trainer's model
+    once, with the noise of the rollout. This gives the log-probability of each token under the policy, and under the
+    same logits sampled in other ways. Then:
 
-    - ``evidence/gap``: mean |trainer - sampler| in nats at the sampling temperature, noise on both sides. The run stops
-      above ``max_gap`` or above ``max_jump`` times the usual, and warns from ``warn_jump`` times on: tokens or
-      log-probabilities were altered, or belong to another policy.
-    - ``evidence/other_sampling``: evidence in nats that the tokens were drawn at another temperature or from a nucleus
-      and scored afterwards.
-    - ``evidence/copies``: evidence in nats that completions of one prompt, those of earlier rollouts included, are
-      copies: the engine copies completions, or its seed does not change. All rows count.
+    - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
+      run stops above ``max_gap`` or ``max_jump`` times the recent median, and warns above ``warn_jump`` times the
+      median. Then tokens or log-probabilities were altered or come from another policy.
+    - ``evidence/other_sampling`` is evidence in nats that the tokens were sampled at another temperature or with top-p,
+      and scored at the reported one afterwards.
+    - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
+      copies: the engine copies completions, or its seed does not change. It uses all rows.
 
-    Evidence is a likelihood ratio that goes on from rollout to rollout (``qerl_pl.policy.evidence.accumulated``), so
-    what does not show in one rollout shows after some. A policy that is nearly certain of every token samples nearly
-    the same at any temperature, and nearly all of its completions are equal: little shows there.
+    Evidence is a likelihood ratio that accumulates over rollouts (``qerl_pl.policy.evidence.accumulated``), so a fault
+    that one rollout does not show is found after several. A policy that is nearly certain of every token samples nearly
+    the same at any temperature, and its completions are nearly all equal; there the tests find little.
 
-
-    Where no group had a signal for some rollouts a warning says what to do.
+    If no group had a signal for several rollouts, a warning says what to do.
 
     Args:
-        max_tokens: tokens of the rows that go through the model, prompts included and shared by all ranks; at most one
-            row more per rank.
-        false_alarm: bound on the probability that one healthy rollout stops the run, for each of the two tests of
+        max_tokens: tokens of the rows that go through the model, including prompts, over all ranks; each rank may
+            exceed its share by at most one row.
+        false_alarm: bound on the probability that a correct rollout stops the run, for each of the two tests of
             evidence. It holds for any model and any numerical difference between trainer and engine.
         max_gap: nats, above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
-        max_jump: times the median of the last rollouts, above which the run stops; null: it only warns.
-        warn_jump: times that median, above which it warns.
-        window: rollouts of that median.
-        silent_rollouts: warn after so many rollouts in a row without a signal, and again after each so many.
-        remembered: completions of earlier rollouts that new ones of the same prompt are compared with.
+        max_jump: factor on the median of recent rollouts, above which the run stops; null: it only warns.
+        warn_jump: factor on that median, above which it warns.
+        window: number of rollouts in that median.
+        silent_rollouts: warn after this many consecutive rollouts without a signal, and after each further as many.
+        remembered: number of earlier completions that new ones of the same prompt are compared with.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
 
     Example:
         trainer:
@@ -110,13 +109,13 @@ class RolloutEvidence(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What later rollouts are compared with, the same on every rank."""
+        """Return what later rollouts are compared with; it is the same on every rank."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         return {"evidence": evidence, "gaps": self._gaps, "silent": self._silent, "seen": seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it."""
+        """Restore what later rollouts are compared with."""
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
@@ -127,7 +126,7 @@ class RolloutEvidence(Callback):
         pl_module.loop.observers.append(partial(self._check, pl_module))
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Raises RuntimeError where the rollout must not be learned from."""
+        """Check a rollout; raises RuntimeError if it must not be trained on."""
         self._check_copies(pl_module, rollout)
         gap, evidence = self._measure(pl_module, rollout)
         pl_module.log("evidence/gap", gap)
@@ -136,7 +135,7 @@ class RolloutEvidence(Callback):
         self._count_silence(rollout)
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Tensor]:
-        """Mean |trainer - sampler| in nats over the chosen rows of all ranks, and their evidence, [K] nats."""
+        """Return mean |trainer - sampler| in nats over the chosen rows of all ranks, and their evidence, [K] nats."""
         prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
         rank = pl_module.global_rank
         generator = torch.Generator().manual_seed(
@@ -168,7 +167,7 @@ class RolloutEvidence(Callback):
             )
 
     def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
-        """Bound on the probability, for each rollout of a healthy run, that there is as much evidence as now."""
+        """Bound the probability, per rollout of a correct run, of at least as much evidence as there is now."""
         self._evidence[name] = accumulated(self._evidence.get(name, torch.full_like(evidence, -math.inf)), evidence)
         log_p = log_false_alarm(self._evidence[name])
         pl_module.log(f"evidence/{name}", -log_p)
@@ -179,7 +178,7 @@ class RolloutEvidence(Callback):
         limit = self.max_gap or MAX_GAP[dtype]
         found = jump(gap, self._gaps, floor=GAP_FLOOR[dtype])
         advice = (
-            "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are sound, "
+            "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, "
             "raise RolloutEvidence.max_gap or max_jump"
         )
         said = (
@@ -196,7 +195,9 @@ class RolloutEvidence(Callback):
     def _check_copies(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
         rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
-        rows = [row for part in ranks.gather_values(rows) for row in part]  # all ranks see, and remember, the same
+        rows = [
+            row for part in ranks.gather_values(rows) for row in part
+        ]  # all ranks compare and remember the same rows
         chance = self._chance("copies", copy_evidence(repeats(self._seen, rows)), pl_module)
         if chance < self.false_alarm:
             raise RuntimeError(
@@ -214,7 +215,7 @@ class RolloutEvidence(Callback):
             rank_zero_warn(
                 f"no group had a signal in the last {self._silent} rollouts: all completions of each prompt earned the "
                 "same, so nothing is learned. Look at RUN/completions: are answers found, and are problems neither "
-                "too easy nor too hard for the policy? More completions a prompt (model.sampling.num_completions), a "
+                "too easy nor too hard for the policy? More completions per prompt (model.sampling.num_completions), a "
                 "higher temperature or other data help"
             )
 
@@ -222,11 +223,11 @@ class RolloutEvidence(Callback):
 def repeats(
     seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
 ) -> Iterator[tuple[int, int, int, float]]:
-    """What ``copy_evidence`` takes, from rows (digest of the prompt, digest of the completion, log-probability).
+    """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
 
     Args:
-        seen: digests of earlier rollouts.
-        rows: of this one.
+        seen: digests of completions of earlier rollouts.
+        rows: of this rollout.
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     for prompt, completion, logprob in rows:
@@ -238,7 +239,7 @@ def repeats(
 def _alternative_logprobs(
     pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor:
-    """[N, 1 + K] fp64 on the CPU: the completions' tokens row by row, under the policy with the rollout's noise."""
+    """Compute [N, 1 + K] fp64 on the CPU for the completions' tokens, under the policy with the rollout's noise."""
     starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
     lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
     tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)

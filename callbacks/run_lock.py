@@ -1,4 +1,4 @@
-"""One process at a time trains in a run's folder."""
+"""Lock a run's folder, so that only one process at a time trains in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock(Callback):
-    """Holds a lock on the run's folder while it is trained, and refuses a folder in which another process trains.
+    """Holds a lock on the run's folder during training, and refuses a folder in which another process trains.
 
-    The operating system frees the lock of a process that has ended, however it ended. ``train.py`` adds it to every
+    The operating system frees the lock when the process ends, however it ends. ``train.py`` adds this callback to every
     run.
 
     Example:
@@ -38,7 +38,7 @@ class RunLock(Callback):
         """Take the lock.
 
         Raises:
-            ValueError: another process has it; names the process and its machine.
+            ValueError: another process holds it; names the process and its machine.
         """
         if stage != "fit" or not trainer.is_global_zero or self._file is not None:
             return
@@ -52,7 +52,9 @@ class RunLock(Callback):
             holder = file.read().strip() or "another process"
             file.close()
             if error.errno in WITHOUT_LOCKS:
-                rank_zero_warn(f"the file system of {folder} has no locks: see to it that one process trains there")
+                rank_zero_warn(
+                    f"the file system of {folder} has no locks: make sure that only one process trains there"
+                )
                 return
             raise ValueError(
                 f"{holder} trains in {folder}; wait until it has ended, or start another run by --run_dir"

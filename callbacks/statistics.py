@@ -1,4 +1,4 @@
-"""What the rollouts were worth and how long they were."""
+"""Log rewards and lengths of the rollouts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from qerl_pl.module import QeRLModule
 
 
 class RolloutStatistics(Callback):
-    """Logs rewards (each component too), lengths, truncation, unscored rows by cause and groups without signal.
+    """Logs rewards (also by component), lengths, truncation, unscored rows by cause, and groups with a signal.
 
-    ``rollout/surprisal`` is the mean -log p of the sampled tokens under what sampled them, in nats: an estimate of the
-    sampling policy's entropy, noise included, where ``policy/entropy`` is that of the clean policy.
+    ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
+    estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is that of the clean policy.
 
-    Over the rows of all ranks, those of groups that dynamic sampling dropped included.
+    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped.
 
     Example:
         trainer:

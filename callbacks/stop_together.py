@@ -1,4 +1,4 @@
-"""An error on one rank ends the run."""
+"""End all processes of a run when one of them fails."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing_extensions import override
 
 
 class StopTogether(Callback):
-    """Ends the other processes of this machine when the first one fails; else they wait for it until a time-out.
+    """Ends the other processes of this machine when rank 0 fails; otherwise they would wait for it until a time-out.
 
-    The other way round it is Lightning that looks after its child processes, and torchrun and SLURM end all of theirs.
+    When another rank fails, Lightning ends its child processes, and torchrun and SLURM end all processes of a job.
 
     Example:
         trainer:

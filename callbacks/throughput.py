@@ -1,4 +1,4 @@
-"""Where a step's time and memory go."""
+"""Log where the time and the memory of a step go."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 
 
 class Throughput(Callback):
-    """Logs seconds a phase, tokens a second, and the peak memory of the GPU (or of the process without one).
+    """Logs seconds per phase, tokens per second, and the peak memory of the GPU (or of the process without one).
 
-    ``time/step_s`` is from the end of the step before, validation left out; what its phases do not have of it is
-    ``time/between_s``: data, logs, the copy of a checkpoint. The first step counts its phases alone.
+    ``time/step_s`` is measured from the end of the previous step, without validation. The part of it that no phase
+    covers is ``time/between_s``: data, logs, copying a checkpoint. The first step counts only its phases.
 
-    Seconds and memory are those of the rank that has most of them, tokens those of all ranks together.
+    Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks.
 
     ``throughput/mfu`` is the share of the GPU's dense bf16 peak that the training phase reached: operations of the
     forward and backward passes of the rows with a gradient, without what backward recomputes, over ``time/train_s``. It
@@ -34,7 +34,7 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
-        self._last_end: float | None = None  # of a step, in seconds of the clock
+        self._last_end: float | None = None  # end of the previous step, in seconds of ``perf_counter``
         self._validation_start = 0.0
         self._size: ModelSize | None = None
         self._peak: float | None = None

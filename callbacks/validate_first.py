@@ -1,4 +1,4 @@
-"""One validation before the first step, so that a curve starts where the policy did."""
+"""Validate once before the first step, so that curves start at the initial policy."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prompts: sources of problems and the data module that serves them."""
+"""Sources of problems, and the data module that serves them as prompts."""

@@ -1,4 +1,4 @@
-"""Generated multi-step arithmetic: the quickstart's problems."""
+"""Generate multi-step arithmetic, the problems of the quickstart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 
 class Arithmetic:
-    """Problems such as "7+5-3+8=?"; no problem is in both sides, whatever the seeds (qerl_pl/tasks/arithmetic.py).
+    """Problems such as "7+5-3+8=?"; training and validation share none, for any seeds (qerl_pl/tasks/arithmetic.py).
 
     Args:
-        seed: which problems are drawn.
-        num_train: different training problems, at most 28 709.
-        num_validation: different validation problems, at most 3 226.
+        seed: seed of the draw.
+        num_train: number of distinct training problems, at most 28 709.
+        num_validation: number of distinct validation problems, at most 3 226.
     """
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_validation: int = 512) -> None:
@@ -22,11 +22,11 @@ class Arithmetic:
         self.num_validation = num_validation
 
     def train(self) -> list[Problem]:
-        """The training problems."""
+        """Return the training problems."""
         return _problems(self.num_train, seed=derive_seed(self.seed, "arithmetic/train"), validation=False)
 
     def validation(self) -> list[Problem]:
-        """The validation problems."""
+        """Return the validation problems."""
         return _problems(self.num_validation, seed=derive_seed(self.seed, "arithmetic/validation"), validation=True)
 
 

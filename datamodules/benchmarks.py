@@ -23,11 +23,11 @@ _HUB = {
 
 
 class Benchmark:
-    """A benchmark as the validation side of a source. It has no training side.
+    """A benchmark as validation problems. It has no training problems.
 
     Args:
-        name: which one.
-        path: a .jsonl or .parquet file or a hub name in place of the usual one, with the same columns.
+        name: name of the benchmark.
+        path: a .jsonl or .parquet file or a hub name, with the same columns; None takes the published one.
     """
 
     def __init__(self, name: Literal["math500", "aime24", "aime25", "amc23"], path: str | None = None) -> None:
@@ -35,7 +35,7 @@ class Benchmark:
         self.path = path
 
     def train(self) -> list[Problem]:
-        """Refused.
+        """Refuse: a benchmark has no training problems.
 
         Raises:
             ValueError: always.
@@ -43,7 +43,7 @@ class Benchmark:
         raise ValueError(f"{self.name} is a benchmark: nothing trains on it; pair it with a training source")
 
     def validation(self) -> list[Problem]:
-        """The benchmark's problems."""
+        """Return the benchmark's problems."""
         place = _HUB[self.name]
         rows = read_rows(self.path or place.path, split=place.split)
         return [

@@ -1,4 +1,4 @@
-"""Training problems that resemble an evaluation problem, found by shared runs of words and removed."""
+"""Remove training problems that share a run of words with an evaluation problem."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from qerl_pl.common.words import runs_of_words
 
 
 class Overlap(NamedTuple):
-    """A training question and the evaluation question that it shares words with."""
+    """A training question and an evaluation question that share a run of words."""
 
     train_index: int
     train_question: str
     evaluation_question: str
     words: str
-    """The first run of words that both have."""
+    """The first run of words that they share."""
 
 
 class Decontaminated:
     """A source without the training problems that share a run of words with a problem of an evaluation set.
 
     Args:
-        source: what is trained on; its validation side stays as it is.
-        against: the evaluation sets.
-        num_words: length of the run: 13 as in GPT-3 (arXiv 2005.14165, appendix C); fewer find more, and more that only
-            looks alike. An evaluation question with fewer words counts where a training question has the same words
-            and no others.
+        source: source of the training problems; its validation problems are kept.
+        against: sources of the evaluation problems.
+        num_words: length of the run: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds more
+            overlaps and more false ones. An evaluation question with fewer words matches a training question that has
+            the same words and no others.
         report_path: JSON Lines file that lists what was removed and why; None writes none.
     """
 
@@ -52,7 +52,7 @@ class Decontaminated:
         self.report_path = report_path
 
     def train(self) -> list[Problem]:
-        """The training problems that resemble no evaluation problem."""
+        """Return the training problems that share no run of words with an evaluation problem."""
         problems = self.source.train()
         evaluation = [problem for source in self.against for problem in source.validation()]
         overlaps = find_overlaps(problems, evaluation, num_words=self.num_words)
@@ -66,13 +66,15 @@ class Decontaminated:
         return [problem for index, problem in enumerate(problems) if index not in removed]
 
     def validation(self) -> list[Problem]:
-        """The source's validation problems."""
+        """Return the source's validation problems."""
         return self.source.validation()
 
 
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
-    """One overlap for each training problem that has one. Case, punctuation and white space do not count."""
-    owners: dict[tuple[str, ...], str] = {}  # run of words, or a short question whole, to an evaluation question
+    """Find one overlap for each training problem that has any. Case, punctuation and white space are ignored."""
+    owners: dict[
+        tuple[str, ...], str
+    ] = {}  # run of words, or all words of a short question, to the evaluation question
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):
             owners.setdefault(run, problem.question)

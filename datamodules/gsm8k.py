@@ -1,4 +1,4 @@
-"""GSM8K, grade-school word problems with a numeric answer (arXiv 2110.14168)."""
+"""Read GSM8K, grade-school word problems with a numeric answer (arXiv 2110.14168)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from qerl_pl.common.types import Problem
 
 
 class GSM8K:
-    """7473 training problems; the 1319 test problems validate.
+    """GSM8K: 7473 training problems; its 1319 test problems are the validation problems.
 
     Args:
         train_path: hub name, or a .jsonl or .parquet file with the columns question and answer.
         validation_path: the same for the test split.
 
     Raises:
-        ValueError: when read, a solution has no final answer (file and line are named).
+        ValueError: while reading, if a solution has no final answer; names file and line.
     """
 
     def __init__(self, train_path: str = "openai/gsm8k", validation_path: str = "openai/gsm8k") -> None:
@@ -22,11 +22,11 @@ class GSM8K:
         self.validation_path = validation_path
 
     def train(self) -> list[Problem]:
-        """The training problems."""
+        """Return the training problems."""
         return [_problem(row) for row in read_rows(self.train_path, subset="main", split="train")]
 
     def validation(self) -> list[Problem]:
-        """The test problems."""
+        """Return the test problems."""
         return [_problem(row) for row in read_rows(self.validation_path, subset="main", split="test")]
 
 

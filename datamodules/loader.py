@@ -1,7 +1,7 @@
-"""Loaders of prompt batches. Plain objects with a length: Lightning fetches nothing ahead and injects no sampler.
+"""Loaders of prompt batches: iterables with a length, so that Lightning prefetches nothing and injects no sampler.
 
-torchdata's StatefulDataLoader would need this class as its batch sampler, and adds worker processes, which lists of
-tokens have no use for, and a draw from the global random stream at every start.
+torchdata's StatefulDataLoader would need the same class as its batch sampler. It also starts worker processes, which
+lists of tokens do not need, and draws from the global random state at every start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from qerl_pl.common.types import Prompt
 
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
-    """The prompts with their ``copy`` filled in: how many of the same tokens come before each, in ``before`` too.
+    """Set the ``copy`` of each prompt: the number of equal prompts (same tokens) before it, including ``before``.
 
-    What is sampled for a prompt is a function of it and of this number, whichever rank does it.
+    The random numbers of a completion depend on its prompt and this number, and not on the rank that samples it.
     """
     seen = Counter(prompt.tokens for prompt in before)
     for prompt in prompts:
@@ -30,21 +30,21 @@ def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterat
 
 
 class TrainLoader:
-    """Batches for ever, an epoch at a time, in an order that is a function of (seed, epoch).
+    """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch.
 
-    Its state is its position: Lightning saves it in the checkpoint and loads it back. Iterating goes on from that
-    position and ends with the epoch. The position does not depend on the number of ranks, so a run may go on with
-    another one. Prompts left over at the end of an epoch are not served in it.
+    Its state is its position, which Lightning saves in checkpoints. Iteration continues from that position to the end
+    of the epoch. The position does not depend on the number of ranks, so a run may be resumed on another number.
+    Prompts that do not fill a batch at the end of an epoch are skipped in that epoch.
 
     Args:
         prompts: all training prompts.
-        batch_size: prompts a batch over all ranks.
+        batch_size: prompts per batch, over all ranks.
         seed: of the order.
-        rank: which share of each batch is served here.
-        num_ranks: among how many a batch is shared.
+        rank: rank whose share of each batch is served.
+        num_ranks: number of ranks that share a batch.
 
     Raises:
-        ValueError: there are fewer prompts than a batch needs, or a batch cannot be shared equally.
+        ValueError: there are fewer prompts than a batch needs, or ranks cannot share a batch equally.
     """
 
     def __init__(
@@ -67,29 +67,31 @@ class TrainLoader:
         self.next_batch = 0
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches per epoch."""
         return len(self.prompts) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """The rest of the epoch, or the next one where nothing is left of it."""
-        if self.next_batch == len(self):  # on entry: Lightning takes len(self) batches and never asks for the end
+        """Yield the remaining batches of the epoch, or those of the next epoch if none remain."""
+        if self.next_batch == len(self):  # at entry, because Lightning takes len(self) batches and never sees the end
             self.epoch, self.next_batch = self.epoch + 1, 0
         order = self._order()
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
-            self.next_batch += 1  # before the yield: a checkpoint written while a batch is in use counts it as served
+            self.next_batch += (
+                1  # before the yield, so that a checkpoint written during a step counts its batch as served
+            )
             batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """The position: the epoch, the next batch in it, and what the meaning of both depends on."""
+        """Return the position (epoch and next batch) and what it depends on."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go to a saved position.
+        """Continue from a saved position.
 
         Raises:
-            ValueError: it was saved with other data, another batch size or another seed: it would mean other prompts.
+            ValueError: it was saved with other data, another batch size or another seed, and would mean other prompts.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -104,7 +106,7 @@ class TrainLoader:
 
     @cached_property
     def _digest(self) -> str:
-        """Sixteen hex digits over tokens and answers, in order."""
+        """Compute a digest, sixteen hex digits, over tokens and answers in order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             tokens = array("q", prompt.tokens).tobytes()
@@ -118,13 +120,13 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """All prompts once, in order; the last batch may be smaller.
+    """Yields all prompts once, in order; the last batch may be smaller.
 
     Args:
-        prompts: the prompts of all ranks.
-        batch_size: prompts a batch, on each rank.
-        rank: which share of the prompts is served here.
-        num_ranks: among how many they are shared.
+        prompts: prompts of all ranks.
+        batch_size: prompts per batch on each rank.
+        rank: rank whose share of the prompts is served.
+        num_ranks: number of ranks that share the prompts.
 
     Raises:
         ValueError: a rank would have no prompt.
@@ -139,10 +141,10 @@ class EvaluationLoader:
         self.batch_size = batch_size
 
     def __len__(self) -> int:
-        """Batches."""
+        """Return the number of batches."""
         return -(-len(self.prompts) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Every batch, from the first."""
+        """Yield all batches."""
         for start in range(0, len(self.prompts), self.batch_size):
             yield self.prompts[start : start + self.batch_size]

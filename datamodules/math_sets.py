@@ -1,6 +1,6 @@
-"""Training sets of mathematics with checkable answers. Each is a function that YAML names like a class.
+"""Training sets of mathematics with checkable answers; each is a function that YAML names like a class.
 
-The paths are names on the hub; a .jsonl or .parquet file with the same columns does as well.
+A path is a name on the hub, or a .jsonl or .parquet file with the same columns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def big_math(
     solve_rate: tuple[float, float] | None = None,
     validation_share: float = 0.005,
 ) -> Table:
-    """Big-Math (arXiv 2502.17387) by difficulty: QeRL trains 7B and 14B on levels 3-5, 32B on levels 4-5.
+    """Create Big-Math (arXiv 2502.17387) by difficulty: QeRL trains 7B and 14B on levels 3-5, 32B on levels 4-5.
 
     Args:
-        levels: the subset of the hub data set; a file is taken as it is.
-        path: columns prompt, solution and, for solve_rate, llama8b_solve_rate.
-        solve_rate: lowest and highest share of attempts that Llama-3.1-8B got right: a problem that is always or never
-            solved teaches nothing.
-        validation_share: share that is held out, by the question's hash.
+        levels: subset of the hub data set; not used for a file.
+        path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
+        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B was right, because problems that are
+            always or never solved teach nothing.
+        validation_share: share that is held out, chosen by a hash of the question.
     """
     return Table(
         path,
@@ -40,22 +40,22 @@ def dapo_math(
     path: str = "open-r1/DAPO-Math-17k-Processed",
     validation_share: float = 0.02,
 ) -> Table:
-    """DAPO-Math-17k (arXiv 2503.14476) without its repetitions; answers are integers.
+    """Create DAPO-Math-17k (arXiv 2503.14476) without duplicates; the answers are integers.
 
     Args:
-        language: the subset of the hub data set; a file is taken as it is.
-        path: columns prompt (the bare question) and solution (the bare answer).
-        validation_share: share that is held out, by the question's hash.
+        language: subset of the hub data set; not used for a file.
+        path: data set with the columns prompt (only the question) and solution (only the answer).
+        validation_share: share that is held out, chosen by a hash of the question.
     """
     return Table(path, validation_share=validation_share, question="prompt", answer="solution", subset=language)
 
 
 def miromind(path: str = "miromind-ai/MiroMind-M1-RL-62K", validation_share: float = 0.01) -> Table:
-    """MiroMind-M1-RL-62K (arXiv 2507.14683).
+    """Create MiroMind-M1-RL-62K (arXiv 2507.14683).
 
     Args:
-        path: columns problem and clean_answer.
-        validation_share: share that is held out, by the question's hash.
+        path: data set with the columns problem and clean_answer.
+        validation_share: share that is held out, chosen by a hash of the question.
     """
     return Table(path, validation_share=validation_share, question="problem", answer="clean_answer")
 
@@ -65,12 +65,12 @@ def math(
     train_path: str = "DigitalLearningGmbH/MATH-lighteval",
     validation_path: str = "DigitalLearningGmbH/MATH-lighteval",
 ) -> Table:
-    """MATH (arXiv 2103.03874), 12 500 competition problems; the answer is what the solution puts in a box.
+    """Create MATH (arXiv 2103.03874), 12 500 competition problems; the answer is the box at the end of the solution.
 
     Args:
         levels: difficulties of the training problems, 1 to 5; None takes all.
-        train_path: columns problem, level ("Level 5") and solution.
-        validation_path: the same for the test split; all levels validate.
+        train_path: data set with the columns problem, level ("Level 5") and solution.
+        validation_path: the same for the test split, of which all levels are used.
     """
     return Table(
         train_path,

@@ -1,4 +1,4 @@
-"""Chat messages of a problem: a question in a template, or the list of messages that the data set has."""
+"""Build chat messages for a problem: from a question and a template, or from the data set's own list of messages."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def read_messages(row: Row, column: str) -> tuple[Message, ...]:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """All that is said in the messages but the system prompt, as the text by which equal problems are found."""
+    """Join all messages but the system prompt; equal problems are found by this text."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
 def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
-    """Messages that the policy is given for a problem.
+    """Build the messages that the policy gets for a problem.
 
     Args:
-        problem: a question, or messages of its own.
-        system_prompt: text of a system turn where the problem has none of its own; None: no such turn.
-        question_template: text of the last user turn; ``{question}`` stands for what the problem says there.
+        problem: with a question, or messages of its own.
+        system_prompt: text of a system turn for problems without one of their own; None adds no such turn.
+        question_template: text of the last user turn; ``{question}`` is replaced by the problem's last user message.
     """
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
-    asked = question_template.replace("{question}", messages[-1]["content"])  # not format: it may hold other braces
+    asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -59,14 +59,14 @@ def chat_of(
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """The prompt as the chat template writes it, special tokens included, ready for the assistant's answer.
+    """Render the messages with the chat template, including special tokens and the start of the assistant's turn.
 
     Raises:
         ValueError: the template refuses the messages.
     """
     try:
         return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program of its own, and any of Jinja's and Python's errors is its
+    except Exception as error:  # a template is a program that may raise any of Jinja's and Python's errors
         said = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(

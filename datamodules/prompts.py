@@ -1,4 +1,4 @@
-"""The data module: problems from a source become tokenised chat prompts, the same way for training and evaluation."""
+"""The data module: turns problems of a source into tokenised chat prompts, the same for training and evaluation."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from qerl_pl.common.types import Problem, Prompt
 
 
 class PromptDataModule(LightningDataModule):
-    """Serves ``list[Prompt]``: shuffled for ever in training, in order once in validation, test and prediction.
+    """Serves ``list[Prompt]``: shuffled and endless in training, once and in order in validation, test and prediction.
 
-    A prompt that is too long is never cut: it would lose its question or its instructions. It is dropped and counted. A
-    training problem whose question is also a validation question is removed and counted. With ``held_out``, ``fit`` and
-    ``validate`` leave the source's validation problems to ``test`` and ``predict``: a checkpoint that is chosen by them
-    looks better on them than it is.
+    A prompt that is too long is dropped and counted. It is never truncated, because it would lose its question or its
+    instructions. A training problem whose question is also a validation question is removed and counted. With
+    ``held_out``, ``fit`` and ``validate`` use held-out training problems, and the source's validation problems are left
+    to ``test`` and ``predict``, because a checkpoint chosen by those problems looks better on them than it is.
 
     Args:
-        source: where the problems come from.
+        source: source of the problems.
         tokenizer: folder or hub name of the policy's tokenizer; it must have a chat template.
-        batch_size: training prompts a rollout (P), over all ranks.
-        max_prompt_tokens: longest prompt, in tokens, the chat template included.
-        max_dropped_share: share of the prompts that may be dropped before the run refuses to start.
-        system_prompt: text of a system turn where the data set has none; None leaves the turn to the chat template.
-        question_template: text of the user turn; ``{question}`` stands for the question.
-        held_out: so many training problems are taken out of training and validate in place of the source's validation
-            problems; 0: none. They are chosen by the hash of the question, so they are the same in every run; training
-            problems that share 13 words in a row with one of them are removed.
-        val_limit: validate on the first so many problems; None takes all.
-        val_batch_size: prompts a validation batch, on each rank.
+        batch_size: training prompts per rollout (P), over all ranks.
+        max_prompt_tokens: longest prompt in tokens, including the chat template.
+        max_dropped_share: share of the prompts that may be dropped; above it the run refuses to start.
+        system_prompt: text of a system turn for problems without one; None adds none.
+        question_template: text of the user turn; ``{question}`` is replaced by the question.
+        held_out: number of training problems that are held out for validation; 0: the source's validation problems are
+            used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
+            share 13 consecutive words with one of them are removed.
+        val_limit: number of validation problems, from the first on; None takes all.
+        val_batch_size: prompts per validation batch on each rank.
         seed: of the training order.
 
     Attributes:
-        num_dropped: prompts dropped for their length, "train" and "validation".
+        num_dropped: prompts dropped for their length, by "train" and "validation".
         num_shared: training problems removed because their question is in validation.
 
     Raises:
-        ValueError: in ``setup``, where there is no data, no chat template, or too much would be dropped.
+        ValueError: in ``setup``, if there is no data or no chat template, or too many prompts would be dropped.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptDataModule(LightningDataModule):
         self._held_out: list[Prompt] = []
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise what the stage needs; a second call does nothing."""
+        """Read and tokenise what the stage needs. A second call does nothing."""
         reads_train = stage == "fit" or (stage == "validate" and self.held_out > 0)
         if self._validation and (self._train or not reads_train):
             return
@@ -113,19 +113,19 @@ class PromptDataModule(LightningDataModule):
             self._train = self._prompts(tokenizer, train, "train")
 
     def some_train_prompts(self, num: int = 32) -> list[Prompt]:
-        """The first prompts of the training set in its own order, at most ``num``."""
+        """Return the first prompts of the training set in the source's order, at most ``num``."""
         return self._train[:num]
 
     def train_dataloader(self) -> TrainLoader:
-        """Batches of this rank, without end."""
+        """Create the endless loader of this rank's training batches."""
         rank, num_ranks = self._rank()
         return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Further training prompts for one rollout, none of them in the batch of any rank; the same on every rank.
+        """Return further training prompts for one rollout, none of them in any rank's batch; the same on every rank.
 
-        Their order is a function of the seed and the rollout index. They do not count as served: an epoch still gives
-        every prompt its turn.
+        Their order depends only on the seed and the rollout index. They do not count as served: the epoch still serves
+        every prompt once.
         """
         seed = derive_seed(self.seed, "refill", rollout_index)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -137,15 +137,15 @@ class PromptDataModule(LightningDataModule):
         return numbered(others, served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """The held-out prompts of this rank, or the validation prompts where none are held out."""
+        """Create the loader of this rank's held-out prompts, or of the validation prompts if none are held out."""
         return self._evaluation(self._held_out if self.held_out else self._validation)
 
     def test_dataloader(self) -> EvaluationLoader:
-        """The validation prompts: a benchmark is a source whose validation side is the benchmark."""
+        """Create the loader of the validation prompts; a benchmark is a source with only validation problems."""
         return self._evaluation(self._validation)
 
     def predict_dataloader(self) -> EvaluationLoader:
-        """The validation prompts."""
+        """Create the loader of the validation prompts."""
         return self._evaluation(self._validation)
 
     def _evaluation(self, prompts: Sequence[Prompt]) -> EvaluationLoader:
@@ -163,7 +163,7 @@ class PromptDataModule(LightningDataModule):
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
         texts = [chat_text(tokenizer, chat) for chat in chats]
-        rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has written the special tokens
+        rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has added the special tokens
         check_lengths(
             [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
         )
@@ -181,16 +181,16 @@ class PromptDataModule(LightningDataModule):
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Refuse to go on where more prompts are too long than may be dropped.
+    """Refuse to continue if too large a share of the prompts is too long.
 
     Args:
         lengths: tokens of each prompt.
         side: "train" or "validation", for the message.
         limit: longest prompt that is kept, in tokens.
-        max_dropped_share: of the prompts.
+        max_dropped_share: largest share that may be dropped.
 
     Raises:
-        ValueError: with the numbers, and the limit that would do.
+        ValueError: with the numbers, and the limit that would suffice.
     """
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
@@ -205,24 +205,24 @@ def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_
 
 
 def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Training problems whose question is not a validation question, and how many were; white space does not count."""
+    """Remove training problems whose question is a validation question, ignoring white space; returns their number."""
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)
 
 
 def hold_out(problems: Sequence[Problem], num: int, *, num_words: int = 13) -> tuple[list[Problem], list[Problem]]:
-    """The problems that stay in training, and those that are held out, each in their order.
+    """Split training problems into those that stay in training and those that are held out, each in their order.
 
-    The ``num`` different questions with the smallest hashes are held out, so the choice does not depend on the order.
+    The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
 
     Args:
         problems: of training.
-        num: different questions to hold out.
-        num_words: problems that share a run of so many words with a held-out one are in neither part.
+        num: number of distinct questions to hold out.
+        num_words: problems that share this many consecutive words with a held-out one are in neither part.
 
     Raises:
-        ValueError: nothing would be left.
+        ValueError: no training problem would be left.
     """
     if num == 0:
         return list(problems), []

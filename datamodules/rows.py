@@ -1,4 +1,4 @@
-"""Rows of a data set, from a local file or the hub, each with where it stands: what every source reads with."""
+"""Read rows of a data set from a local file or the hub, each with its location for error messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from qerl_pl.common.extras import not_installed
 
-MAX_TEXT = 1_000_000  # characters of a question or an answer: more is a broken row, and takes minutes to tokenise
+MAX_TEXT = 1_000_000  # characters of a question or an answer; more is a broken row and takes minutes to tokenise
 
 
 class Written(float):
-    """A number that is printed with the digits that the file has: 27.10 is an answer, 27.1 may be another one."""
+    """A number that is printed with the digits of the file, because 27.10 and 27.1 may be different answers."""
 
     def __init__(self, written: str) -> None:
         self.written = written
@@ -26,21 +26,20 @@ class Written(float):
 
 
 class Row(NamedTuple):
-    """One row as it was stored."""
+    """One row as it is stored."""
 
     where: str
-    """For error messages: file and line, or data set and row."""
+    """Location for error messages: file and line, or data set and row."""
     columns: dict[str, object]
 
 
 def read_rows(path: str, *, split: str, subset: str | None = None) -> Iterator[Row]:
-    """Rows of a .jsonl file, a .parquet file, or a data set of the hub, in their order.
+    """Read the rows of a .jsonl file, a .parquet file, or a data set of the hub, in order.
 
     Args:
         path: a file, or the name of a data set on the hub (or of a local copy of one).
-        split: of a hub data set; a file has one.
-        subset: of a hub data set.
-
+        split: split of a hub data set; not used for a file.
+        subset: subset of a hub data set; not used for a file.
     Raises:
         ValueError: there is no such file or data set, or it cannot be read.
     """
@@ -56,7 +55,7 @@ def read_rows(path: str, *, split: str, subset: str | None = None) -> Iterator[R
 
 
 def jsonl_rows(path: str) -> Iterator[Row]:
-    """Rows of a JSON Lines file. Blank lines are skipped and counted; numbers keep the digits they are written with.
+    """Read the rows of a JSON Lines file. Blank lines are skipped and counted; numbers keep the digits of the file.
 
     Raises:
         ValueError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
@@ -80,10 +79,10 @@ def jsonl_rows(path: str) -> Iterator[Row]:
 
 
 def text(row: Row, column: str) -> str:
-    """The text or number in a column, as text.
+    """Return the text or number in a column as text.
 
     Raises:
-        ValueError: the row has no such column, or it holds something else or nothing.
+        ValueError: the row has no such column, or it is empty or of another type.
     """
     if column not in row.columns:
         raise ValueError(f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}")
@@ -103,7 +102,7 @@ def text(row: Row, column: str) -> str:
 
 
 def in_share(question: str, share: float) -> bool:
-    """Whether a question falls into a share of all questions: a function of its text, so equal ones stay together."""
+    """Tell whether a question falls into a share of all questions; it depends only on the question's text."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 

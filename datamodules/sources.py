@@ -1,4 +1,4 @@
-"""What a source of problems is, and the making of one source out of two."""
+"""The protocol of a source of problems, and a source that combines two."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from qerl_pl.common.types import Problem
 
 
 class PromptSource(Protocol):
-    """Where problems come from. Built cheaply from YAML; data is read when it is asked for."""
+    """A source of problems. It is cheap to build from YAML; data is read on demand."""
 
     def train(self) -> list[Problem]:
-        """Training problems, always in the same order."""
+        """Return the training problems, always in the same order."""
         ...
 
     def validation(self) -> list[Problem]:
-        """Validation problems, always in the same order."""
+        """Return the validation problems, always in the same order."""
         ...
 
 
 class Pair:
-    """Trains on one source and validates on another, e.g. on a benchmark.
+    """A source that trains on one source and validates on another, e.g. on a benchmark.
 
     Args:
-        training: source of the training problems; its validation side is not used.
-        benchmark: source of the validation problems; its training side is not used.
+        training: source of the training problems; its validation problems are not used.
+        benchmark: source of the validation problems; its training problems are not used.
     """
 
     def __init__(self, training: PromptSource, benchmark: PromptSource) -> None:
@@ -32,9 +32,9 @@ class Pair:
         self.benchmark = benchmark
 
     def train(self) -> list[Problem]:
-        """The training problems of the one."""
+        """Return the training source's problems."""
         return self.training.train()
 
     def validation(self) -> list[Problem]:
-        """The validation problems of the other."""
+        """Return the benchmark's problems."""
         return self.benchmark.validation()

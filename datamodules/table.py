@@ -1,4 +1,4 @@
-"""Any table with a column of questions or chats: JSON Lines or Parquet files, or a data set of the hub."""
+"""Read any table with a column of questions or chats: JSON Lines, Parquet, or a data set of the hub."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from qerl_pl.rewards.answers import marked_answer
 
 
 class Table:
-    """Problems from a table; a reward sees all of its columns as ``prompt.row``.
+    """Problems from a table; rewards see all of its columns as ``prompt.row``.
 
     Args:
         train_path: a .jsonl or .parquet file, or a hub name such as ``openai/gsm8k``.
-        validation_path: the same for the validation rows; None takes them out of the training rows.
-        validation_share: share of the training rows that validates where there is no validation_path, chosen by the
-            question's hash: the same rows in every run, whatever their order.
+        validation_path: the same for the validation rows; None takes them from the training rows.
+        validation_share: share of the training rows used for validation if there is no validation_path. They are chosen
+            by a hash of the question, so they are the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``.
-        answer: column of the verifiable answer; None where the reward needs none.
-        marker: how the answer is marked where that column holds a worked solution: "boxed" or "hash"; None takes the
-            whole column.
-        subset: of a hub data set.
-        train_split: of a hub data set.
-        validation_split: of a hub data set.
-        system: column of the system prompt of each row; None: there is none.
+        answer: column of the verifiable answer; None if the reward needs none.
+        marker: how the answer is marked if that column holds a worked solution: "boxed" or "hash"; None takes the whole
+            column.
+        subset: subset of a hub data set.
+        train_split: split of a hub data set.
+        validation_split: split of a hub data set.
+        system: column of each row's system prompt; None: there is none.
         only: columns to the values that are kept in training, e.g. ``{level: ["Level 4", "Level 5"]}``.
         between: columns to the lowest and highest number that is kept in training, e.g.
             ``{llama8b_solve_rate: [0.1, 0.9]}``.
 
     Raises:
-        ValueError: a share outside (0, 1), or both or none of validation_path and validation_share, a marker
-            without an answer; when read, a row
-            lacks a column or a marked answer (file and line are named).
+        ValueError: a share outside (0, 1), both or none of validation_path and validation_share, or a marker without
+            an answer; while reading, if a row lacks a column or a marked answer (names file and line).
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Table:
         self.between = between or {}
 
     def train(self) -> list[Problem]:
-        """The training problems that the filters keep, in the order of the table."""
+        """Return the training problems that pass the filters, in the order of the table."""
         rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
         problems = [self._problem(row) for row in rows if self._keeps(row)]
         if self.validation_share is None:
@@ -79,7 +78,7 @@ class Table:
         return [problem for problem in problems if not in_share(problem.question, self.validation_share)]
 
     def validation(self) -> list[Problem]:
-        """The validation problems, in the order of the table."""
+        """Return the validation problems, in the order of the table."""
         if self.validation_path is not None:
             rows = read_rows(self.validation_path, subset=self.subset, split=self.validation_split)
             return [self._problem(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Generated English word problems: a task with room for a small policy."""
+"""Generate English word problems, on which a small policy can improve."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class WordProblems:
     A reward sees ``operations``, ``structure`` and ``id`` as ``prompt.row``.
 
     Args:
-        seed: which problems are drawn. Leave it for runs that are compared: ``seed_everything`` orders them.
-        num_train: training problems.
-        num_validation: problems that validate.
+        seed: seed of the draw. Keep the default in runs that are compared; ``seed_everything`` only changes the order.
+        num_train: number of training problems.
+        num_validation: number of validation problems.
         operations: fewest and most operations of a training or validation problem.
-        validates: the set that validates: "validation" or "reach".
+        validates: the set used for validation: "validation" or "reach".
         reach_operations: fewest and most operations of a problem of the reach set.
 
     Raises:
-        ValueError: a number below 1, an unknown set, or operations outside of 2 to 14.
+        ValueError: a number is below 1, the set is unknown, or operations are outside of 2 to 14.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class WordProblems:
         self.reach_operations = reach_operations
 
     def train(self) -> list[Problem]:
-        """The training problems."""
+        """Return the training problems."""
         return self._draw("train")
 
     def validation(self) -> list[Problem]:
-        """The problems that validate."""
+        """Return the validation problems."""
         return self._draw(self.validates)
 
     def _draw(self, split: Split) -> list[Problem]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon), in the dtype of x.
+    """Compute weight * x / sqrt(mean(x^2) + epsilon) in fp32, and return it in the dtype of x.
 
     Args:
         x: [..., H] of any floating dtype.
@@ -41,11 +41,12 @@ def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """In it norms of transformers have these weights, of any dtype, and their outputs the dtype of their inputs.
+    """Give norms of transformers these weights inside the context, of any dtype, and their outputs the dtype of their
+    inputs.
 
     Args:
         modules: by name, each with a ``weight``.
-        weights: names of some of them to [H], which must not change meanwhile.
+        weights: names of some of them to [H], which must not change inside the context.
     """
     parameters = {name: modules[name].get_parameter("weight") for name in weights}
     own = {name: parameter.data for name, parameter in parameters.items()}

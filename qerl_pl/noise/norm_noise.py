@@ -21,7 +21,7 @@ class NormNoise:
     sigma: float = 0.0
     """Standard deviation in units of the norm weight; 0: no noise."""
     seed: int = 0
-    """In [0, 2^63); equal seeds give equal noise."""
+    """Seed in [0, 2^63); equal seeds give equal noise."""
     rounded: bool = False
     """Noisy weights are rounded to the engine's compute dtype; else they stay in fp32, where all of the noise acts.
     bf16 weights near 1 are 2^-8 to 2^-7 apart: of noise below about 2e-3 rounding leaves only a part."""
@@ -44,7 +44,7 @@ def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
 def noisy_norms(
     clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
+    """Compute w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
 
     The noise is drawn in fp32 on the CPU from one stream over the sorted names, so it is the same on every device and
     rank. Sigma 0 returns copies that are equal bit for bit.

@@ -1,4 +1,4 @@
-"""What is optimised: losses, advantages and corrections as pure functions, and the settings that choose among them."""
+"""Objectives: losses, advantages and corrections as pure functions, and the settings that choose among them."""
 
 from qerl_pl.objective.objective import Objective
 

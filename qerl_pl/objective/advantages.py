@@ -11,7 +11,7 @@ Baseline = Literal["normalized", "batch_normalized", "centered", "leave_one_out"
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Groups that can teach something: two scored rewards differ.
+    """Find the groups with a signal: those in which two scored rewards differ.
 
     Args:
         rewards: [P, G], anything where ``scored`` is False.
@@ -42,7 +42,7 @@ def group_advantages(
     eps: float = 1e-4,
     std_of_batch: Tensor | None = None,
 ) -> Tensor:
-    """How much better than its group each completion is.
+    """Compute advantages: how much better each completion is than its group.
 
     "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
     no eps). "batch_normalized": with the std of the whole batch, which does not raise a group of nearly equal rewards
@@ -50,14 +50,14 @@ def group_advantages(
     2503.20783). "leave_one_out": r minus the mean of the other rewards (RLOO, arXiv 2402.14740), which is "centered"
     times n / (n - 1).
 
-    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros: computed, the
-    mean of eight times 0.7 is one ulp off, and that ulp would be divided by its own std.
+    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros. Arithmetic
+    would not give them: the mean of eight times 0.7 is one ulp off, and that ulp would be divided by its own std.
 
     Args:
         rewards: [P, G] fp32, anything where ``scored`` is False.
         scored: [P, G] bool, True where the reward is known.
         eps: added to a std, in units of the reward.
-        std_of_batch: [] from ``batch_std`` over the groups of all ranks, for "batch_normalized"; None: of these.
+        std_of_batch: [] from ``batch_std`` over the groups of all ranks, for "batch_normalized"; None: over these rows.
 
     Returns:
         [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups without signal.
@@ -83,34 +83,33 @@ def group_advantages(
 
 
 def batch_std(rewards: Tensor) -> Tensor:
-    """Unbiased std of rewards, [] fp64; 0 where there are fewer than two.
+    """Compute the unbiased std of rewards, [] fp64; 0 for fewer than two rewards.
 
     Args:
-        rewards: [N], the scored ones; gather them first where the batch lies on several ranks.
+        rewards: [N] scored rewards, gathered from all ranks that share the batch.
     """
     return rewards.double().std() if len(rewards) > 1 else rewards.new_zeros((), dtype=torch.float64)
 
 
 def less_penalty(advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline = "normalized") -> Tensor:
-    """Advantages of rewards that a penalty is taken off: A - (penalty - the group's).
+    """Subtract a penalty from advantages, compared within its group: A - (penalty - its group's baseline).
 
-    "centered" and "leave_one_out" are linear, so this is ``group_advantages(rewards - penalty)``: RLOO's KL in the
-    reward (arXiv 2402.14740). The other two divide the task's rewards by a std and leaves the centered penalty
-    undivided. A std with the penalty in it would bring the penalty's noise to full size where the rewards are equal,
-    whatever its coefficient; the std of the rewards would do so where they are nearly equal. Groups of equal rewards
-    need no rule of their own.
+    "centered" and "leave_one_out" are linear, so this equals ``group_advantages(rewards - penalty)``: RLOO's KL in the
+    reward (arXiv 2402.14740). With the other two, the rewards are divided by a std and the penalty is only centered. If
+    the penalty were divided too, by a std that includes it, its noise would get full size in groups of equal rewards,
+    whatever its coefficient; divided by the rewards' std, the same would happen in groups of nearly equal rewards.
 
     Args:
         advantages: [P, G] from ``group_advantages``.
         penalty: [P, G], in units of the advantage; anything where ``scored`` is False.
-        scored: [P, G] bool, as there.
-        baseline: as there.
+        scored: [P, G] bool, as for ``group_advantages``.
+        baseline: as for ``group_advantages``.
 
     Returns:
-        [P, G], linear in the penalty; 0 on unscored rows if the advantages are.
+        [P, G], linear in the penalty; 0 on unscored rows if the advantages are 0 there.
 
     Raises:
-        ValueError: see ``has_signal``, of the penalty.
+        ValueError: see ``has_signal``, applied to the penalty.
     """
     linear: Baseline = "centered" if baseline in ("normalized", "batch_normalized") else baseline
     return advantages - group_advantages(penalty, scored, linear)

@@ -1,7 +1,7 @@
-"""How far the trainer is from the policy that sampled, and importance weights that make up for it.
+"""Measure the difference between trainer and sampler, and correct it with importance weights.
 
-Both take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's side is the policy before
-its first update on the batch: what the updates change is the business of the loss's own ratio.
+All functions take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's probability is
+that of the policy before its first update on the batch, because the loss has a ratio of its own for the updates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_LOG_RATIO = 20.0  # nats; keeps exp finite in fp32
 
 @dataclass(frozen=True)
 class Rejection:
-    """Leave out whole completions on which trainer and sampler are too far apart, whatever the weights of the others.
+    """Leaves out completions on which trainer and sampler differ too much, in addition to weights per token.
 
-    The weights of tokens bound what a token may do; a row of many tokens that each differ a little is still a row that
-    the trainer would hardly have sampled. Both may act at once: truncated weights of tokens, whole rows rejected.
+    Weights per token bound the influence of single tokens. A completion whose tokens all differ a little may still be
+    one that the trainer would hardly have sampled. Truncated weights and rejection can be used together.
 
     Args:
-        level: what is compared with the bounds: the ratio of trainer to sampler of the whole completion ("sequence",
+        level: the quantity that is bounded: the ratio of trainer to sampler over the whole completion ("sequence",
             whose spread grows with the length), or its geometric mean per token ("geometric").
         low: lower bound of the ratio, at most 1; null: 0.5 for a "sequence", 0.99 for "geometric".
         high: upper bound, at least 1, .inf for none; null: 2 for a "sequence", 1.01 for "geometric".
@@ -51,13 +51,13 @@ class Rejection:
         low, high = self.bounds
         if not 0 <= low <= 1 <= high or low == high:
             raise ValueError(
-                f"model.objective.rejection has bounds [{low}, {high}]; expected 0 <= low <= 1 <= high, which are not "
-                "both 1, so that equal policies stay"
+                f"model.objective.rejection has bounds [{low}, {high}]; expected 0 <= low <= 1 <= high and not both 1, "
+                "so that completions with equal probabilities are kept"
             )
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds in force."""
+        """Return the bounds, with defaults filled in."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
@@ -67,7 +67,8 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights, and sums over units (tokens at the level "token", else rows) that add up over ranks."""
+    """Importance weights, and sums over units that add up over ranks; a unit is a token at the level "token", else a
+    row."""
 
     weights: Tensor
     """[B, S] constant factor of each token in the loss, 0 in padding."""
@@ -78,7 +79,7 @@ class Correction(NamedTuple):
     weight_sum: Tensor
     """[] sum of the units' weights."""
     square_sum: Tensor
-    """[] sum of their squares."""
+    """[] sum of the units' squared weights."""
     num_rows: Tensor
     """[] rows with a valid token."""
     num_rejected: Tensor
@@ -95,7 +96,7 @@ def importance_weights(
     high: float = 2.0,
     rejection: Rejection | None = None,
 ) -> Correction:
-    """Weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
+    """Compute importance weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
 
     Modes: "none": 1. "truncate": r put into [low, high]; with low 0 truncated importance sampling (Ionides 2008; for
     this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0: the unit leaves the loss (IcePop,
@@ -109,7 +110,7 @@ def importance_weights(
         mask: [B, S] bool, True on sampled tokens.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
-        rejection: of whole rows, beside the weights of the others; None: of none.
+        rejection: of whole rows, in addition to the weights; None rejects no row.
 
     Raises:
         ValueError: the shapes differ, or not 0 <= low <= 1 <= high, or "mask" has low = high.
@@ -149,7 +150,7 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """The ratio of each unit, and which units have a valid token: [B, S] at the level "token", else [B, 1]."""
+    """Compute each unit's ratio, and whether it has a valid token: [B, S] at the level "token", else [B, 1]."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -159,12 +160,12 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
-    """Effective sample size over sample size, (sum w)^2 / (n sum w^2), in [1 / n, 1]; 0 where all weights are 0."""
+    """Compute effective over actual sample size, (sum w)^2 / (n sum w^2), in [1 / n, 1]; 0 if all weights are 0."""
     return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
 
 
 class Mismatch(NamedTuple):
-    """Statistics of a log-ratio over tokens, fp64; nan where there is none."""
+    """Statistics of a log-ratio over tokens, fp64; NaN if there is no token."""
 
     count: Tensor
     """[] tokens."""
@@ -186,8 +187,8 @@ def mismatch(log_ratio: Tensor) -> Mismatch:
     """Describe log(trainer / sampler), or any part of it: engine error, noise, staleness.
 
     Args:
-        log_ratio: [N] nats of sampled tokens, any float dtype. Gather it first where the batch lies on several ranks: a
-            percentile cannot be averaged.
+        log_ratio: [N] nats of sampled tokens, any float dtype, gathered from all ranks, because percentiles cannot be
+            averaged.
     """
     values = log_ratio.detach().double()
     if len(values) == 0:

@@ -1,7 +1,7 @@
-"""Holding back the tokens that take the entropy down: Clip-Cov and KL-Cov (arXiv 2505.22617).
+"""Restrain the tokens that reduce the entropy most: Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-To first order an update changes the entropy by minus the covariance of log-probability and advantage over tokens, and a
-few tokens make most of it. B rows, S tokens; log-probabilities are in nats.
+To first order, an update changes the entropy by minus the covariance of log-probability and advantage over tokens, and
+a few tokens contribute most of it. B rows, S tokens; log-probabilities are in nats.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from qerl_pl.common.finite import require_finite, require_no_nan
 
 @dataclass(frozen=True)
 class CovarianceControl:
-    """Which tokens are held back, and how. Costs a forward pass before the first update.
+    """Settings of covariance control. It costs a forward pass before the first update.
 
-    Covariances are those before the first update, over the rollouts of all ranks; the published code takes each
-    micro-batch by itself, with the policy as it is by then.
+    Covariances are computed before the first update, over the rollouts of all ranks; the published code computes them
+    in each micro-batch with the current policy.
 
     Args:
-        kind: "clip": tokens drawn at random between the bounds lose their gradient (Clip-Cov). "kl": those of the
-            largest covariance pay ``coefficient`` x KL(old || new) (KL-Cov), estimated by new / old - 1 - log(new /
-            old), which is 0 in the first optimizer step of a rollout. The published code pays abs(log(new / old)) and
-            has no clip bounds beside it: the gradient of that is of full size for a change that is rounding alone.
-        share: of all tokens, at least one.
+        kind: "clip" removes the gradient of tokens drawn at random among those between the bounds (Clip-Cov). "kl" adds
+            ``coefficient`` x KL(old || new) at the tokens of the largest covariance (KL-Cov), estimated by new / old -
+            1
+            - log(new / old), which is 0 in the first optimizer step of a rollout. The published code adds abs(log(new /
+            old)) instead, without clip bounds; its gradient has full size even for a change by rounding only.
+        share: share of all tokens that is restrained, at least one token.
         low: lower bound of a token's covariance, for "clip".
-        high: its upper bound, .inf for none, for "clip".
-        coefficient: of the penalty, for "kl".
+        high: upper bound of a token's covariance, .inf for none, for "clip".
+        coefficient: coefficient of the penalty, for "kl".
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
 
     kind: Literal["clip", "kl"] = "clip"
@@ -55,27 +56,27 @@ class CovarianceControl:
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, *, mean_logprob: Tensor, mean_advantage: Tensor) -> Tensor:
-    """(log p - its mean) x (A - its mean) of each token, whose mean is the covariance.
+    """Compute (log p - its mean) x (A - its mean) of each token; the mean over tokens is the covariance.
 
     Args:
         logprobs: [B, S] nats.
         advantages: [B].
-        mean_logprob: [] over the tokens that count, of all ranks.
-        mean_advantage: [] likewise: each row as often as it has tokens.
+        mean_logprob: [] over the tokens in the loss, of all ranks.
+        mean_advantage: [] over the same tokens, so each row counts as often as it has tokens.
 
     Returns:
-        [B, S] fp64, anything where a token does not count.
+        [B, S] fp64, anything at tokens that are not in the loss.
     """
     return (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage).unsqueeze(1)
 
 
 def held_back_number(num_tokens: int, share: float) -> int:
-    """How many tokens a share is: rounded down, at least one."""
+    """Convert a share of tokens to a number: rounded down, at least one."""
     return max(1, int(share * num_tokens))
 
 
 def largest_threshold(values: Tensor, number: int) -> Tensor:
-    """The value that the ``number`` largest of [N] reach, []; +inf where there is none. Ties are all above it."""
+    """Return the ``number``-th largest of [N] values, []; +inf if there is none. All ties reach it."""
     if len(values) == 0:
         return values.new_tensor(math.inf)
     return values.topk(min(number, len(values))).values[-1]

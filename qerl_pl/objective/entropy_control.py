@@ -9,15 +9,16 @@ from qerl_pl.common.finite import require_finite
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """Keep the policy's entropy from falling below a target, by a bonus whose coefficient follows the entropy.
+    """Keeps the policy's entropy above a target, by an entropy bonus whose coefficient adapts.
 
-    The coefficient starts at 0. On a rollout with less entropy than the target it acts, and grows by ``step`` for the
-    next one; on one with more it does not act, and shrinks. Unlike in the paper's formula it does not fall below 0: it
-    would, as entropy begins above the target, and the bonus would be a penalty when it is needed first.
+    The coefficient starts at 0. If a rollout's entropy is below the target, the bonus acts, and the coefficient grows
+    by ``step`` for the next rollout; otherwise the bonus does not act, and the coefficient shrinks. Unlike in the
+    paper's formula it stays at 0 or above. Entropy begins above the target, so the paper's coefficient would become
+    negative, and the bonus would be a penalty when it is first needed.
 
     Args:
-        target: nats per token, mean over the rollout, at the sampling temperature; the paper's 0.2.
-        step: what the coefficient changes by in a rollout; the paper's 0.005.
+        target: nats per token, mean over the rollout, at the sampling temperature; the paper uses 0.2.
+        step: change of the coefficient per rollout; the paper uses 0.005.
 
     Raises:
         ValueError: a value is not more than 0.
@@ -34,11 +35,11 @@ class EntropyControl:
                 raise ValueError(f"{section}.{name} is {value}; expected more than 0")
 
     def in_force(self, coefficient: float, entropy: float) -> float:
-        """The weight of the bonus on a rollout of this mean entropy, in nats."""
+        """Return the coefficient that acts on a rollout of this mean entropy, in nats."""
         return coefficient if entropy <= self.target else 0.0
 
     def following(self, coefficient: float, entropy: float) -> float:
-        """The coefficient of the next rollout."""
+        """Return the coefficient of the next rollout."""
         if entropy == self.target:
             return coefficient
         return max(0.0, coefficient + (self.step if entropy < self.target else -self.step))

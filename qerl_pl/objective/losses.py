@@ -29,7 +29,7 @@ MAX_LOG_RATIO = 20.0  # nats; exp of more overflows fp32 sooner or later, and it
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and what is logged beside it. All but ``loss`` are detached sums over tokens, so that parts add up."""
+    """A loss and sums for its metrics. All but ``loss`` are detached sums over tokens, so that micro-batches add up."""
 
     loss: Tensor
     """[] carries the gradient; a zero that can be backpropagated where no token is valid."""
@@ -38,17 +38,17 @@ class PolicyLoss(NamedTuple):
     clipped_high: Tensor
     """[] tokens whose ratio was cut to its upper bound."""
     ratio: Tensor
-    """[] sum of the ratios before clipping, 1 a token in expectation."""
+    """[] sum of the ratios before clipping, 1 per token in expectation."""
     k1: Tensor
     """[] sum of log(old / new), nats: KL(old || new), unbiased and noisy."""
     k3: Tensor
-    """[] sum of new / old - 1 - log(new / old), nats: the same KL, never negative."""
+    """[] sum of new / old - 1 - log(new / old), nats: the same KL as k1, never negative."""
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """This part's share of the divisor: sum it over the whole batch (micro-batches and ranks) before it is used.
+    """Count what the loss is averaged over; sum it over the whole batch (micro-batches and ranks) before use.
 
-    A row without a valid token is not a sequence: it was filtered out or could not be scored.
+    A row without a valid token does not count as a sequence: it was filtered out or could not be scored.
 
     Args:
         mask: [B, S] bool, True on tokens that count in the loss.
@@ -65,7 +65,7 @@ def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) ->
 
 
 def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
-    """What a token of each row counts in the loss.
+    """Compute the weight of a row's tokens in the loss.
 
     Args:
         mask: [B, S] bool, whole rows.
@@ -215,12 +215,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Constant weights that make a per-token estimate at tokens of an older policy one of the policy being trained.
+    """Compute constant weights that turn per-token estimates at tokens of an older policy into ones of the current one.
 
-    A KL estimator is meant for tokens of the policy itself. After the first update on a batch they are another one's,
-    and E_new[k] = E_old[(new / old) k] token by token (the ratio of arXiv 2512.02556's KL term, there with a gradient
-    of its own). What depends on the prefix alone, as the exact entropy does, needs none: given the prefix the weight's
-    mean is 1, so it would add noise and nothing else.
+    A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
+    those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
+    2512.02556, which also lets a gradient through it). Quantities that depend only on the prefix, such as the exact
+    entropy, need no weight: given the prefix its mean is 1, so it would only add noise.
 
     Args:
         logprobs: [B, S] nats under the policy being trained.
@@ -236,13 +236,13 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """The entropy that the top ``share`` of the tokens reach (arXiv 2506.01939, the paper's rho and tau).
+    """Find the entropy that the top ``share`` of the tokens reach (arXiv 2506.01939, the paper's rho and tau).
 
-    Keep those of at least so much. The paper divides the loss by all tokens, so count the divisor with the mask before
-    it is thinned.
+    Tokens with at least this entropy are kept. The paper divides the loss by all tokens, so the divisor is counted with
+    the full mask.
 
     Args:
-        entropy: [N] nats of the valid tokens; gather them first where the batch lies on several ranks.
+        entropy: [N] nats of the valid tokens, gathered from all ranks that share the batch.
         share: part of the tokens to keep, in (0, 1]; their number is rounded up, and ties are kept.
 
     Returns:
@@ -289,7 +289,7 @@ def _result(
 
 
 def _log_ratio(logprobs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """[B, S] log of the ratio, 0 in padding: masked before the difference, as inf - inf and its gradient are nan."""
+    """Compute the log of the ratio, [B, S], 0 in padding; masks before subtracting, because inf - inf is NaN."""
     difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, other, 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -309,7 +309,7 @@ def _prepare(
     weights: Tensor,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """[B, S] the log-ratio, and what one unit of ratio is worth (advantage x weight x importance); 0 in padding."""
+    """Return the log-ratio [B, S], and the factor of the ratio in the loss (advantage x weight x importance)."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

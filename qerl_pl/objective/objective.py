@@ -1,4 +1,4 @@
-"""What is minimised: the surrogate, its averaging, KL and entropy terms, as YAML chooses them."""
+"""The objective of a run as configured by YAML: surrogate, averaging, corrections, KL and entropy terms."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run: a published one by its name, with single settings on top, or one put together.
+    """The loss of a run: a published objective by its name, optionally with single settings changed, or a combination.
 
-    ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A null
-    stands for the value that follows from the other settings; ``--print_config`` shows all values in force.
+    ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A setting of
+    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values.
 
     Args:
-        preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo": its surrogate, aggregation and baseline, which may not be
-            set otherwise beside it, and its clip bounds. Without one: DAPO's loss, and what is set differs from it.
+        preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo". It fixes surrogate, aggregation and baseline, which cannot
+            be set to other values, and sets the clip bounds. null: DAPO's loss with the given settings changed.
         surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), or "cispo".
         aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr. GRPO). null: "sequence" with
             the "sequence" surrogate, else "token".
         clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
-        clip_high: distance of its upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
+        clip_high: distance of the ratio's upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
         baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
@@ -59,33 +59,33 @@ class Objective:
         correction: importance weights between trainer and sampler: "truncate" bounds the weight from above, "mask"
             drops what is outside the bounds, "none" keeps the difference (noise included). null: "truncate", unless
             the ratio itself is taken against the "sampler".
-        correct_noise: True: the weights make up for the whole difference, kernels and noise together. False: noise is
-            kept on purpose, so only rollouts without noise are corrected: the two cannot be told apart token by token
-            without scoring every rollout a second time with clean norms (docs/correctness.md has their sizes).
-        correction_level: one weight a "token" or a "sequence", or the sequence's "geometric" mean a token. null:
-            "geometric" with the "sequence" surrogate, whose ratio has that form, else "token".
+        correct_noise: True: the weights correct the whole difference, from kernels and noise together. False keeps the
+            effect of noise: rollouts with noise are not corrected at all, because the two causes cannot be separated
+            per token without scoring every rollout a second time with clean norms (docs/correctness.md has their
+            sizes).
+        correction_level: one weight per "token", per "sequence", or per sequence as the "geometric" mean over tokens.
+            null: "geometric" with the "sequence" surrogate, whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
         correction_high: upper bound of a weight, at least 1; .inf: none.
-        correction_divisor: what the policy loss is averaged over: "all" tokens or rows, those that were masked or
-            rejected included (IcePop's formula: what is masked makes the step smaller), or those "kept", which costs a
-            forward pass before the first update. KL and entropy terms are averaged over all of them.
-        rejection: completions that are left out as a whole, beside the weights of the others; null: none.
+        correction_divisor: the policy loss is averaged over "all" tokens or rows, including masked and rejected ones
+            (IcePop's formula: masking makes the step smaller), or over those "kept", which costs a forward pass before
+            the first update. KL and entropy terms are averaged over all of them.
+        rejection: leaves out whole completions in addition to the weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
-        kl_coefficient: weight of the KL to the base (the adapter off); 0 leaves the reference pass out.
-        kl: estimator of the KL, null: the usual one of its place. In the "loss" "k3" (GRPO's; its gradient is that of
-            KL(base || policy)) or "k2" (that of KL(policy || base)); "k1" has no gradient there in expectation. In the
-            "reward" "k1" alone: there the gradient of "k2" and "k3" vanishes near the base, and holds nothing.
-        kl_in: a term of the "loss", or taken off the "reward": there the KL of a completion, less its group's, comes
-            off the advantage and is not divided by the std of "normalized" (see
+        kl_coefficient: coefficient of the KL to the base model (adapter disabled); 0 needs no pass of the base.
+        kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(base || policy)) or "k2"
+            (that of KL(policy || base)); "k1" has no gradient in expectation there. With kl_in "reward" only "k1",
+            because the gradient of "k2" and "k3" vanishes near the base there. null: "k3" or "k1".
+        kl_in: a term of the "loss", or subtracted from the "reward": then the KL of a completion, centered in its
+            group, is subtracted from the advantage without division by the std of "normalized" (see
             ``qerl_pl.objective.advantages.less_penalty``).
-        entropy_coefficient: weight of an entropy bonus.
-        entropy_control: a weight that follows the entropy instead; costs a forward pass before the first update. null:
-            none.
-        covariance: tokens to hold back because they take the entropy down (Clip-Cov, KL-Cov); null: none.
+        entropy_coefficient: coefficient of an entropy bonus.
+        entropy_control: an adaptive coefficient instead; costs a forward pass before the first update. null: none.
+        covariance: restrains the tokens that reduce the entropy most (Clip-Cov, KL-Cov); null: none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
     Raises:
-        ValueError: a value is out of its range, or contradicts another.
+        ValueError: a value is out of range, or contradicts another.
     """
 
     preset: Preset | None = None
@@ -164,12 +164,11 @@ class Objective:
         if self.correction_divisor == "kept" and self.correction != "mask" and self.rejection is None:
             raise ValueError(
                 "model.objective.correction_divisor is 'kept' and nothing is left out; expected correction: mask or a "
-                "rejection beside it"
+                "rejection"
             )
         if not self.correct_noise and not self.corrects:
             raise ValueError(
-                "model.objective.correct_noise is false and nothing is corrected; expected a correction or a rejection "
-                "beside it"
+                "model.objective.correct_noise is false and nothing is corrected; expected a correction or a rejection"
             )
 
     def _check_kl(self) -> None:
@@ -198,18 +197,18 @@ class Objective:
             )
 
     def at_noise(self, sigma: float) -> Objective:
-        """The objective for a rollout that was sampled with this noise."""
+        """Return the objective for a rollout that was sampled with noise of this standard deviation."""
         if sigma == 0 or self.correct_noise:
             return self
         return replace(self, correction="none", correction_divisor="all", rejection=None, correct_noise=True)
 
     @property
     def corrects(self) -> bool:
-        """True where weights or rejection make up for the difference between trainer and sampler."""
+        """Whether weights or rejection correct the difference between trainer and sampler."""
         return self.correction != "none" or self.rejection is not None
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
-        """Weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
+        """Compute the importance weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
         assert self.correction is not None
         assert self.correction_level is not None
         return importance_weights(
@@ -224,36 +223,36 @@ class Objective:
 
     @property
     def averaging(self) -> Aggregation:
-        """The aggregation in force."""
+        """Return the aggregation, with the default filled in."""
         assert self.aggregation is not None
         return self.aggregation
 
     @property
     def comparison(self) -> Baseline:
-        """The baseline in force."""
+        """Return the baseline, with the default filled in."""
         assert self.baseline is not None
         return self.baseline
 
     @property
     def kl_estimator(self) -> KLKind:
-        """The KL's estimator in force."""
+        """Return the KL's estimator, with the default filled in."""
         assert self.kl is not None
         return self.kl
 
     @property
     def needs_first_pass(self) -> bool:
-        """True where something of the whole batch has to be known before the first gradient."""
+        """Whether log-probabilities or entropies of the whole batch are needed before the first gradient."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or self.follows_entropy
 
     @property
     def follows_entropy(self) -> bool:
-        """True where the loss is a function of the entropy before the update."""
+        """Whether the loss depends on the entropy before the update."""
         return self.entropy_control is not None or self.covariance is not None
 
     @property
     def every_row_counts(self) -> bool:
-        """True where rows without advantage have a gradient too, from a KL or entropy term."""
+        """Whether rows with advantage 0 have a gradient too, from a KL or entropy term."""
         bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
         penalty = self.covariance is not None and self.covariance.kind == "kl"
         return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
@@ -275,7 +274,7 @@ class Objective:
         entropy_coefficient: float | None = None,
         penalized: Tensor | None = None,
     ) -> tuple[Tensor, PolicyLoss, Tensor]:
-        """The loss of one micro-batch; sums over micro-batches give the loss of the batch.
+        """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
 
         Args:
             logprobs: [B, S] nats under the policy; carries the gradient.
@@ -283,14 +282,14 @@ class Objective:
             old_logprobs: [B, S] nats, what the ratio is taken against.
             ref_logprobs: [B, S] nats under the reference; needed by a KL term in the loss.
             advantages: [B].
-            mask: [B, S] bool, tokens that count.
-            kept: [B, S] bool, those of them that carry the policy loss (all, or the top of the entropy).
+            mask: [B, S] bool, tokens in the loss.
+            kept: [B, S] bool, tokens of the mask that carry the policy loss (all, or those of the highest entropy).
             importance: [B, S] constant weights, or None.
             divisor: [] over the whole batch, see ``qerl_pl.objective.losses.count_divisor``.
-            counted: [B, S] bool, tokens of the mask over which the policy loss alone is averaged; None: all of them.
-            policy_divisor: [] their divisor; None: ``divisor``.
-            entropy_coefficient: that of ``entropy_control`` on this batch; None: the fixed one.
-            penalized: [B, S] bool, tokens that pay for leaving the old policy (KL-Cov); None: none.
+            counted: [B, S] bool, tokens of the mask over which the policy loss is averaged; None: all of them.
+            policy_divisor: [] divisor of the policy loss; None: ``divisor``.
+            entropy_coefficient: adaptive coefficient of ``entropy_control`` on this batch; None: the fixed one.
+            penalized: [B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none.
 
         Returns:
             The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.

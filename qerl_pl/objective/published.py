@@ -1,4 +1,4 @@
-"""Published objectives by name, and what of an objective follows from the rest of it."""
+"""Published objectives by name, and the defaults of settings that follow from other settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Preset = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 
 DEFINING = ("surrogate", "aggregation", "baseline")
-"""What makes an objective the one that its name says; everything else may be set on top of the name."""
+"""Settings that define a published objective; all others may be changed without contradicting its name."""
 
 PUBLISHED: dict[Preset, dict[str, Any]] = {
     # arXiv 2503.14476: the loss alone. Dynamic sampling, overlong filtering and soft overlong have their own settings.
@@ -25,23 +25,23 @@ PUBLISHED: dict[Preset, dict[str, Any]] = {
 }
 
 CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
-"""By surrogate: the distances of the lower and the upper bound from 1 (DAPO's, GSPO's, and ours for CISPO)."""
+"""Surrogate to the distances of lower and upper bound from 1 (of DAPO, of GSPO, and our choice for CISPO)."""
 
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an objective with every null that stands for something replaced by what it stands for.
+    """Fill in the settings of an objective that are null and follow from others.
 
-    A name gives its own values. Without one the surrogate is "clipped"; the "sequence" surrogate is averaged over
-    sequences, the others over tokens; a sum over a constant goes with rewards that are centered and not divided by
-    their std (Dr. GRPO has both, to weigh every token and every prompt alike). The KL has the estimator of its place.
-    Sampler and trainer are never quite the same policy, so weights make up for it unless the ratio does: one weight per
-    token, or one per row of the form of GSPO's ratio.
+    A preset gives its own values. Without one the surrogate is "clipped". The "sequence" surrogate is averaged over
+    sequences, the others over tokens. The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which
+    weighs every token and every prompt equally. The KL's estimator follows from ``kl_in``. Sampler and trainer always
+    differ a little, so importance weights correct it unless the ratio is taken against the sampler: one weight per
+    token, or with the "sequence" surrogate one per row, of the form of GSPO's ratio.
 
     Args:
         given: every setting of ``qerl_pl.objective.Objective`` by name.
 
     Raises:
-        ValueError: a setting contradicts the name.
+        ValueError: a setting contradicts the preset.
     """
     settings = dict(given)
     preset: Preset | None = settings["preset"]
@@ -64,7 +64,7 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
         "correction": lambda: "none" if settings["ratio_against"] == "sampler" else "truncate",
         "correction_level": lambda: "geometric" if settings["surrogate"] == "sequence" else "token",
     }
-    for name, value in usual.items():  # in this order: some follow from those before them
+    for name, value in usual.items():  # in this order, because some follow from earlier ones
         if settings[name] is None:
             settings[name] = value()
     return settings

@@ -196,7 +196,7 @@ class Policy(nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """What the model divides its logits by."""
+        """Divisor of the model's logits."""
         name = self.family.logit_divisor
         return 1.0 if name is None else getattr(self.config, name)
 

@@ -25,7 +25,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 MAX_BITS = 2**17  # of a power or factorial that is written out: milliseconds
 MAX_PLACES = 100  # of a decimal, to be a rounded value
-MAX_DIGITS = 2000  # with which a difference is looked for: 2^{-2024} beside 1 needs 610
+MAX_DIGITS = 2000  # precision of a numeric comparison: 1 + 2^{-2024} against 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _SAME_RATIO = 1e-6  # relative difference of two quotients that may be one, at 15 digits
 _ENDLESS = Fraction(1, 3**900)  # makes of the digits of an irrational number a fraction that never ends, too

@@ -1,4 +1,4 @@
-"""Where the answer is marked in a completion. Plain text in, plain text out; time linear in the text."""
+"""Find the marked answer in a completion. Plain text in, plain text out; time linear in the text."""
 
 from __future__ import annotations
 

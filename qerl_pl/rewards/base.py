@@ -1,4 +1,4 @@
-"""What a reward is, and the weighted sum of several."""
+"""The protocol of rewards, and the weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RewardTable(NamedTuple):
     """Names of the components without a weight."""
 
     def causes(self) -> dict[Cause, int]:
-        """How many scores are missing, by cause; every cause is there."""
+        """Count the missing scores by cause; causes without any have 0."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
         return {cause: counts[cause] for cause in CAUSES}
 

@@ -66,7 +66,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def judge_known(gold: str) -> Verdict:
-    """0 if a known answer can be read by itself, else None."""
+    """Judge the known answer by itself: 0 if it can be read, else None."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [(_ASSIGNMENT.match(item) or {"value": item})["value"] for item in items]
     if items and all(exact_number(each) or _is_text(each) or is_readable(each) for each in values):

@@ -11,7 +11,7 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
+    """Score 1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
 
     Each tag stands once and in this order, both spans hold more than white space, and only white space stands before,
     between and after them.

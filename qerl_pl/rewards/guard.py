@@ -61,7 +61,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
         except _Late:
             raise RewardError(
                 f"reward {name!r} took more than {time_limit:g} seconds on a batch of {num_rows} rows; make it faster, "
-                "or raise the time_limit that stands beside its name and weight (null: none)"
+                "or raise its time_limit, which is set next to its name and weight (null: none)"
             ) from None
         except (Exception, SystemExit) as error:
             what = "asked the program to exit" if isinstance(error, SystemExit) else "failed"
@@ -71,7 +71,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 
 def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
-    """What a reward returned, as numbers.
+    """Check what a reward returned and convert it to numbers.
 
     Args:
         name: of the reward, for messages.
@@ -182,7 +182,7 @@ def _seed_streams(seed: int) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised."""
+    """Describe where an exception was raised: file, line and function."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 

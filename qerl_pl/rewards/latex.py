@@ -168,7 +168,7 @@ def normalize(text: str) -> str:
 
 
 def letters(text: str) -> str:
-    """Without what typing alone changes: blanks, case of words, braces around one character of a script."""
+    """Normalise differences of typing: blanks, case of words, braces around one character of a script."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -197,7 +197,7 @@ def _half_of_day(half: re.Match[str]) -> str:
 
 
 def nesting(text: str) -> int:
-    """How many brackets and braces stand in one another."""
+    """Return the nesting depth of brackets and braces."""
     depth = most = 0
     for char in re.findall(r"[()\[\]{}]", text):
         depth = depth + 1 if char in "([{" else max(depth - 1, 0)
@@ -260,7 +260,7 @@ def _with_round_brackets(interval: re.Match[str]) -> str:
 
 
 def _core(text: str, start: str, end: str) -> str | None:
-    """What stands between two delimiters, or None if they do not enclose the whole of ``text``."""
+    """Return the text between two delimiters, or None if they do not enclose the whole of ``text``."""
     core = text[len(start) : len(text) - len(end)]
     if not (core and text.startswith(start) and text.endswith(end)):
         return None
@@ -275,7 +275,7 @@ def _core(text: str, start: str, end: str) -> str | None:
 
 
 def join_thousands(text: str) -> str:
-    """``12,500`` and ``12 500`` as 12500, but not inside brackets: ``(1,200)`` is a pair."""
+    """Rewrite ``12,500`` and ``12 500`` as 12500, but not inside brackets: ``(1,200)`` is a pair."""
     text = _SPACED_THOUSANDS.sub(lambda match: match.group().replace(" ", ""), text)
     if not re.search(r"[(\[{]", text.replace("\\frac{", "")):
         text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
@@ -283,7 +283,7 @@ def join_thousands(text: str) -> str:
 
 
 def without_choice(text: str) -> str:
-    """``(C) 27`` is 27; ``(C)`` alone stays."""
+    """Remove a choice letter before a value: ``(C) 27`` is 27; ``(C)`` alone is kept."""
     return re.sub(r"^(?:\([A-K]\)|\([a-k]\)(?=\s)|[A-K][.:)])\s*(?=[^\s,])", "", text)
 
 

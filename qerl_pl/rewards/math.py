@@ -17,7 +17,7 @@ _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")
 
 
 class NumericAnswer:
-    """1 if the last marked answer is the prompt's number, exactly; else 0. For GSM8K and its like.
+    """Scores 1 if the last marked answer is exactly the prompt's number; else 0. For GSM8K and its like.
 
     Units, currency, separators and ways of writing do not matter (``numbers.parse_number`` lists them); two numbers in
     the span are no answer. What follows the model's own turn (``unmarked.own_turn``) is not read. A prompt whose own
@@ -79,7 +79,7 @@ class NumericAnswer:
 
 
 class MathAnswer:
-    """1 if the answer is mathematically equal to the prompt's; else 0. For MATH, BigMath, AIME and their like.
+    """Scores 1 if the answer is mathematically equal to the prompt's; else 0. For MATH, BigMath, AIME and their like.
 
     Only the answer span is compared: a tagged answer, else the last box (with the default marker), of the model's own
     turn (``unmarked.own_turn``). Equal are LaTeX and plain forms of numbers, expressions, sets, intervals, points,

@@ -22,7 +22,7 @@ _PART = re.compile(r"\b(?:half|halves|thirds?|quarters?|fourths?|fifths?)\b", re
 
 
 def in_digits(text: str) -> str:
-    """``text`` with whole numbers in digits; unchanged where it has digits or speaks of fractions."""
+    """Write whole numbers in a text in digits; unchanged where it has digits or speaks of fractions."""
     if re.search(r"\d", text) or _PART.search(text):
         return text
     return _WHOLE.sub(lambda match: str(_value(match.group().lower())), text)

@@ -169,7 +169,7 @@ def last_number(text: str) -> Number | None:
 
 
 def plain_text(text: str) -> str:
-    """``text`` with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
+    """Rewrite a text with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
     if not text.isascii():
         text = ascii_digits(text)
     for _ in range(4):  # wrappers nest: \boxed{\text{18}}

@@ -1,4 +1,4 @@
-"""What a completion gives as its answer where nothing marks it, and where it ends. Time linear in the text."""
+"""Find the answer of a completion in which nothing marks it, and where it ends. Time linear in the text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the last ``</think>``; nothing where thoughts were opened and never closed."""
+    """Return the text after the last ``</think>``; nothing where thoughts were opened and never closed."""
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
@@ -70,7 +70,8 @@ def final_part(text: str) -> str:
 
 
 def stated_answer(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or heading "Answer", to the end of its sentence, without reasons."""
+    """Return the text after the last "answer is", "answer:" or heading "Answer", to the end of its
+    sentence, without reasons."""
     found = [stated or option for stated, option in _STATED.findall(final_part(text))]
     if not found:
         return None

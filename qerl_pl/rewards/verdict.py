@@ -1,9 +1,9 @@
-"""What judging one answer gives: a score and why."""
+"""The result of judging one answer: a score and its reason."""
 
 from typing import Literal, NamedTuple, get_args
 
 Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
-"""Why a row is unscored: the known answer cannot be read; it alone took too long, ended its process twice, took too
+"""Cause of an unscored row: the known answer cannot be read; it alone took too long, ended its process twice, took too
 much memory (an answer that does so for a readable one is 0); a reward returned None and does not say."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -16,7 +16,7 @@ class Verdict(NamedTuple):
     reason: str
     """One line for people: what was compared, or what is missing."""
     cause: Cause | None = None
-    """Of an unscored row."""
+    """Cause of an unscored row."""
 
 
 def no_progress(count: int) -> None:

@@ -49,7 +49,7 @@ def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -
 
 
 def is_validation(expression: str) -> bool:
-    """Which side of the split an expression is on: a function of its text, so the two sides never share one."""
+    """Tell on which side of the split an expression is, as a function of its text, so the two sides never share one."""
     return int(hashlib.sha256(expression.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
@@ -69,7 +69,7 @@ def draw_expression(rng: random.Random, *, validation: bool) -> str:
 
 
 def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
-    """``num`` different expressions of one side of the split, the same ones for the same seed.
+    """Draw ``num`` different expressions of one side of the split, the same ones for the same seed.
 
     Raises:
         ValueError: there are not that many.
@@ -87,7 +87,7 @@ def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
 
 @functools.cache
 def num_expressions(*, validation: bool) -> int:
-    """How many different expressions one side of the split has."""
+    """Count the different expressions on one side of the split."""
     return sum(is_validation(expression) == validation for expression in _every_expression())
 
 

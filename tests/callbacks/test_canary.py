@@ -84,8 +84,8 @@ class TestChecks:
     @pytest.mark.parametrize(
         ("fault", "noise", "said"),
         [
-            ("lost_update", NOISES[0], "the adapter of before the last update. 28 of 32 tensors"),
-            ("old_adapter", NOISES[0], "the adapter of before the last update. 28 of 32 tensors"),
+            ("lost_update", NOISES[0], "the adapter from before the last update. 28 of 32 tensors"),
+            ("old_adapter", NOISES[0], "the adapter from before the last update. 28 of 32 tensors"),
             ("no_adapter", NOISES[1], "no adapter. 28 of 32 tensors"),
             ("swapped_matrix", NOISES[1], r"another adapter. 1 of 32 tensors.*layers\.1\.self_attn\.o_proj\.lora_A"),
             ("noise_left", NOISES[0], r"noise was left on its norms.*4 of 32 tensors.*layers\.0\.input_layernorm"),
@@ -110,7 +110,7 @@ class TestChecks:
         before = loop.engine.fingerprint()
         policy.load_adapter_state({name: tensor + 1e-6 for name, tensor in policy.adapter_state().items()})
         message = describe_fault(loop.engine.fingerprint(), policy, NOISES[0], before=before)
-        assert message.startswith("it has the adapter of before the last update. 32 of 32")
+        assert message.startswith("it has the adapter from before the last update. 32 of 32")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("fault", ["unused_adapter", "stale_prefixes", None])
@@ -178,7 +178,7 @@ class TestChecks:
 
 IN_A_RUN = [
     # Fault, rollout at whose start it is put in, rollout that it stops. Rollouts 0 and 1 are without noise.
-    ("lost_update", 2, 2, "the adapter of before the last update"),
+    ("lost_update", 2, 2, "the adapter from before the last update"),
     ("old_adapter", 2, 2, "another adapter was loaded"),
     ("no_adapter", 2, 2, "no adapter"),
     ("swapped_matrix", 1, 1, "another adapter"),

@@ -57,7 +57,7 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
     steps = ("--trainer.max_steps", "5", *VLLM, *short, *refills, "--model.dynamic_sampling.metric", "low_tokens")
     begun = launch_two("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c)
     run("fit", tmp_path / "one", *steps)
-    assert "go on with --ckpt_path last" in finish(begun, status=128 + signal.SIGINT)
+    assert "resume with --ckpt_path last" in finish(begun, status=128 + signal.SIGINT)
     assert load_last(tmp_path / "two")["global_step"] == 3
     run("fit", tmp_path / "two", *steps, "--ckpt_path", "last")
 

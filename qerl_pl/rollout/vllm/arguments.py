@@ -65,7 +65,7 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Where vLLM looks for the numbers by which Ministral 3 scales queries far from the start.
+    """Keys under which vLLM looks for the numbers by which Ministral 3 scales queries far from the start.
 
     transformers keeps them among ``rope_parameters``. vLLM 0.32 reads them from there in Mistral's own format only, and
     leaves the scaling out of a model in transformers' format.
