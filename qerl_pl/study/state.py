@@ -41,18 +41,13 @@ def keep(run: Run, **changes: Any) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the run's -c files.
+    """Write the run's -c files; to be called by the runner that holds the run alone.
 
     Raises:
-        ValueError: the run began with others.
+        ValueError: as ``check_unchanged``.
     """
+    _check(study, run)
     for path, text in files_of(study, run).items():
-        began = path.exists() and bool(seconds_done(run) or (run.folder / "checkpoints").exists())
-        if began and path.read_text(encoding="utf-8") != text:
-            raise ValueError(
-                f"{path} is not what the study says now: the run began with other settings, and what is finished is "
-                "never overwritten; give the arm another name, or the study another output"
-            )
         write_whole(path, text)
 
 
@@ -60,11 +55,21 @@ def check_unchanged(study: Study) -> None:
     """Refuse a study that has changed what some of its runs began with, before anything is started.
 
     Raises:
-        ValueError: as ``write_files``.
+        ValueError: naming the file.
     """
     for run in study.runs():
-        if run.folder.exists():
-            write_files(study, run)
+        _check(study, run)
+
+
+def _check(study: Study, run: Run) -> None:
+    if not seconds_done(run) and not (run.folder / "checkpoints").exists():
+        return
+    for path, text in files_of(study, run).items():
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"{path} is not what the study says now: the run began with other settings, and what is finished is "
+                "never overwritten; give the arm another name, or the study another output"
+            )
 
 
 def lock(run: Run) -> IO[str] | None:
