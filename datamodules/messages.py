@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -58,14 +59,21 @@ def chat_of(
     return messages
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], arguments: Mapping[str, Any] = {}
+) -> str:
     """Render the messages with the chat template, including special tokens and the start of the assistant's turn.
+
+    Args:
+        tokenizer: has the template.
+        messages: the chat.
+        arguments: further variables of the template.
 
     Raises:
         ValueError: the template refuses the messages.
     """
     try:
-        return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False, **arguments))
     except Exception as error:  # a template is a program that may raise any of Jinja's and Python's errors
         said = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)

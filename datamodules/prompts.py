@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -37,6 +38,9 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: share of the prompts that may be dropped; above it the run refuses to start.
         system_prompt: text of a system turn for problems without one; None adds none.
         question_template: text of the user turn; ``{question}`` is replaced by the question.
+        template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
+            the template does not read is refused.
+        show_prompt: number of prompts of each side to print as the policy gets them, special tokens included.
         held_out: number of training problems that are held out for validation; 0: the source's validation problems are
             used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
             share 13 consecutive words with one of them are removed.
@@ -61,6 +65,8 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: float = 0.01,
         system_prompt: str | None = None,
         question_template: str = "{question}",
+        template_arguments: dict[str, Any] | None = None,
+        show_prompt: int = 0,
         held_out: int = 0,
         val_limit: int | None = None,
         val_batch_size: int = 256,
@@ -71,6 +77,8 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"question_template {question_template!r} has no {{question}}")
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"max_dropped_share is {max_dropped_share}; expected 0 to 1")
+        if show_prompt < 0:
+            raise ValueError(f"show_prompt is {show_prompt}; expected a number of prompts, 0 or more")
         if held_out < 0:
             raise ValueError(f"held_out is {held_out}; expected a number of problems, 0 or more")
         if val_limit is not None and val_limit < 1:
@@ -82,6 +90,8 @@ class PromptDataModule(LightningDataModule):
         self.max_dropped_share = max_dropped_share
         self.system_prompt = system_prompt
         self.question_template = question_template
+        self.template_arguments = dict(template_arguments or {})
+        self.show_prompt = show_prompt
         self.held_out = held_out
         self.val_limit = val_limit
         self.val_batch_size = val_batch_size
@@ -98,7 +108,7 @@ class PromptDataModule(LightningDataModule):
         if self._validation and (self._train or not reads_train):
             return
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
-        check_chat_template(tokenizer, system_prompt=self.system_prompt)
+        check_chat_template(tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments)
         validation = self.source.validation()
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
@@ -162,7 +172,7 @@ class PromptDataModule(LightningDataModule):
             )
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
-        texts = [chat_text(tokenizer, chat) for chat in chats]
+        texts = [chat_text(tokenizer, chat, self.template_arguments) for chat in chats]
         rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has added the special tokens
         check_lengths(
             [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
@@ -177,6 +187,9 @@ class PromptDataModule(LightningDataModule):
             f"data: {len(prompts)} {side} prompts; dropped {self.num_dropped[side]} of more than "
             f"{self.max_prompt_tokens} tokens"
         )
+        for prompt in prompts[: self.show_prompt]:
+            shown = "".join(each if each.isprintable() or each == "\n" else "?" for each in prompt.text)
+            rank_zero_info(f"data: a {side} prompt of {len(prompt.tokens)} tokens, answer {prompt.answer!r}:\n{shown}")
         return prompts
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
+"""Variables of a template that are not arguments of the user."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 """Text that must survive encoding and decoding; it has the characters of typical problems and answers."""
 
@@ -56,26 +60,36 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
         )
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None) -> None:
+def check_chat_template(
+    tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None, arguments: Mapping[str, Any] = {}
+) -> None:
     """Check the chat template on a message.
 
     Args:
         tokenizer: the tokenizer, with or without a template.
         system_prompt: text of a system turn; None means no system turn.
+        arguments: further variables of the template, e.g. enable_thinking.
 
     Raises:
-        ValueError: there is no template, it fails, it leaves out the question or the system prompt, or it has no
-            generation prompt, without which the policy would continue the user's turn.
+        ValueError: there is no template, it does not read one of the arguments, it fails, it leaves out the question or
+            the system prompt, or it has no generation prompt, without which the policy would continue the user's turn.
     """
     name = tokenizer.name_or_path
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not template:
         raise ValueError(f"the tokenizer {name} has no chat template; use an instruction-tuned model's")
+    unknown = [key for key in arguments if key in RESERVED or not re.search(rf"\b{re.escape(key)}\b", str(template))]
+    if unknown:
+        raise ValueError(
+            f"data.template_arguments has {unknown}, which the chat template of {name} does not read; leave them out"
+        )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages = [*system, {"role": "user", "content": PROBE}]
     texts = []
     for generation_prompt in (True, False):
+        options = {"add_generation_prompt": generation_prompt, "tokenize": False, **arguments}
         try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False)
+            text = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template is a program and may raise any error of Jinja or Python
             with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
             raise ValueError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
+from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
 
 
@@ -224,7 +225,9 @@ def judge_rows(
         RewardError: it returned something else than a score for each row; the message has its ``name``.
     """
     if isinstance(reward, Judge):
-        found = reward.judge([each.text for each in completions], [prompt.answer for prompt in prompts], progress)
+        found = reward.judge(
+            list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts], progress
+        )
         if not isinstance(found, list | tuple) or not all(isinstance(each, Verdict) for each in found):
             raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
         scores = checked_scores(name, [verdict.score for verdict in found], len(prompts))

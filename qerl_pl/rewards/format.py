@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.rewards.turn import assistant_turn
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 
@@ -14,9 +15,10 @@ def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Complet
     """Score 1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
 
     Each tag stands once and in this order, both spans hold more than white space, and only white space stands before,
-    between and after them.
+    between and after them. A ``<think>`` with which the chat template ends the prompt counts as the first tag.
     """
-    return [float(_is_think_answer(completion.text)) for completion in completions]
+    pairs = zip(prompts, completions, strict=True)
+    return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
 
 
 def _is_think_answer(text: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer
 from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
+from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
@@ -48,7 +49,7 @@ class NumericAnswer:
         self.after_thoughts = after_thoughts
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        texts, answers = [each.text for each in completions], [prompt.answer for prompt in prompts]
+        texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
         return [verdict.score for verdict in self.judge(texts, answers)]
 
     def judge(
@@ -120,7 +121,7 @@ class MathAnswer:
         self.verifier = Verifier(num_workers, time_limit)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        texts, answers = [each.text for each in completions], [prompt.answer for prompt in prompts]
+        texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
         return [verdict.score for verdict in self.judge(texts, answers)]
 
     def judge(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import unicodedata
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def main(argv: list[str]) -> int:
                 adapter=adapter,
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
+                arguments=config["data"].get("template_arguments") or {},
             )
             chats[voice].append({"role": "assistant", "content": answered})
         print("> ", end="", flush=True)
@@ -112,6 +114,7 @@ def answer(
     adapter: bool,
     temperature: float,
     max_tokens: int,
+    arguments: Mapping[str, Any] = {},
 ) -> str:
     """Sample an answer to a chat and print it token by token.
 
@@ -122,11 +125,12 @@ def answer(
         adapter: False answers with the base model.
         temperature: 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
+        arguments: further variables of the chat template.
 
     Returns:
         The text of the answer, without special tokens.
     """
-    text = tokenizer.apply_chat_template([*chat], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template([*chat], add_generation_prompt=True, tokenize=False, **arguments)
     inputs = tokenizer(str(text), add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     config = GenerationConfig(
         max_new_tokens=max_tokens,

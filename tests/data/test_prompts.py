@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,42 @@ def test_prompts_are_what_the_chat_template_says(tokenizer_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 1+1=?"}]
     assert row == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(row).endswith("<|im_start|>assistant\n")
+
+
+THINKING = "{%- if add_generation_prompt %}{{- '<think>\\n' if enable_thinking is not false else '' }}{%- endif %}"
+
+
+@pytest.fixture
+def thinking_path(tokenizer_path: str, tmp_path: Path) -> str:
+    """A tokenizer whose template opens the thoughts, unless ``enable_thinking`` is false."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer.chat_template += THINKING
+    tokenizer.save_pretrained(tmp_path / "thinking")
+    (tmp_path / "thinking" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return str(tmp_path / "thinking")
+
+
+def test_arguments_reach_the_template_in_training_and_in_evaluation(thinking_path):
+    for arguments, ends in (({}, "<think>\n"), ({"enable_thinking": False}, "assistant\n")):
+        data = module(thinking_path, problems(2), problems(2, start=50), template_arguments=arguments, batch_size=2)
+        (batch,), (evaluated,) = data.train_dataloader(), data.val_dataloader()
+        for prompt in (*batch, *evaluated):
+            assert prompt.text.endswith(ends)
+
+
+@pytest.mark.parametrize("argument", ["enable_thinking", "messages"])
+def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer_path, argument):
+    with pytest.raises(ValueError, match=rf"template_arguments has \['{argument}'\], which the chat template"):
+        module(tokenizer_path, problems(1), problems(1, start=50), template_arguments={argument: False})
+
+
+def test_prompts_are_shown_as_the_policy_gets_them(tokenizer_path, caplog):
+    asked = [Problem("1+1=?\x1b[2J", "2"), *problems(3, start=60)]
+    with caplog.at_level(logging.INFO):
+        module(tokenizer_path, asked, problems(1, start=50), show_prompt=1, system_prompt="Be brief.")
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=??[2J<|im_end|>" in caplog.text
+    assert caplog.text.count("data: a train prompt of") == 1
+    assert caplog.text.count("data: a validation prompt of") == 1
 
 
 def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):

@@ -181,3 +181,15 @@ def test_soft_overlong_is_zero_then_linear_then_minus_one():
 def test_soft_overlong_refuses_a_buffer_outside_the_limit(buffer):
     with pytest.raises(ValueError, match=f"buffer is {buffer}"):
         SoftOverlong(max_tokens=100, buffer=buffer)
+
+
+def test_thoughts_that_the_chat_template_opened_count_as_the_completions():
+    opened = Prompt((1,), "4", text="<|im_start|>assistant\n<think>\n")
+    closed = opened._replace(text="<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    text = completion("2+2, so <answer>5</answer>?</think><answer>4</answer>")
+    assert think_answer_format([opened], [completion("2+2</think><answer>4</answer>")]) == [1.0]
+    assert think_answer_format([closed], [completion("2+2</think><answer>4</answer>")]) == [0.0]
+    assert think_answer_format([opened], [completion("<think>2+2</think><answer>4</answer>")]) == [0.0]
+    assert NumericAnswer()([opened, closed], [text, text]) == [1.0, 1.0]
+    cut_off = completion("so <answer>4</answer> it seems, but")
+    assert NumericAnswer()([opened, closed], [cut_off, cut_off]) == [0.0, 1.0]
