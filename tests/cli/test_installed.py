@@ -79,7 +79,8 @@ def test_plan_needs_a_config_json_and_no_repository(qerl, tmp_path):
         '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 1000, "hidden_size": 64, '
         '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}'
     )
-    done = qerl("plan", "-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "bf16", "--gpu-memory", "24")
+    files = ("-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "bf16")
+    done = qerl("plan", *files, "--gpu-memory", "24", "--model.base", "models/qwen2.5-7b")
     assert done.returncode == 0, done.stderr
     assert "fits: the peak is" in done.stdout
 
