@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CHECKED = [
+    "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "README.md",
     "callbacks",

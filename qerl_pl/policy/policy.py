@@ -196,7 +196,7 @@ class Policy(nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """Divisor of the model's logits."""
+        """Number by which the model divides its logits."""
         name = self.family.logit_divisor
         return 1.0 if name is None else getattr(self.config, name)
 

@@ -65,10 +65,10 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Keys under which vLLM looks for the numbers by which Ministral 3 scales queries far from the start.
+    """Return the settings of vLLM for the position-dependent scaling of queries in Ministral 3; empty for other models.
 
-    transformers keeps them among ``rope_parameters``. vLLM 0.32 reads them from there in Mistral's own format only, and
-    leaves the scaling out of a model in transformers' format.
+    The checkpoint has them in ``rope_parameters``. vLLM 0.32 reads them there only in Mistral's own format, and omits
+    the scaling for a model in the format of transformers.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in rope:
