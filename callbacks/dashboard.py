@@ -1,4 +1,4 @@
-"""TensorBoard's custom scalars, in the order in which a run is read."""
+"""Lay out TensorBoard's Custom Scalars tab, the most important curves first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MULTILINE = "Multiline"
 
 
 def lines(*tags: str) -> list[str | list[str]]:
-    """A chart with one line per scalar; TensorBoard reads each tag as a regular expression."""
+    """Describe a chart with one line per scalar; TensorBoard reads each tag as a regular expression."""
     return [MULTILINE, [f"^{tag}$" for tag in tags]]
 
 
@@ -49,8 +49,8 @@ LAYOUT = {
 class Dashboard(Callback):
     """Pins the curves that matter first in TensorBoard's Custom Scalars tab: reward, accuracy, entropy, gap.
 
-    The Time Series tab has all curves by name. Other loggers keep such a page on their server, so nothing is written
-    to them.
+    The Time Series tab has all curves by name. Weights & Biases and MLflow define such pages on their servers, so
+    nothing is written to those loggers.
 
     Example:
         trainer:

@@ -1,4 +1,4 @@
-"""Distributions of the difference between trainer and sampler."""
+"""Log the distribution of the difference between the trainer's and the sampler's log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from qerl_pl.common.loggers import decades, log_histogram
 from qerl_pl.common.metrics import Pooled, over_ranks
 from qerl_pl.module import QeRLModule
 
-SMALLEST_GAP = 1e-8  # nats; fp32 log-probabilities are not finer
+SMALLEST_GAP = 1e-8  # nats; smaller differences of fp32 log-probabilities are rounding errors
 
 
 class GapHistograms(Callback):
     """Logs histograms of the gap and of the importance ratio, over the sampled tokens of all ranks.
 
-    ``gap/log10_abs`` is of log10 |log p_trainer - log p_sampler| in nats: -3 means a thousandth of a nat, and what is
-    less than 1e-8 counts as that. ``gap/log10_ratio`` is of log10 (p_trainer / p_sampler): 0 where both agree. Both are
-    before the first update of a rollout, and in logarithms because their values span many orders of magnitude. They go
-    to the loggers that take histograms, TensorBoard and Weights & Biases.
+    ``gap/log10_abs`` shows log10 |log p_trainer - log p_sampler|, the difference being in nats: -3 means a thousandth
+    of a nat; differences below 1e-8 count as 1e-8. ``gap/log10_ratio`` shows log10 (p_trainer / p_sampler), which is 0
+    where both agree. Both are taken before the first update on a rollout, and in logarithms because the values span
+    many orders of magnitude. TensorBoard and Weights & Biases get them; other loggers take no histograms.
 
     Args:
-        every: rollouts from one whose histograms are logged to the next.
+        every: logs the histograms every so many rollouts.
 
     Raises:
         ValueError: ``every`` is less than 1.

@@ -1,4 +1,4 @@
-"""Sampling temperature that keeps the entropy of the rollouts on a given curve."""
+"""Control the sampling temperature so that the entropy of the rollouts follows a given curve."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from qerl_pl.module import QeRLModule
 class MatchedTemperature(Callback):
     """Sets each rollout's temperature so that its entropy follows a curve, e.g. that of runs with noise.
 
-    What noise does beyond raising the entropy shows against a run whose temperature gives the same entropy. The curve
-    is that of ``rollout/surprisal``: mean -log p of the sampled tokens under what sampled them, noise and temperature
-    included, which is an unbiased estimate of its entropy. The temperature is corrected after each rollout by
-    T <- T exp(gain (target - surprisal) / target), target being that of the next rollout. Validation is not touched.
+    A comparison of a run with noise and a run whose temperature gives the same entropy shows which effects of the noise
+    are not explained by its higher entropy. The curve holds values of ``rollout/surprisal``: the mean -log p of the
+    sampled tokens under the distribution that they were sampled from, noise and temperature included, which is an
+    unbiased estimate of the entropy of that distribution. After each rollout the temperature T is multiplied by
+    exp(gain (target - surprisal) / target), where target is the curve's value for the next rollout. The temperature of
+    validations does not change.
 
     Args:
-        curve: JSON file with a list of nats per token, one per rollout; a longer run stays at the last. ``python -m
-            qerl_pl study STUDY.yaml --analyse`` writes one per arm, analysis/surprisal/ARM.json.
-        gain: of the correction.
+        curve: JSON file with a list of nats per token, one per rollout; rollouts beyond its end use the last value.
+            ``python -m qerl_pl study STUDY.yaml --analyse`` writes one per arm, analysis/surprisal/ARM.json.
+        gain: factor of the correction; more corrects faster.
         limits: lowest and highest temperature.
 
     Raises:
-        ValueError: a setting is out of its range; when a training starts, the file holds no such list.
+        ValueError: a setting is out of its range; or, when training starts, the file holds no such list.
 
     Example:
         trainer:
