@@ -17,8 +17,8 @@ from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
-from qerl_pl.quant.plan import is_ignored
 from qerl_pl.quant.published import declared_layout
+from qerl_pl.quant.selection import is_ignored
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
 from qerl_pl.quant.loading import meta_model, tied_weights
 from qerl_pl.quant.nvfp4 import dequantize
 from qerl_pl.quant.output import OutputFolder
-from qerl_pl.quant.plan import output_files
 from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
 from qerl_pl.quant.rescale import Scales, share_scale
+from qerl_pl.quant.selection import output_files
 from qerl_pl.quant.writers import WRITERS
 
 VERSION = 1  # of the conversion's output; part of the cache's key

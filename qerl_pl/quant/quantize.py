@@ -28,12 +28,12 @@ from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.layer_errors import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.layouts import packed_weight, quantization_config
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.output import OutputFolder
-from qerl_pl.quant.plan import OutputFile, fused_groups, output_files, split_linears
-from qerl_pl.quant.report import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.rounding import Rounding, pack_group
+from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
 from qerl_pl.quant.writers import WRITERS, Writer
 
 LARGEST_WEIGHT = 1e6  # sums of squares of larger weights over a layer come close to the maximum of fp32

@@ -1,4 +1,4 @@
-"""Plan of the quantiser: linears to pack, linears that share a tensor scale, and the files of the output."""
+"""Select the linears to pack, the linears that share a tensor scale, and the files of the output."""
 
 from __future__ import annotations
 

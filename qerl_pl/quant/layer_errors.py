@@ -1,4 +1,4 @@
-"""Report the quantisation error of each linear, in numbers and as a picture."""
+"""Measure the quantisation error of each linear, and draw the errors as a picture."""
 
 from __future__ import annotations
 
