@@ -23,6 +23,7 @@ from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.quant.conftest import make_checkpoint
+from tests.test_export import make_run
 
 __all__ = ["make_checkpoint"]
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,16 @@ def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(
     assert prepared_base(str(first), None, NVFP4_RTN) == str(first), "it has the format already"
     quantize_checkpoint(source, tmp_path / "explicit")
     assert base_digest(tmp_path / "explicit") == base_digest(first), "a run may go on from either"
+
+
+def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_checkpoint("qwen3")
+    run = make_run(tmp_path / "run", str(path), torch.ones(4, 8), quantize="nvfp4")
+    assert command(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == prepared_base(str(path), None, NVFP4_RTN)
 
 
 def test_method_and_calibration_are_settings_and_part_of_the_key(
@@ -159,7 +170,9 @@ def test_known_models_are_found_by_every_name_that_people_give_them() -> None:
     ("name", "billions"),
     [("Qwen/Qwen2.5-7B-Instruct", 7.6156), ("Qwen/Qwen3-8B", 8.1907), ("Qwen/Qwen3-0.6B", 0.5960),
      ("Qwen/Qwen2.5-32B-Instruct", 32.7639), ("Qwen/Qwen3-32B", 32.7621), ("meta-llama/Llama-3.1-8B-Instruct", 8.0303),
-     ("meta-llama/Llama-3.2-1B-Instruct", 1.2358), ("Qwen/Qwen2.5-3B-Instruct", 3.0859)],
+     ("meta-llama/Llama-3.2-1B-Instruct", 1.2358),
+     ("mistralai/Mistral-7B-Instruct-v0.3", 7.2480), ("microsoft/phi-4", 14.6595), ("HuggingFaceTB/SmolLM3-3B", 3.0751),
+     ("google/gemma-3-1b-it", 0.9999), ("Qwen/Qwen2.5-3B-Instruct", 3.0859)],
 )  # fmt: skip
 def test_known_models_have_as_many_weights_as_published(name: str, billions: float) -> None:
     assert name in KNOWN

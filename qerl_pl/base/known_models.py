@@ -44,6 +44,11 @@ KNOWN: Mapping[str, Sizes] = {
     "meta-llama/Llama-3.2-1B-Instruct": Sizes("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
     "meta-llama/Llama-3.2-3B-Instruct": Sizes("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072),
     "meta-llama/Llama-3.3-70B-Instruct": Sizes("llama", 8192, 28672, 80, 64, 8, 128, 128256, False, 131072),
+    "mistralai/Mistral-7B-Instruct-v0.3": Sizes("mistral", 4096, 14336, 32, 32, 8, 128, 32768, False, 32768),
+    "microsoft/phi-4": Sizes("phi3", 5120, 17920, 40, 40, 10, 128, 100352, False, 16384),
+    "HuggingFaceTB/SmolLM3-3B": Sizes("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, True, 65536),
+    "ibm-granite/granite-3.3-8b-instruct": Sizes("granite", 4096, 12800, 40, 32, 8, 128, 49159, True, 131072),
+    "google/gemma-3-1b-it": Sizes("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144, True, 32768),
 }
 
 
@@ -75,7 +80,7 @@ def known_config(base: str) -> Mapping[str, Any] | None:
         "num_key_value_heads": sizes.key_heads,
         "max_position_embeddings": sizes.positions,
         "tie_word_embeddings": sizes.tied,
-        **({} if sizes.family == "qwen2" else {"head_dim": sizes.head_dim}),
+        **({} if sizes.head_dim * sizes.heads == sizes.hidden else {"head_dim": sizes.head_dim}),
     }
 
 

@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qerl_pl.base.folder import base_folder
+from qerl_pl.base.prepared import prepared_base
+from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
@@ -48,7 +50,8 @@ def main(argv: list[str]) -> int:
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
     """Write the adapter's settings, weights and model card to a new folder; after an error nothing is left there.
 
-    A base in a folder is named by its absolute path, so that the export may be moved; a name on a hub is kept.
+    A base in a folder is named by its absolute path, so that the export may be moved; a name on a hub is kept
+    unless the run quantised the model, whose quantised folder in the cache is then named.
 
     Args:
         run: folder of a run.
@@ -74,6 +77,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     found = SafeCheckpointIO().load_checkpoint(path)
     adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be from a later start
     base = base_folder(model["base"], model.get("base_format"))
+    if quantization := quantization_of(model.get("quantize")):
+        base = prepared_base(base, quantization=quantization)
     base = str(Path(base).resolve()) if Path(base).exists() else base
     temporary = output.with_name(output.name + ".tmp")
     try:
