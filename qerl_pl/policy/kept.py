@@ -75,7 +75,7 @@ _ACTIVE = _Active()
 
 
 def active() -> Kept | None:
-    """Results of the block that is running in this thread; None where nothing is set aside."""
+    """Return the kept results of the block that this thread runs; None if the block does not keep results."""
     return _ACTIVE.kept
 
 

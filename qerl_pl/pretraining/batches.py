@@ -27,15 +27,15 @@ class Rows:
 
 
 class Batches(Dataset[list[Rows]]):
-    """What every optimizer step trains on: fresh problems of structures that neither validate nor are for reach.
+    """Batches of fresh problems, whose structures occur in neither the validation set nor the reach set.
 
     Args:
-        tokenizer: of the policy.
-        seed: of the problems.
-        num_steps: how many batches there are.
-        batch_size: problems in each.
+        tokenizer: tokenizer of the policy.
+        seed: seed of the problems.
+        num_steps: number of batches.
+        batch_size: problems per batch.
         operations: fewest and most operations of most problems; each number is equally likely.
-        rare: probability that a problem has more operations than that; each number is equally likely.
+        rare: probability that a problem has more operations than ``operations`` allows; each number is equally likely.
         micro_batch_tokens: most tokens of ``Rows``, padding included.
     """
 

@@ -39,19 +39,19 @@ LEARNING_RATES = {"toy": 3e-3, "10m": 1e-3, "30m": 6e-4}
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the weights are a function of, beside the device.
+    """Settings of pretraining; together with the device they determine the weights.
 
     Attributes:
-        seed: of weights and problems.
+        seed: seed of weights and problems.
         size: a key of SHAPES; "10m" and "30m" have about 10 and 29 million parameters, "toy" is for tests.
         steps: optimizer steps.
         batch_size: problems per step.
         operations: fewest and most operations of most problems.
-        rare: probability that a problem has more, up to 14: without any, what is longer than what was seen fails at
-            once and not by degrees.
-        learning_rate: the highest one; it falls linearly to 0 after the warm-up.
+        rare: probability that a problem has more operations, up to 14. Without such problems, accuracy drops to 0 at
+            once for problems longer than the ones seen in training, and not gradually.
+        learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
-        vocab_size: of the tokenizer, control tokens and tags included.
+        vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
         micro_batch_tokens: most tokens of one forward pass, padding included.
 
     Raises:
@@ -82,12 +82,12 @@ class Settings:
             raise ValueError(f"vocab_size is {self.vocab_size}; expected a multiple of 64, at least 320")
 
     def as_json(self) -> dict[str, Any]:
-        """For a record: what JSON gives back as it is."""
+        """Convert to values that JSON stores and reads back without change."""
         return json.loads(json.dumps(asdict(self)))
 
 
 def new_policy(settings: Settings) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """The tokenizer, learnt from generated problems, and the model with random weights."""
+    """Create a model with random weights and a tokenizer that is learnt from generated problems."""
     problems = draw_problems(NUM_TEXTS, seed=derive_seed(settings.seed, "pretrain/tokenizer"), split="train")
     texts = (text for problem in problems for text in (problem.question, problem.solution))
     tokenizer = make_tokenizer(texts, vocab_size=settings.vocab_size - 16)  # 7 control tokens and tags are added
@@ -108,16 +108,17 @@ def train(
     """Train in place; bf16 products on a GPU, fp32 on a CPU, weights and AdamW's state in fp32 on both.
 
     Args:
-        model: with the weights that training starts from, on the device.
-        tokenizer: of the model.
-        settings: of the training.
-        state: file that weights, optimizer and step are kept in meanwhile; if it is there, training goes on from it.
-        device: of the model.
-        num_workers: processes that draw problems; 0: this one does.
-        save_seconds: between two saves.
+        model: model with the initial weights, on the device.
+        tokenizer: tokenizer of the model.
+        settings: settings of the training.
+        state: file to which weights, optimizer and step are saved during training; if it exists, training continues
+            from it.
+        device: device of the model.
+        num_workers: processes that draw problems; 0 means this process.
+        save_seconds: seconds between two saves.
 
     Raises:
-        ValueError: the state is of other settings.
+        ValueError: the file ``state`` was saved with other settings.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -182,7 +183,7 @@ def train_step(
 
 
 def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device) -> Tensor:
-    """[T] fp32 nats, one per token of a solution. Padding is on the right, so causal attention needs no mask."""
+    """Compute the cross-entropy of each token of the solutions, [T] fp32 in nats; right padding needs no mask."""
     tokens, mask = rows.tokens.to(device).long(), rows.mask[:, 1:].to(device)
     logits = _solution_logits(model, tokens, mask, device)
     return F.cross_entropy(logits.float(), tokens[:, 1:][mask], reduction="none")

@@ -1,4 +1,4 @@
-"""What a new policy can do: pass@k by the number of operations, the set that RL should train on, and the reach set."""
+"""Measure a new policy: pass@k by number of operations, a set of problems for RL, and the reach set."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def measure(
     batch_rows: int,
     operations: Sequence[int] = range(MIN_OPERATIONS, MAX_OPERATIONS + 1),
 ) -> list[Measured]:
-    """pass@1 and pass@n of problems of each number of operations, of structures that it was not trained on.
+    """Measure pass@1 and pass@n by number of operations, on problems with structures outside of the training data.
 
     Args:
         model, tokenizer: the policy.
-        seed: of problems and samples.
-        num_problems: of each number of operations.
-        num_samples: completions of each problem (n).
+        seed: seed of problems and samples.
+        num_problems: problems per number of operations.
+        num_samples: completions per problem (n).
         batch_rows: completions sampled at once.
         operations: the numbers of operations.
     """

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-"""What a finished folder holds, beside its record."""
+"""Files of a finished folder, in addition to its record."""
 
 
 def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2Tokenizer:
@@ -82,7 +82,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
 
 
 def partial_folder(output: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+    """Return the temporary folder that is renamed to ``output`` when it is complete."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -101,7 +101,7 @@ def check_place(output: Path) -> None:
 
 
 def write_policy(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, texts: dict[str, str]) -> None:
-    """Write beside the target, then rename: the folder appears finished or not at all.
+    """Write the folder atomically: to a temporary folder, which is then renamed.
 
     Args:
         output: the folder.

@@ -135,7 +135,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def exact_number(text: str) -> Number | None:
-    """The number that ``text`` is, with nothing but white space around it, or None."""
+    """Parse ``text`` as a number, with optional white space around it; None if it is anything else."""
     if len(text) > MAX_ANSWER:
         return None
     match = _NUMBER.fullmatch(_signed(plain_text(text).strip()))

@@ -1,4 +1,4 @@
-"""What the runs of a study say together: a table of arms, paired comparisons, and the files that hold them."""
+"""Analyse the runs of a study: a table of arms, paired comparisons, and the files to which they are written."""
 
 from __future__ import annotations
 

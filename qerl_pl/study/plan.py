@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Analysis:
-    """What ``--analyse`` is to compare.
+    """Settings of ``--analyse``: comparisons and readouts.
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
@@ -42,10 +42,10 @@ class Study:
 
     Attributes:
         output: folder of all runs, their analysis included.
-        arms: name to what is particular to the arm, as a -c file holds it.
+        arms: the settings of each arm by its name, as in a -c file.
         seeds: every arm is run with each (``seed_everything``), so arms are paired.
         config: -c files or shipped names that every run reads first, e.g. [configs/word_problems.yaml].
-        settings: what every run has beside them, as a -c file holds it.
+        settings: further settings of every run, as in a -c file.
         grid: option to its values, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}: every arm is run at each.
         evaluations: name to the settings of a ``test`` of each finished run, e.g. other problems or more samples.
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
@@ -117,7 +117,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its folder below the study's runs."""
+        """Path of the run's folder, relative to the study's runs."""
         return "/".join(self.folder.parts[-3 if self.point else -2 :])
 
 
@@ -175,7 +175,7 @@ def files_of(study: Study, run: Run) -> dict[Path, str]:
 
 
 def commands_of(study: Study, run: Run) -> list[Command]:
-    """What is run, one after the other: ``fit``, then each evaluation of the last policy."""
+    """List the commands of a run in order: ``fit``, then each evaluation of the last policy."""
     written = run.folder / "study"
     files = [*study.config, *(str(written / f"{name}.yaml") for name in ("settings", "arm"))]
     options = ["--seed_everything", str(run.seed)]

@@ -62,7 +62,7 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
-    """pass@k of an evaluation by k; empty where it has not been done. With one completion a problem k is 1 alone."""
+    """Read pass@k of an evaluation by k; empty if it has not been run. With one completion per problem, k is only 1."""
     folders = sorted({path.parent for path in (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")})
     found: dict[int, float] = {}
     for folder in folders:
@@ -83,7 +83,7 @@ def area(curve: Curve) -> float:
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """[N] mean of each value and up to ``window - 1`` before it."""
+    """Compute the mean of each value and up to ``window - 1`` previous ones, [N]."""
     sums = np.cumsum([0.0, *values])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -98,9 +98,10 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Smoothed entropy, in nats per token, at the first step at which the smoothed reward is as high as this.
+    """Return the smoothed entropy, in nats per token, at the first step at which the smoothed reward reaches
+    ``reward``.
 
-    None where it never is, or where no entropy was logged.
+    None if the reward is never reached, or if no entropy was logged.
     """
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None

@@ -30,7 +30,7 @@ class Slot:
     """A place for one run at a time."""
 
     gpu: str | None
-    """As in CUDA_VISIBLE_DEVICES; None on a machine without."""
+    """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
     run: Run | None = None
     lock: IO[str] | None = None
     command: str = ""
@@ -218,7 +218,7 @@ class Runner:
         print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}", flush=True)
 
     def _seconds_left(self) -> float | None:
-        """From the mean of each command so far; None before any has ended."""
+        """Estimate the remaining seconds from the mean duration of each command; None before any command has ended."""
         runs = self.study.runs()
         done = [state.seconds_done(run) for run in runs]
         seconds = {
@@ -242,5 +242,5 @@ TIME_IS_UP = 3
 
 
 def _end_with_parent() -> None:
-    """In a new process: have Linux send it SIGTERM if the runner dies, however it dies."""
+    """Make Linux send SIGTERM to this new process when the runner dies for any reason."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

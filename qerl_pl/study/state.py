@@ -1,4 +1,4 @@
-"""What is known of a run on disk: which of its commands ended well, and whether a runner is at work on it."""
+"""State of a run on disk: the commands that succeeded, and whether a runner is working on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOCK = ".study.lock"
 
 
 def seconds_done(run: Run) -> dict[str, float]:
-    """Names of the commands that ended well, and how many seconds they took over all starts."""
+    """Return the seconds over all starts of each command that succeeded, by its name."""
     return _read(run).get("done", {})
 
 
@@ -26,7 +26,7 @@ def seconds_spent(run: Run) -> dict[str, float]:
 
 
 def failure(run: Run) -> str | None:
-    """Why the run failed when it was last tried; None: it did not."""
+    """Return the reason why the last attempt of a run failed; None if it did not fail."""
     return _read(run).get("failure")
 
 
@@ -87,7 +87,7 @@ def lock(run: Run) -> IO[str] | None:
 
 
 def log_of(run: Run, command: str) -> Path:
-    """Where the output of a command goes, of all its starts."""
+    """Return the file to which the output of all starts of a command is written."""
     return run.folder / "study" / f"{command}.log"
 
 

@@ -32,11 +32,11 @@ class Comparison(NamedTuple):
 
     difference: Estimate
     p: float
-    """Of a sign-flip permutation test of the mean, two-sided; exact up to 13 pairs."""
+    """P-value of a two-sided sign-flip permutation test of the mean; exact up to 13 pairs."""
     spread: float
     """Standard deviation of the differences."""
     seen: float
-    """The smallest true difference that so many pairs would show (two-sided 5 %) in 80 % of the studies."""
+    """Smallest true difference that this number of pairs detects at a two-sided 5 % level with a power of 80 %."""
 
 
 @cache
