@@ -1,4 +1,4 @@
-"""Split the difference between trainer and sampler by its causes."""
+"""Split the difference between the trainer's and the sampler's log-probabilities by its causes."""
 
 from __future__ import annotations
 

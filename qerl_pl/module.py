@@ -264,7 +264,7 @@ class QeRLModule(LightningModule):
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        """Return what must not change when training is resumed, because progress is counted in optimizer steps."""
+        """Return the settings that a resumed run must not change, because progress is counted in optimizer steps."""
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

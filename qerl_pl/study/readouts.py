@@ -91,7 +91,7 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
 
 
 def equal_reward(runs: Sequence[Curves]) -> float | None:
-    """The highest smoothed training reward that every run reached; None where one logged none."""
+    """Return the highest smoothed training reward that all runs reached; None if a run has logged no reward."""
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
     return min(float(smooth(curves["train/reward"].values).max()) for curves in runs)

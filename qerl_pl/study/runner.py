@@ -110,7 +110,7 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Look at a slot's process and start what comes next there."""
+        """Check whether a slot's process has ended, and if so start the next command of its run or the next run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
