@@ -10,6 +10,7 @@ WARNINGS = (
     r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
     r"Checkpoint directory .* exists and is not empty",  # expected when a run is resumed
+    r"Experiment logs directory .* exists and is not empty",  # the program renames an earlier metrics.csv first
     r"The dirpath has changed from",  # expected when a run is evaluated
     r".*there is no last checkpoint available",  # expected at the first start with --ckpt_path last
 )
