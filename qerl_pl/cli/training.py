@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -139,14 +140,25 @@ class QeRLCLI(LightningCLI):
                 f"error; see {self.config[str(self.subcommand)].run_dir}"
             )
 
+    def instantiate_trainer(self, **settings: Any) -> Trainer:
+        """Build the trainer with checkpoints in the run's folder; Lightning's default is the first logger's folder."""
+        trainer = super().instantiate_trainer(**settings)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
+        return trainer
+
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
+        """Have loggers write to a folder, without Lightning's default subfolder lightning_logs/version_0."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
-            logger.init_args.save_dir = folder
-            name, version = logger.init_args.get("name"), logger.init_args.get("version")
-            if self._run_now and logger.class_path.endswith("CSVLogger") and isinstance(version, str):
-                keep_metrics(Path(folder, name or "", version))
+            settings = logger.init_args
+            settings.save_dir = folder
+            if settings.get("name") == "lightning_logs" and "version" in settings and settings.version is None:
+                settings.name = settings.version = ""
+            if self._run_now and logger.class_path.endswith("CSVLogger") and isinstance(settings.version, str):
+                keep_metrics(Path(folder, settings.name or "", settings.version))
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would read hyperparameters from the checkpoint here, and ours are in config.yaml."""

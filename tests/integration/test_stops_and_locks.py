@@ -8,6 +8,7 @@ import signal
 import pytest
 
 import train
+from qerl_pl.tools.event_files import read_scalars
 from tests.integration.conftest import arguments, differences, load_last
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,11 @@ def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path):
 
 def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run, bases, tmp_path):
     loggers = tmp_path / "loggers.yaml"
-    each = "{class_path: lightning.pytorch.loggers.%s, init_args: {save_dir: elsewhere, name: '', version: ''}}"
-    loggers.write_text(f"trainer: {{logger: [{each % 'TensorBoardLogger'}, {each % 'CSVLogger'}]}}")
+    names = (
+        "tests.integration.toy.NamedLogger",
+        *(f"lightning.pytorch.loggers.{kind}Logger" for kind in ("TensorBoard", "CSV")),
+    )
+    loggers.write_text(f"trainer: {{logger: [{', '.join(f'{{class_path: {name}}}' for name in names)}]}}")
     run_dir = tmp_path / "run"
     run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "4")
     run("validate", run_dir, "-c", str(loggers), "--ckpt_path", "last")
@@ -57,10 +61,18 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert folders == {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
     assert run_dir in folders
     assert len(folders) == 2
+    assert (run_dir / "checkpoints" / "last.ckpt").exists(), "the first logger's folder is not that of checkpoints"
+    assert load_last(run_dir)["global_step"] == 4
     before = (run_dir / "metrics.csv").read_text()
     run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "6", "--ckpt_path", "last")
     assert (run_dir / "metrics-1.csv").read_text() == before
     assert (run_dir / "metrics.csv").read_text() != before
+    assert load_last(run_dir)["global_step"] == 6
+    assert len(list((run_dir / "completions").glob("train-*.jsonl"))) == 6
+    scalars = [scalar for path in run_dir.glob("events.out.tfevents.*") for scalar in read_scalars(path)[0]]
+    assert sorted(scalar.step for scalar in scalars if scalar.tag == "train/reward") == list(range(6)), (
+        "it started anew"
+    )
 
 
 def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.common.types import Completion, Prompt
@@ -20,6 +21,26 @@ def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Scores every second row."""
     return [1.0 if row % 2 else None for row in range(len(prompts))]
+
+
+class NamedLogger(DummyLogger):
+    """Has a folder, a name and a version of its own, as Weights & Biases' has."""
+
+    def __init__(self, save_dir: str = ".") -> None:
+        super().__init__()
+        self._save_dir = save_dir
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    def name(self) -> str:
+        return "project"
+
+    @property
+    def version(self) -> str:
+        return "abc123"
 
 
 class CtrlC(Callback):
