@@ -110,4 +110,6 @@ def _quantized(folder: Path, name: str, quantization: Quantization) -> Path:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    return made_once(folder, f"{name}-{quantization.format}", settings, make)
+    made = made_once(folder, f"{name}-{quantization.format}", settings, make)
+    rank_zero_info(f"base: {name} in {quantization.format}, {made}")
+    return made
