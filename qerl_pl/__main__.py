@@ -22,7 +22,7 @@ COMMANDS = {
     "study": "run a grid of arms and seeds, and compare them",
     "plan": "predict the GPU memory of a run, and what to change if it does not fit",
     "score": "score a file of completions with a reward",
-    "export": "write a run's adapter as a PEFT folder",
+    "export": "write a run's adapter as a PEFT folder, or the merged model",
     "report": "table and curves of a run from its event files",
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",

@@ -1,4 +1,4 @@
-"""Export the adapter of a run as a PEFT folder (python -m qerl_pl export)."""
+"""Export what a run trained: its adapter as a PEFT folder, or the merged model (python -m qerl_pl export)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from safetensors import SafetensorError
@@ -20,6 +20,7 @@ from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.policy.lora import LoraSettings, peft_config
+from qerl_pl.tools.merge import MergedForm, export_merged
 from qerl_pl.tools.model_card import model_card
 
 
@@ -27,13 +28,23 @@ def main(argv: list[str]) -> int:
     """Parse the command line and export; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m qerl_pl export",
-        description="Write the adapter of a run as a PEFT folder, which stock PEFT and stock vLLM load.",
+        description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
     )
     parser.add_argument("--run", required=True, type=Path, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
+    parser.add_argument(
+        "--merge",
+        choices=get_args(MergedForm),
+        help="write a whole model in this form, and how far it is from the policy that was trained (drift.json)",
+    )
     options = parser.parse_args(argv)
     try:
+        if options.merge is not None:
+            drift = export_merged(options.run, options.output, options.merge, checkpoint=options.checkpoint)
+            print(f"merged model ({options.merge}) written to {options.output}")
+            print(drift or "the drift was not measured: the run kept no completions")
+            return 0
         settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,203 @@
+"""Export a trained policy as one model, in bf16 or in NVFP4, and measure how far it is from what was trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.files import CONFIG, INDEX, read_json
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.loading import load_base, tied_weights
+from qerl_pl.quant.output import carried_files
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.tools.chat import load_run
+from qerl_pl.tools.model_card import evidence
+
+MergedForm = Literal["bf16", "nvfp4"]
+DRIFT_FILE = "drift.json"
+_ROWS, _TOKENS = 64, 1024
+_BLOCK = re.compile(r"\.layers\.(\d+)\.")
+CARD = """\
+---
+library_name: transformers
+tags: [reinforcement-learning, qerl-pl]
+---
+# {run}
+
+A model that was trained with reinforcement learning by qerl-pl, with its LoRA adapter merged into the weights of
+`{base}` ({form}).
+
+## Drift
+
+{drift}
+
+## Evidence
+
+{evidence}
+"""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Difference between the trained policy and its export, over the tokens of completions that the run sampled."""
+
+    kl: float
+    """Mean over tokens of KL(policy || export), in nats."""
+    same_argmax: float
+    """Share of the tokens before which policy and export hold the same token most likely."""
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"KL(policy || export) is {self.kl:.3g} nats per token, and both hold the same token most likely before "
+            f"{self.same_argmax:.2%} of {self.num_tokens} tokens that the run sampled."
+        )
+
+
+def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
+    """Write the policy of a run as a checkpoint that needs no adapter; after an error nothing is left there.
+
+    The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. "nvfp4" quantises this again, by
+    rounding to nearest, so that small updates may be lost: the drift says how much.
+
+    Args:
+        run: folder of a run.
+        output: folder to create.
+        form: of the weights.
+        checkpoint: "last", "best", or a file.
+
+    Returns:
+        The drift; None where the run kept no completions to measure it on.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, it is not of this base, or ``output`` exists.
+        OSError: the output cannot be written.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists; give a folder that does not")
+    policy, _ = load_run(run, checkpoint=checkpoint)
+    temporary, dense = output.with_name(output.name + ".tmp"), output.with_name(output.name + ".dense.tmp")
+    try:
+        for folder in (temporary, dense):
+            shutil.rmtree(folder, ignore_errors=True)
+        write_merged(policy, dense)
+        if form == "nvfp4":
+            quantize_checkpoint(dense, temporary)
+        else:
+            os.replace(dense, temporary)
+        rows = sampled_rows(run, AutoTokenizer.from_pretrained(policy.base, trust_remote_code=False))
+        found = measure_drift(policy, temporary, rows) if rows else None
+        said = "Not measured: the run kept no completions." if found is None else str(found)
+        if found is not None:
+            (temporary / DRIFT_FILE).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+        card = CARD.format(run=run.resolve().name, base=policy.base, form=form, drift=said, evidence=evidence(run))
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        os.replace(temporary, output)
+    except SafetensorError as error:
+        raise OSError(f"could not write {output}: {error}") from error
+    finally:
+        for folder in (temporary, dense):
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def write_merged(policy: Policy, folder: Path) -> None:
+    """Write a policy's base with its adapter merged into it, in bf16, one file per decoder block."""
+    folder.mkdir(parents=True)
+    model = policy.causal_lm
+    tied, parts = tied_weights(model), dict[str, dict[str, Tensor]]()
+    for name, tensor in merged_tensors(policy):
+        if name not in tied:
+            block = _BLOCK.search(name)
+            part = parts.setdefault(block[1] if block else "", {})
+            part[name] = tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).cpu()
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(parts.values(), start=1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors creates files that only we can read
+        weight_map |= dict.fromkeys(tensors, file)
+    size = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    config: dict[str, Any] = {**read_json(Path(policy.base) / CONFIG), "dtype": "bfloat16"}
+    config.pop("quantization_config", None)
+    config.pop("torch_dtype", None)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    for file in carried_files(Path(policy.base)):
+        shutil.copyfile(file, folder / file.name)
+
+
+@torch.no_grad()
+def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of the model's tensors with the adapter added: weights, biases, norms, buffers."""
+    adapter = policy.adapter_state()
+    norms = policy.norm_weights()
+    linears: dict[str, nn.Module] = {
+        name.removesuffix(".base_layer"): module
+        for name, module in policy.causal_lm.named_modules()
+        if isinstance(module, FrozenLinear | nn.Linear) and ".lora_" not in name
+    }
+    for name, module in linears.items():
+        weight = module.dense(torch.float32) if isinstance(module, FrozenLinear) else module.get_parameter("weight")
+        prefix = f"base_model.model.{name}.lora_"
+        if f"{prefix}A.weight" in adapter:
+            update = adapter[f"{prefix}B.weight"] @ adapter[f"{prefix}A.weight"]
+            weight = weight.float() + policy.lora_scaling * update
+        yield f"{name}.weight", weight
+        if isinstance(module.bias, Tensor):
+            yield f"{name}.bias", module.bias
+    yield from norms.items()
+    own = (".lora_", ".base_layer.", ".original_module.", ".modules_to_save.")
+    for name, tensor in policy.causal_lm.state_dict().items():
+        of_linear = name.rpartition(".")[0] in linears
+        if name not in norms and not of_linear and not any(part in f".{name}" for part in own):
+            yield name, tensor
+
+
+def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
+    """Read the newest completions that a run kept: tokens of prompt and completion, and the number of prompt tokens."""
+    rows = []
+    for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            prompt, completion = (
+                tokenizer(row[name], add_special_tokens=False).input_ids for name in ("prompt", "completion")
+            )
+            if prompt and completion and len(rows) < _ROWS:
+                rows.append(([*prompt, *completion][: len(prompt) + _TOKENS], len(prompt)))
+    return rows
+
+
+@torch.no_grad()
+def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
+    """Compare a policy with an exported checkpoint on the completions of these rows.
+
+    Args:
+        policy: in evaluation mode.
+        folder: the exported checkpoint.
+        rows: tokens of prompt and completion, and the number of prompt tokens, as ``sampled_rows`` gives them.
+    """
+    lm = policy.causal_lm
+    exported = load_base(folder, dtype=policy.dtype, device=lm.device)
+    kl = same = num_tokens = 0
+    for tokens, start in rows:
+        row = torch.tensor([tokens], device=lm.device)
+        trained, found = (model(input_ids=row).logits[0, start - 1 : -1].float() for model in (lm, exported))
+        p, q = trained.log_softmax(-1), found.log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum().item()
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        num_tokens += len(p)
+    return Drift(kl / num_tokens, same / num_tokens, num_tokens)

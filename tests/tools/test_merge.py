@@ -1,0 +1,64 @@
+"""A merged model is the policy that was trained: exactly so in fp32, and as near as its rounding lets it in a file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.tools.merge import measure_drift, merged_tensors, write_merged
+from tests.families import tiny_config
+from tests.rollout.conftest import random_adapter, save_dense
+
+ROWS = [(list(range(8, 40)), 5), (list(range(50, 20, -1)), 2)]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "phi3", "gemma3_text"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["norms frozen", "norms trained"])
+def policy(request: pytest.FixtureRequest, family: str, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = tmp_path_factory.mktemp("base")
+    config = tiny_config(family)
+    config.tie_word_embeddings = family == "gemma3_text"
+    save_dense(folder / "dense", config)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    lora = LoraSettings(rank=4, alpha=8, rslora=True, train_norms=request.param)
+    policy = load_policy(str(folder / "nvfp4"), dtype=torch.float32, lora=lora, seed=0)
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    return policy.eval()
+
+
+def test_merged_tensors_make_a_model_that_computes_what_the_policy_does(policy):
+    model = AutoModelForCausalLM.from_config(policy.config, dtype=torch.float32).eval()
+    model.load_state_dict(dict(merged_tensors(policy)))
+    row = torch.tensor([ROWS[0][0]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(row).logits, policy.causal_lm(row).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_folder_is_loaded_by_stock_transformers_and_its_drift_grows_with_coarser_weights(policy, tmp_path):
+    write_merged(policy, tmp_path / "bf16")
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4")
+    near, far = (measure_drift(policy, tmp_path / form, ROWS) for form in ("bf16", "nvfp4"))
+    assert near.num_tokens == sum(len(tokens) - start for tokens, start in ROWS)
+    assert 0 <= near.kl < 1e-2 < far.kl
+    assert near.same_argmax > 0.9
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", output_loading_info=True)
+    stock, report = loaded
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert stock.dtype == torch.bfloat16
+    row = torch.tensor([ROWS[0][0]])
+    with torch.no_grad():
+        p, q = (model(row).logits.log_softmax(-1) for model in (policy.causal_lm, stock.float()))
+    assert (p.exp() * (p - q)).sum(-1).mean() < 1e-2
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
