@@ -1,6 +1,7 @@
 """Algebra on two expressions: math-verify and sympy behind the rules of ``equivalence.py``.
 
-For the verifier's worker processes only: what a model wrote may hang here or eat memory.
+Only the verifier's worker processes may import this module, because a model's answer can make sympy hang or use
+unbounded memory.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
 
-MAX_BITS = 2**17  # of a power or factorial that is written out: milliseconds
-MAX_PLACES = 100  # of a decimal, to be a rounded value
+MAX_BITS = 2**17  # largest power or factorial that is computed exactly; takes milliseconds
+MAX_PLACES = 100  # most decimal places of a decimal that may be a rounded value
 MAX_DIGITS = 2000  # precision of a numeric comparison: 1 + 2^{-2024} against 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
-_SAME_RATIO = 1e-6  # relative difference of two quotients that may be one, at 15 digits
-_ENDLESS = Fraction(1, 3**900)  # makes of the digits of an irrational number a fraction that never ends, too
+_SAME_RATIO = 1e-6  # quotients, computed to 15 digits, whose relative difference is larger are different
+_ENDLESS = Fraction(1, 3**900)  # added to an irrational number's digits, so that the fraction has no finite decimals
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
 
@@ -38,12 +39,13 @@ class Unreadable(ValueError):
 
 
 def equal_expressions(gold: str, found: str) -> bool:
-    """Whether two fractions are equal, and of other expressions whether math-verify finds them so.
+    """Compare two expressions: fractions exactly, others by math-verify.
 
-    Its test is absolute, so that all tiny numbers are equal; what it accepts must not be provably different.
+    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Expressions that it accepts
+    are therefore computed to more digits, and refused if these differ.
 
     Raises:
-        Unreadable: it cannot read the known one.
+        Unreadable: math-verify cannot read the known answer.
     """
     known = _parse(gold)
     if known is None:
@@ -52,7 +54,7 @@ def equal_expressions(gold: str, found: str) -> bool:
     if given is None:
         return False
     if isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
-        return False  # 1=1 is no answer; a known 2<3 is compared by its letters
+        return False  # 1=1 is no answer; a known answer such as 2<3 is compared as text
     fractions = _fraction(known), _fraction(given)
     if fractions[0] is not None and fractions[1] is not None:
         return Number(fractions[0], percent=False).equals(Number(fractions[1], percent=False))
@@ -61,16 +63,16 @@ def equal_expressions(gold: str, found: str) -> bool:
             return True
     names = [set(re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", side)) for side in (gold, found)]
     if names[0] != names[1] and {each.lower() for each in names[0]} == {each.lower() for each in names[1]}:
-        return False  # math-verify reads without case
+        return False  # math-verify ignores case
     same = verify(known, given, timeout_seconds=None, allow_set_relation_comp=True)
     return same and not _provably_different(known, given)
 
 
 def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether two equations, as their sides, say the same: equal sides, or differences in a constant ratio.
+    """Compare two equations, given as lists of sides: equal sides, or left minus right in a constant ratio.
 
     Raises:
-        Unreadable: the known one cannot be read.
+        Unreadable: the known equation cannot be read.
     """
     known, given = [_parse(side) for side in gold], [_parse(side) for side in found]
     if None in known:
@@ -95,14 +97,14 @@ def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
     points = [{each: Rational(7 * step + at, 11) for step, each in enumerate(unknowns, 1)} for at in (1, 3)]
     first, second = ((left / right).subs(point).evalf(15) for point in points)
     if first.is_finite and second.is_finite and abs(first - second) > abs(first) * _SAME_RATIO:
-        return False  # much faster than to find it out by algebra
+        return False  # much faster than algebra
     ratio = cancel(left / right)
     ratio = ratio if ratio.is_number else simplify(ratio)
     return bool(ratio.is_number and ratio.is_finite and ratio != 0)
 
 
 def is_readable(text: str) -> bool:
-    """Whether an expression, interval, relation or equation can be read, and compared with something plain."""
+    """Whether an expression, interval, relation or equation can be parsed, and compared with a simple expression."""
     try:
         equal_expressions(text, "1")
     except Unreadable:
@@ -111,10 +113,10 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, found: str) -> bool:
-    """Inequalities against inequalities or against the intervals they describe.
+    """Compare inequalities with inequalities, or with the intervals of their solutions.
 
     Raises:
-        Unreadable: the known one cannot be read.
+        Unreadable: the known answer cannot be read.
     """
     gold, found = _ascending(gold), _ascending(found)
     if letters(gold) == letters(found):
@@ -126,7 +128,7 @@ def equal_relations(gold: str, found: str) -> bool:
 
 
 def _fraction(number: object) -> Fraction | None:
-    """The value of fractions, sums, products, whole powers and factorials of moderate size; else None."""
+    """Compute fractions, sums, products, integer powers and factorials of moderate size exactly; else return None."""
     if isinstance(number, Rational):
         return Fraction(int(number.p), int(number.q))
     if not isinstance(number, (Add, Mul, Pow, factorial)):
@@ -153,19 +155,19 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Whether digits show that two numbers are not the same."""
+    """Whether two numbers differ when computed to many digits."""
     if not all(isinstance(side, Expr) and side.is_number for side in (known, given)) or known == given:
         return False
     assert isinstance(known, Expr)
     assert isinstance(given, Expr)
     if known.has(ExprWithLimits, UnevaluatedExpr) or given.has(ExprWithLimits, UnevaluatedExpr):
-        return False  # digits of integrals and series are slow; a percentage may be equal to the number that it shows
+        return False  # integrals and series take long to compute; 50% may equal 50
     difference = _magnitude(known - given)
     return difference is not None and difference != 0
 
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
-    """The rule of ``numbers.is_decimal_of`` for a real number that is no fraction."""
+    """Apply the rule of ``numbers.is_decimal_of`` to a real number that is not a fraction."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
@@ -178,16 +180,16 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 
 def _magnitude(number: Expr) -> Expr | None:
-    """Two digits of an absolute value, or None where they cannot be told."""
+    """Compute two digits of the absolute value; None if they cannot be computed."""
     try:
         value = abs(number.evalf(2, maxn=MAX_DIGITS, strict=True))
-    except (ArithmeticError, NotImplementedError, TypeError, ValueError):  # the first: digits ran out
+    except (ArithmeticError, NotImplementedError, TypeError, ValueError):  # ArithmeticError: precision exhausted
         return None
     return value if value.is_Number and value.is_finite else None
 
 
 def _ascending(chain: str) -> str:
-    """``b > a > c`` as ``c<a<b``."""
+    """Rewrite ``b > a > c`` as ``c<a<b``."""
     parts = re.split(r"(>|\\geq)", chain)
     if len(parts) == 1 or "<" in chain or "\\leq" in chain or "," in chain:
         return chain
@@ -196,7 +198,7 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """The reals that inequalities or intervals in one unknown describe, or None."""
+    """Solve inequalities, or read intervals, in one unknown: returns the set of reals, or None if that fails."""
     conjunction = re.search(r"\band\b", text) is not None
     union = None
     for part in split_top(text, SEPARATOR):
@@ -218,7 +220,10 @@ def _solution_set(text: str) -> Set | None:
 
 
 def _parse(text: str) -> Any:
-    """math-verify's reading of one expression, or None. Its own time limit needs signals: the worker has a better."""
+    """Parse one expression with math-verify; None if it cannot.
+
+    math-verify's own time limit is off, because it uses signals; the worker process has its own limit.
+    """
     text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # math-verify takes E for Euler's number
     found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
     if not found:

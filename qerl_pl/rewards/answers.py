@@ -25,12 +25,12 @@ _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def marked_answer(text: str, marker: Marker) -> str | None:
-    """The last answer that is marked in ``text``, or None.
+    """Return the last marked answer in ``text``; None if there is none.
 
-    ``answer`` is ``<answer>...</answer>``, ``boxed`` is ``\\boxed{...}``, ``hash`` is the rest of a line after
-    ``####``, ``line`` the rest of a line after ``Answer:`` near the end. ``any`` takes a tagged answer if there is one,
-    so that a box elsewhere does not override it, else the last box, else the last hash line. A span that is not closed
-    is not an answer: the completion was cut off.
+    The marker ``answer`` means ``<answer>...</answer>``, ``boxed`` means ``\\boxed{...}``, ``hash`` the rest of the
+    line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the tagged
+    answer if there is one, so that a box elsewhere does not override it, else the last box, else the last line after
+    ``####``. A tag or box that is not closed is no answer, because the completion was cut off there.
     """
     if marker == "any":
         found = (marked_answer(text, each) for each in ("answer", "boxed", "hash"))
@@ -39,7 +39,7 @@ def marked_answer(text: str, marker: Marker) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """Between the last ``</answer>`` and the ``<answer>`` nearest before it."""
+    """Return the text between the last ``</answer>`` and the nearest ``<answer>`` before it; None if there is none."""
     start, answer = None, None
     for tag in _TAG.finditer(text):
         if not tag.group(1):
@@ -50,9 +50,9 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Inside the last ``\\boxed{...}`` that is closed; of nested boxes the outermost.
+    """Return the content of the last closed ``\\boxed{...}``, the outermost of nested boxes; None if there is none.
 
-    Boxes with only ``,``, ``and`` or ``or`` between them are one answer with several values.
+    Boxes that only ``,``, ``and`` or ``or`` separate are one answer with several values.
     """
     opened: list[tuple[int, int] | None] = []  # where a box and its content start; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -73,11 +73,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
-    """The contents of the last span and of those before it that only ``,``, ``and`` or ``or`` part from it.
+    """Join the last span with the spans directly before it that only ``,``, ``and`` or ``or`` separate.
 
     Args:
-        text: where they stand.
-        spans: start, end and content of each, in order; at least one.
+        text: the text that the spans are in.
+        spans: start, end and content of each span, in order; at least one.
     """
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
@@ -89,15 +89,15 @@ def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
 
 
 def last_hash(text: str) -> str | None:
-    """The rest of the line after the last ``####`` that is not a heading."""
+    """Return the rest of the line after the last ``####`` that does not start a Markdown heading."""
     found = _HASH.findall(text)
     return found[-1].strip() if found else None
 
 
 def last_line(text: str) -> str | None:
-    """The rest of the line after the last ``Answer:``, as the rule released with DAPO finds it.
+    """Return the rest of the line after the last ``Answer:`` in the last 300 characters.
 
-    The rule (arXiv 2503.14476; verl's ``math_dapo``) looks at the last 300 characters, too.
+    This is the rule of DAPO's release (arXiv 2503.14476; ``math_dapo`` in verl).
     """
     found = _LINE.findall(text[-_LINE_WINDOW:])
     return found[-1].strip() if found else None

@@ -22,12 +22,12 @@ from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
 
 @runtime_checkable
 class Judge(Protocol):
-    """A reward that also says why. Where a reward has this method, it is called, and ``__call__`` is not."""
+    """A reward that also gives reasons. If a reward has this method, it is called in place of ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """A verdict a row; ``progress`` is told how many rows just got done."""
+        """Return one verdict per row; calls ``progress`` with the number of rows just finished."""
         ...
 
 
@@ -36,45 +36,47 @@ class Limited(Protocol):
     """A reward that depends on the longest completion that may be sampled."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """The reward for this limit, in tokens.
+        """Return the reward for this limit, in tokens.
 
         Raises:
-            ValueError: it was given another one.
+            ValueError: the reward's own setting is a different limit.
         """
         ...
 
 
 class Reward(Protocol):
-    """Scores completions. A class (settings in its constructor) or a plain function: YAML takes both.
+    """Scores completions: a class, whose constructor takes its settings, or a plain function.
 
-    It is called with two lists, whatever its parameters are named; annotations are not needed.
+    It is called with two positional arguments, so its parameters may have any names; annotations are not needed.
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """One score a row; ``None`` means unscored: the row is left out of the loss and counted, never taken as 0.
+        """Return one score per row. None means unscored: the row is counted and left out of the loss, not scored 0.
 
         Args:
-            prompts: [B] the prompt of each row, repeated for the rows of a group: ``text``, ``messages``, ``tokens``,
-                ``answer``, and as ``row`` all columns of the row of the data set.
-            completions: [B] ``text``, ``tokens``, ``logprobs``, and whether it ``finished``.
+            prompts: [B] the prompt of each row, repeated for the rows of a group, with ``text``, ``messages``,
+                ``tokens``, ``answer``, and ``row``, which has all columns of the data set's row.
+            completions: [B] the completion of each row, with ``text``, ``tokens``, ``logprobs`` and ``finished``.
         """
         ...
 
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """One term of the sum: YAML writes it as ``{name: answer, weight: 1.0, reward: CLASS_OR_FUNCTION}``.
+    """One term of the weighted sum of rewards; in YAML ``{name: answer, weight: 1.0, reward: CLASS_OR_FUNCTION}``.
 
     Args:
-        name: what the component is logged as.
-        reward: what scores it: a function of two lists, prompts and completions, that returns a list with a number, or
-            None for unscored, for each completion; or a class with such a ``__call__``.
-        weight: its factor in the sum; 0 only logs it, so that a row which it leaves unscored still counts.
-        time_limit: seconds that it may take for a batch, after which the run stops; null: no limit. Where it reports
-            rows as they get done (a ``judge`` method with ``progress``), seconds from one report to the next.
+        name: name that the scores are logged under.
+        reward: a function of two lists, prompts and completions, that returns a list with a number for each completion,
+            or None for an unscored one; or a class with such a ``__call__``.
+        weight: factor of the scores in the sum. With 0 the scores are only logged, and a row that this reward leaves
+            unscored is trained on all the same.
+        time_limit: seconds that the reward may take for a batch, after which the run stops; null sets no limit. If the
+            reward has a ``judge`` method, which reports progress, the limit is on the time between two reports.
 
     Raises:
-        ValueError: the name is empty, a number is not finite or negative, or the reward does not take two lists.
+        ValueError: the name is empty, the weight is not finite, time_limit is not positive, or the reward does not take
+            two lists.
     """
 
     name: str
@@ -103,11 +105,11 @@ class RewardTable(NamedTuple):
     scored: Tensor
     """[B] bool, False where a component that has a weight is unscored."""
     components: dict[str, Tensor]
-    """Name to [B] fp32, before weighting, NaN where that component is unscored."""
+    """Maps a reward's name to its scores, [B] fp32, before weighting, NaN on rows that it left unscored."""
     verdicts: dict[str, tuple[Verdict, ...]]
-    """Name to [B] scores with their reasons."""
+    """Maps a reward's name to its scores with reasons, [B]."""
     only_logged: frozenset[str] = frozenset()
-    """Names of the components without a weight."""
+    """Names of the rewards with weight 0."""
 
     def causes(self) -> dict[Cause, int]:
         """Count the missing scores by cause; causes without any have 0."""
@@ -115,7 +117,7 @@ class RewardTable(NamedTuple):
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """The reason that most of the missing scores with a weight have; there has to be one."""
+        """Return the most frequent reason of unscored rows, over rewards with a weight; there must be such a row."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         missing = (verdict for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
@@ -124,16 +126,16 @@ class RewardTable(NamedTuple):
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None
 ) -> list[WeightedReward]:
-    """The rewards of a run, checked together, and told the longest completion where they depend on it.
+    """Check the rewards of a run together, and set the longest completion in rewards that depend on it.
 
     Args:
-        rewards: as YAML gives them.
+        rewards: the rewards, as YAML gives them.
         max_tokens: longest completion that is sampled in training.
-        metric: name of one of them that something else refers to; None: nothing does.
+        metric: name of the reward that dynamic sampling filters by; None if there is none.
 
     Raises:
-        ValueError: there is none, two share a name, none has a weight, ``metric`` names none, or one was given another
-            limit than ``max_tokens``.
+        ValueError: there is no reward, two share a name, all have weight 0, ``metric`` names no reward, or a reward has
+            its own limit that differs from ``max_tokens``.
     """
     _check_names(rewards)
     if all(term.weight == 0 for term in rewards):
@@ -152,17 +154,17 @@ def ready_rewards(
 def score_rewards(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], completions: Sequence[Completion], *, seed: int = 0
 ) -> RewardTable:
-    """Score a batch with every component.
+    """Score a batch with every reward.
 
     Args:
         rewards: the terms of the sum.
         prompts: [B] the prompt of each row.
-        completions: [B] with their text.
+        completions: [B] the completions, with their text.
         seed: of the global random streams while a reward runs.
 
     Raises:
         ValueError: there is no reward, two share a name, or prompts and completions differ in number.
-        RewardError: a reward failed, took too long, or returned what is no score for each row.
+        RewardError: a reward failed, took too long, or did not return one score per row.
     """
     _check_names(rewards)
     if len(prompts) != len(completions):
@@ -185,16 +187,16 @@ def score_rewards(
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
-    """Refuse a data set of whose answers a reward can read none, before anything is sampled.
+    """Check, before anything is sampled, that the rewards can read the data set's answers.
 
-    Each reward with a ``judge`` method gets the answers themselves as completions. Other rewards are not called.
+    Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called.
 
     Args:
         rewards: the terms of the sum.
-        prompts: a few of the data set.
+        prompts: some prompts of the data set.
 
     Raises:
-        ValueError: a reward leaves all of them unscored because it cannot read the known answer.
+        ValueError: a reward can read none of the known answers.
     """
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
@@ -219,10 +221,10 @@ def judge_rows(
     *,
     name: str = "reward",
 ) -> list[Verdict]:
-    """The verdicts of any reward: with reasons where it has some.
+    """Call any reward; returns one verdict per row, with reasons if the reward gives them.
 
     Raises:
-        RewardError: it returned something else than a score for each row; the message has its ``name``.
+        RewardError: the reward did not return one score per row; the message has its ``name``.
     """
     if isinstance(reward, Judge):
         found = reward.judge(
@@ -257,7 +259,7 @@ def _check_names(rewards: Sequence[WeightedReward]) -> None:
 
 
 def _check_parameters(name: str, reward: Callable[..., Any]) -> None:
-    """Refuse what cannot be called with two lists."""
+    """Check that a reward can be called with two lists."""
     try:
         parameters = inspect.signature(reward)
     except (TypeError, ValueError):  # of a builtin, say: the first call will tell

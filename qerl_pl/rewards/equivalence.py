@@ -1,6 +1,6 @@
-"""Whether two answers are the same: exact rules first, algebra for the rest.
+"""Decide whether two answers are equal: by exact rules first, then by algebra.
 
-For the verifier's worker processes only, because of the algebra.
+Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, n
 from qerl_pl.rewards.numbers import Number, exact_number
 from qerl_pl.rewards.verdict import Verdict
 
-MAX_NESTING = 60  # brackets and braces in one another, in an answer
-MAX_ITEMS = 12  # of an unordered list; matching is quadratic in algebra
+MAX_NESTING = 60  # depth of brackets and braces in an answer
+MAX_ITEMS = 12  # of an unordered list; matching needs a quadratic number of comparisons by algebra
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
@@ -46,10 +46,10 @@ class _Group(NamedTuple):
 
 
 def judge(gold: str, answer: str) -> Verdict:
-    """Compare a model's answer (the span alone) with the known one.
+    """Compare a model's answer (only the answer span) with the known answer.
 
     Returns:
-        1, 0, or None where the known answer is empty or cannot be read.
+        Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
     """
     known, found = normalize(gold), normalize(answer)
     if not known:
@@ -66,7 +66,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge the known answer by itself: 0 if it can be read, else None."""
+    """Judge whether the known answer can be read: score 0 if it can, else None."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [(_ASSIGNMENT.match(item) or {"value": item})["value"] for item in items]
     if items and all(exact_number(each) or _is_text(each) or is_readable(each) for each in values):
@@ -77,7 +77,7 @@ def judge_known(gold: str) -> Verdict:
 def _same_answer(gold: str, found: str) -> bool:
     if letters(gold) == letters(found):
         return True
-    if not (_MODULUS.search(gold) and _MODULUS.search(found)):  # the question may say what it is
+    if not (_MODULUS.search(gold) and _MODULUS.search(found)):  # the question may give the modulus
         gold, found = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, found))
     choice = _CHOICE.match(gold)
     if choice:
@@ -100,7 +100,7 @@ def _same_answer(gold: str, found: str) -> bool:
 
 
 def _bare_solutions(text: str) -> str:
-    """Drops set builders around a condition, names of points, and what an integer parameter may be."""
+    """Remove set builders around a condition, names of points, and conditions such as ``k \\in \\mathbb{Z}``."""
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
     text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
@@ -109,13 +109,13 @@ def _bare_solutions(text: str) -> str:
     if point and point["name"].startswith("("):
         text = point["value"]
     chain = _CHAIN.match(text)
-    if chain:  # x = y = 1 as x = 1, y = 1
+    if chain:  # x = y = 1 becomes x = 1, y = 1
         text = ", ".join(f"{name} = {chain['value']}" for name in re.findall("[a-z]", chain["names"]))
     return "(-\\infty,\\infty)" if text in ("\\mathbb{R}", "all real numbers") else text
 
 
 def _group(text: str) -> _Group:
-    """Takes ``(1,2)``, ``[1,2)``, ``\\{1,2\\}``, a column vector, or a bare list apart."""
+    """Split ``(1,2)``, ``[1,2)``, ``\\{1,2\\}``, a column vector, or a bare list into brackets and items."""
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
@@ -130,7 +130,7 @@ def _group(text: str) -> _Group:
 
 
 def _values(text: str) -> list[str]:
-    """The members of a bare list; ``1 \\pm 2`` is two of them."""
+    """Split a bare list into its members; ``1 \\pm 2`` counts as two members."""
     values = []
     for item in filter(None, split_top(text, SEPARATOR)):
         if "\\pm" in item:
@@ -151,7 +151,7 @@ def _balanced(text: str) -> bool:
 
 def _same_groups(gold: _Group, found: _Group) -> bool:
     if len(gold.items) != len(found.items):
-        if len(gold.items) == 1 and not gold.brackets + found.brackets:  # "3/2 or 1.5": one value, said twice
+        if len(gold.items) == 1 and not gold.brackets + found.brackets:  # "3/2 or 1.5" is one value in two forms
             return bool(found.items) and all(_same_value(gold.items[0], given) for given in found.items)
         known, given = (_ASSIGNMENT.match(side.items[0]) if len(side.items) == 1 else None for side in (gold, found))
         return bool(known or given) and _same_groups(
@@ -185,7 +185,7 @@ def _compatible(gold: _Group, found: _Group) -> bool:
 
 
 def _by_name(group: _Group) -> _Group:
-    """``y=2, x=1`` in the order of a point; other groups as they are."""
+    """Sort ``y=2, x=1`` by the names, as in a point (x, y); other groups are not changed."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
@@ -203,7 +203,7 @@ def _same_unordered(gold: list[str], found: list[str]) -> bool:
 
 
 def _same_value(gold: str, found: str) -> bool:
-    """Two single values: numbers exactly, words as words, the rest by algebra."""
+    """Compare two single values: numbers exactly, words as words, other values by algebra."""
     if letters(gold) == letters(found):
         return True
     gold, found = _sides(gold, found)
@@ -224,7 +224,7 @@ def _same_value(gold: str, found: str) -> bool:
 
 
 def _sides(gold: str, found: str) -> tuple[str, str]:
-    """Reduces ``x = 5`` to 5 where the other side says only 5, and both where they name the same."""
+    """Reduce ``x = 5`` to 5 if the other answer is a value without a name, and both if they have the same name."""
     found, gold = _exact_part(found), _exact_part(gold)
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
     if known and given:
@@ -244,25 +244,28 @@ def _sides(gold: str, found: str) -> tuple[str, str]:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Whether one name is of a function's value and the other a plain one: f(x) may be called y, but not sin(x) c."""
+    """Whether exactly one name is that of a function's value: y may stand for f(x), but c may not stand for sin(x)."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
 
 
 def _exact_part(text: str) -> str:
-    """The left side of ``1/3 \\approx 0.333``, of ``x \\approx 5`` the value: never either, as two guesses are none."""
+    """Return the part of an approximation to compare: 1/3 of ``1/3 \\approx 0.333``, 5 of ``x \\approx 5``.
+
+    Only one side is compared, because an answer with two candidates would get two tries.
+    """
     parts = re.split(r"\\approx", text)
     return next((part for part in parts if re.search(r"\d|\\pi", part)), parts[-1]).strip()
 
 
 def _is_text(text: str) -> bool:
-    """Words, not a product of one-letter variables: "cat" and "2 greater than 1", but not "ab" and "2ab"."""
+    """Whether a text has words and is no product of variables: "cat" and "2 greater than 1", but not "ab" or "2ab"."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 
 
 def _words(text: str) -> list[str]:
-    """Words without articles and plural endings."""
+    """Split into words, without articles and plural endings."""
     words = re.findall(r"\w+|[^\w\s.,;:'-]", text.lower())
     return [word.rstrip("s") or word for word in words if word not in ("a", "an", "the")]

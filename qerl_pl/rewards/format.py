@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion, whatever it answers."""
+"""Rewards for the format of a completion, which do not look at the answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Score 1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
 
-    Each tag stands once and in this order, both spans hold more than white space, and only white space stands before,
-    between and after them. A ``<think>`` with which the chat template ends the prompt counts as the first tag.
+    Each tag must occur once and in this order, both spans must hold more than white space, and only white space may be
+    before, between and after them. If the chat template ends the prompt with ``<think>``, this counts as the first tag.
     """
     pairs = zip(prompts, completions, strict=True)
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]

@@ -1,4 +1,4 @@
-"""Keeps a run safe from what a reward does: it ends in time, errors name it, and the process is as it was before."""
+"""Call a reward safely: with a time limit, errors that name it, and the process's global settings restored after it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ import torch
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
 
 LARGEST = torch.finfo(torch.float32).max
-_RING = signal.SIGVTALRM  # rewards have SIGALRM for limits of their own
+_RING = signal.SIGVTALRM  # not SIGALRM, which rewards may use for their own limits
 
 
 class RewardError(ValueError):
-    """A reward failed, took too long, or returned what is no score. The message names it."""
+    """A reward failed, took too long, or returned something other than scores. The message names the reward."""
 
 
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
-    """Around one call of a reward.
+    """Guard one call of a reward; a context manager.
 
-    The clock is a thread that sends the main thread a signal, so it ends what sleeps, waits or computes in Python, and
-    not a call into C that never returns. Outside of the main thread there is no clock. ``os._exit`` is refused in this
-    process and left alone in its children.
+    The time limit is enforced by a thread that sends a signal to the main thread. It ends Python code that sleeps,
+    waits or computes, but not a call into C that never returns. In any other thread than the main thread there is no
+    limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
 
-    Afterwards the following are as before: the current folder, gradient mode, default dtype, number of threads,
-    precision of products, recursion limit, signal handlers, timers, and the global random streams. These are seeded
-    for the call, so what a reward draws from them is a function of the rollout and of nothing that ran before.
+    The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
+    precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
+    call, so a reward's draws depend only on the rollout and not on the code that ran before.
 
     Args:
-        name: of the reward, for messages.
-        num_rows: of the batch, for messages.
-        time_limit: seconds until it is done or reports progress again; None: no limit.
-        seed: of the random streams within the call.
+        name: name of the reward, for messages.
+        num_rows: rows of the batch, for messages.
+        time_limit: most seconds until the call ends or reports progress; None sets no limit.
+        seed: of the random streams during the call.
 
     Yields:
-        What to call when rows got done: it starts the clock again.
+        A function to call when rows are finished; it restarts the time limit.
 
     Raises:
         RewardError: the reward raised an exception, asked the process to exit, or took too long.
@@ -74,12 +74,12 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
     """Check what a reward returned and convert it to numbers.
 
     Args:
-        name: of the reward, for messages.
-        found: a list, a tuple, or a tensor or array of one axis; numbers, None where a row is unscored.
-        num_rows: how many there must be.
+        name: name of the reward, for messages.
+        found: a list, tuple, or one-dimensional tensor or array, with a number per row, or None for an unscored row.
+        num_rows: expected length.
 
     Raises:
-        RewardError: it is something else; the message names the reward, the row and what was expected.
+        RewardError: the type, the length or a score is wrong; names the reward, the row and what was expected.
     """
     if isinstance(found, torch.Tensor | np.ndarray):
         found = found.tolist()
@@ -89,7 +89,7 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
             f"of {num_rows} rows"
         )
     if len(found) != num_rows:
-        raise RewardError(f"reward {name!r} returned {len(found)} scores for {num_rows} rows; expected one a row")
+        raise RewardError(f"reward {name!r} returned {len(found)} scores for {num_rows} rows; expected one per row")
     return [_checked(name, row, score) for row, score in enumerate(found)]
 
 
@@ -104,7 +104,7 @@ def _checked(name: str, row: int, score: Any) -> float | None:
 
 
 class _Late(BaseException):
-    """Raised in the reward when its time is over; no ``except Exception`` of its own holds it up."""
+    """Raised inside a reward when its time is over. The reward's own ``except Exception`` does not catch it."""
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
         while not over.wait(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 signal.pthread_kill(main, _RING)
-                over.wait(1.0)  # again, should something have held it up
+                over.wait(1.0)  # then signal again, in case the reward caught the error
 
     before = signal.signal(_RING, ring)
     thread = threading.Thread(target=watch, daemon=True)

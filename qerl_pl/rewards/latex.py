@@ -1,4 +1,4 @@
-"""Brings answers written in LaTeX, Unicode or words to one plain form. Strings in, strings out, no evaluation."""
+"""Normalise answers written in LaTeX, Unicode or words to one plain form, by string rewriting alone."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _UNICODE = str.maketrans(
         "\u00a3": "\\$",
     }
 )
-SEPARATOR = r",|;|\bor\b|\band\b"  # regex: between the values of a list
+SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
-_END = r"(?![A-Za-z])"  # of a command's name
+_END = r"(?![A-Za-z])"  # end of a command's name
 _NAMES = {
     "dfrac|tfrac|cfrac": "frac",
     "dbinom|tbinom": "binom",
@@ -66,7 +66,7 @@ _NAMES = {
     "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
 }
 _BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not commands
-# Formulas typed without LaTeX: a name is a command where no letter touches it.
+# Formulas typed without LaTeX: a name such as "sqrt" is a command if no letter is next to it.
 _PLAIN = [
     (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"(?<![\\A-Za-z])(pi|theta)(?![A-Za-z])"), r"\\\1 "),
@@ -80,7 +80,7 @@ _PLAIN = [
     (re.compile(r"<="), r"\\leq "),
     (re.compile(r">="), r"\\geq "),
     (re.compile(r"(?<=[)\]])\s*(?:U|union)\s*(?=[(\[])"), r"\\cup "),
-    *[(re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}")] * 3,  # they nest
+    *[(re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}")] * 3,  # for nested roots
 ]
 _STYLE = re.compile(
     rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
@@ -92,7 +92,7 @@ _SHORT_UNITS = (
     r"|kmh|km/h|m/s|cm/s|miles?/h(?:our)?)"
 )
 _SCALES = "thousand|million|billion|trillion"
-# Words that make another number of the one before them.
+# Words that change the number before them, and so are no units.
 _FACTORS = rf"{_SCALES}|hundred|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths"
 _NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_FACTORS})\b)"
 _FIRST_UNIT = rf"(?<=\s)(?:{_NO_UNITS}[A-Za-z]{{4,}}|the|of|per|in|for|each)\b"
@@ -115,7 +115,7 @@ _QUALIFIER = re.compile(r"[,;]?\s*(?:\\text\{\s*)?\(?\b(?:for all|where|since|be
 _ARROW = re.compile(r"\\(?:implies|Rightarrow|Longrightarrow)(?![A-Za-z])")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![A-Za-z])")
 _ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m|in)\s*\]")
-_INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # France writes ]1,2] for (1,2]
+_INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # French notation: ]1,2] is (1,2]
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
     r"|[A-Za-z][A-Za-z ]{2,40}(?=:)|(?:(?:so|thus|hence|therefore),? )?we (?:get|have|find|obtain)\b"
@@ -127,10 +127,10 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 
 def normalize(text: str) -> str:
-    """One plain form of an answer: delimiters, style, spacing, units, currency and prose around it are gone.
+    """Rewrite an answer to one plain form, without delimiters, style, spacing, units, currency and surrounding prose.
 
-    Kept are commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%``. Two answers that differ
-    only in how they are typed have the same form; the reverse need not hold.
+    Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
+    form differ only in how they are typed; answers with different forms may still be equal.
     """
     text = _commands(text)
     text = _unwrap(text)
@@ -156,7 +156,7 @@ def normalize(text: str) -> str:
     text = re.sub(
         r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
     )
-    roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval's
+    roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval
     text = _INTERVAL.sub(_with_round_brackets, roots).replace("\x02", "[").replace("\x03", "]")
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
     text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # a column vector written as a row
@@ -168,14 +168,14 @@ def normalize(text: str) -> str:
 
 
 def letters(text: str) -> str:
-    """Normalise differences of typing: blanks, case of words, braces around one character of a script."""
+    """Remove blanks, case of words, and braces around single characters in sub- and superscripts."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """Split at matches of the regex ``separator`` that stand outside brackets and braces."""
+    """Split at matches of the regex ``separator`` outside of brackets and braces."""
     parts, depth, start = [], 0, 0
     tokens = re.compile(
         rf"(?P<open>\\\{{|[({{\[]|\\begin)|(?P<close>\\\}}|[)}}\]]|\\end)|(?P<separator>{separator})|\\?.", re.S
@@ -192,7 +192,7 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def _half_of_day(half: re.Match[str]) -> str:
-    """``p.m.`` and ``PM`` as pm."""
+    """Rewrite ``p.m.`` and ``PM`` as pm."""
     return f" {half[1].lower()}m"
 
 
@@ -206,7 +206,7 @@ def nesting(text: str) -> int:
 
 
 def _commands(text: str) -> str:
-    """Synonyms to one command, Unicode to commands, spacing to blanks."""
+    """Replace synonyms by one command each, Unicode by commands, and spacing commands by blanks."""
     if not text.isascii():
         text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
     for pattern, command in _PLAIN:
@@ -219,7 +219,7 @@ def _commands(text: str) -> str:
     text = _STYLE.sub("", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
-    text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants, set upright
+    text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants e and i in upright type
     text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=\d)\.(?=\s*/)|^[\s$]*\\approx(?![A-Za-z])", "", text)
@@ -230,12 +230,12 @@ def _commands(text: str) -> str:
 
 
 def _rows(environment: re.Match[str]) -> str:
-    """The lines of a system of equations as a list."""
+    """Rewrite the lines of a system of equations as a list."""
     return ", ".join(row.replace("&", " ").strip(" ,") for row in environment[2].split("\\\\") if row.strip())
 
 
 def _unwrap(text: str) -> str:
-    """Take off what encloses the whole answer: math delimiters, a box, ``\\text``, bold, quotes, a full stop."""
+    """Remove math delimiters, a box, ``\\text``, bold, quotes or a full stop that enclose the whole answer."""
     while True:
         inner = text.strip().rstrip(".,;").strip("`\"' ")
         cores = (_core(inner, start, end) for start, end in _DELIMITERS)
@@ -248,13 +248,13 @@ def _unwrap(text: str) -> str:
 
 
 def _said_once(text: str) -> str:
-    """``5 (five)`` as 5."""
+    """Rewrite ``5 (five)`` as 5."""
     twice = re.fullmatch(r"(\d+)\s*\(([A-Za-z -]+)\)", text)
     return twice[1] if twice and in_digits(twice[2]) == twice[1] else text
 
 
 def _with_round_brackets(interval: re.Match[str]) -> str:
-    """``]1,2]`` as ``(1,2]``."""
+    """Rewrite ``]1,2]`` as ``(1,2]``."""
     opening, inside, closing = interval.groups()
     return f"{'[' if opening == '[' else '('}{inside}{']' if closing == ']' else ')'}"
 
@@ -288,7 +288,7 @@ def without_choice(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    """Naked decimals, short fractions and roots, mixed fractions."""
+    """Normalise decimals such as ``.5``, fractions and roots without braces, and mixed fractions."""
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\\pi|[a-z])\s*(\d)", r"\\frac{\1}{\2}", text)
@@ -302,7 +302,7 @@ def _fractions(text: str) -> str:
 
 
 def _repeating(decimal: re.Match[str]) -> str:
-    """``0.1\\overline{6}`` as (16-1)/90."""
+    """Rewrite ``0.1\\overline{6}`` as (16-1)/90."""
     whole, start, period = decimal.groups()
     numerator = int(whole + start + period) - int(f"0{whole}{start}")
     return f"\\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(start)}}}"

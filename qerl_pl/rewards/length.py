@@ -10,12 +10,12 @@ from qerl_pl.common.types import Completion, Prompt
 class SoftOverlong:
     """Punishes completions that come close to the length limit (DAPO, arXiv 2503.14476, eq. 13).
 
-    With L tokens, limit ``max_tokens`` and ``buffer``: 0 up to ``max_tokens - buffer``, then falling linearly to -1 at
-    ``max_tokens``, and -1 beyond it.
+    The score is 0 up to ``max_tokens - buffer`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
 
     Args:
-        buffer: L_cache, the tokens over which it grows.
-        max_tokens: L_max, where the punishment is whole. null: ``model.sampling.max_tokens``, which a run insists on.
+        buffer: L_cache in the paper: number of tokens before the limit over which the score falls.
+        max_tokens: L_max in the paper: the limit, in tokens. null takes ``model.sampling.max_tokens``; in a run every
+            other value is an error.
 
     Raises:
         ValueError: ``buffer`` is not between 1 and ``max_tokens``.

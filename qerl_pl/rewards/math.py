@@ -1,4 +1,4 @@
-"""Rewards that compare a completion's answer with the known one."""
+"""Rewards that compare a completion's answer with the known answer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, l
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 
-_EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # of unknowns: no number
+_EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # an equation in unknowns is no number
 
 
 class NumericAnswer:
-    """Scores 1 if the last marked answer is exactly the prompt's number; else 0. For GSM8K and its like.
+    """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
-    Units, currency, separators and ways of writing do not matter (``numbers.parse_number`` lists them); two numbers in
-    the span are no answer. What follows the model's own turn (``unmarked.own_turn``) is not read. A prompt whose own
-    answer is not a number (or GSM8K's ``... #### 72``) is unscored.
+    Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms). A
+    marked span with two different numbers is no answer. Text after the end of the model's own turn is not read
+    (``unmarked.own_turn``). A row is unscored if its known answer is neither a number nor a GSM8K solution that ends in
+    ``#### 72``.
 
     Args:
-        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
+        marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
             the first three.
-        fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its
-            last number. The latter agrees with how people label free-form solutions, but teaches a policy no format.
-        after_thoughts: whether only what follows the last ``</think>`` is read, so that an answer within the thoughts
-            never counts; thoughts that are not closed hold no answer. Text without these tags is read as a whole.
+        fallback: answer of a completion without a marker: none, or the answer that the text states in words, else the
+            last number in the text. The latter agrees with how people label free-form solutions, but does not train the
+            policy to use the marker.
+        after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
+            not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
 
     Raises:
         ValueError: ``marker`` or ``fallback`` is not one of the above.
@@ -55,7 +57,7 @@ class NumericAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Judge completions' texts against the known answers; ``progress`` is told how many rows just got done."""
+        """Compare completions with the known answers; calls ``progress`` with the number of rows just finished."""
         verdicts = []
         for text, answer in zip(texts, answers, strict=True):
             verdicts.append(self._judge(text, answer))
@@ -80,26 +82,28 @@ class NumericAnswer:
 
 
 class MathAnswer:
-    """Scores 1 if the answer is mathematically equal to the prompt's; else 0. For MATH, BigMath, AIME and their like.
+    """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
 
-    Only the answer span is compared: a tagged answer, else the last box (with the default marker), of the model's own
-    turn (``unmarked.own_turn``). Equal are LaTeX and plain forms of numbers, expressions, sets, intervals, points,
-    matrices, equations, several values, choices and words; units do not matter. A known answer may be a solution that
-    ends in a box or in GSM8K's ``####``. A decimal stands for a value that has no finite decimals if it is that value
-    rounded or cut off at its last digit and has at least six significant digits; else values are compared exactly. Of
-    an approximation the left side counts. Verification runs in worker processes. A row that hangs or kills its worker
-    is 0 where the known answer alone can be read. A known answer that cannot be read leaves its row unscored, unless
-    the answer repeats it letter by letter.
+    Only the marked answer of the model's own turn is compared (``unmarked.own_turn``): with the default marker a tagged
+    answer, else the last box. Numbers, expressions, sets, intervals, points, matrices, equations, lists of values,
+    choices and words are compared in LaTeX and in plain form; units are ignored. The known answer may be a whole
+    solution that ends in a box or in ``####``. Values are compared exactly, with one exception: a decimal of at least
+    six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
+    decimal's last digit. Of an approximation such as ``1/3 \\approx 0.333`` the left side is compared.
+
+    The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer alone can
+    be read. A row whose known answer cannot be read is unscored, unless the completion's answer is the same text.
 
     Args:
-        marker: what marks an answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
-            any of the first three: the tag if there is one, else the box, else the hashes.
-        fallback: what counts when nothing is marked: nothing, or what the text states as its answer, else its last
-            formula or number. The latter agrees with how people label solutions, but teaches a policy no format.
-        after_thoughts: whether only what follows the last ``</think>`` is read, so that an answer within the thoughts
-            never counts; thoughts that are not closed hold no answer. Text without these tags is read as a whole.
-        num_workers: processes; null for one a core, at most 4.
-        time_limit: seconds of processor time a row.
+        marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
+            any of the first three: the tag if there is one, else the box, else ``####``.
+        fallback: answer of a completion without a marker: none, or the answer that the text states in words, else the
+            last formula or number in the text. The latter agrees with how people label solutions, but does not train
+            the policy to use the marker.
+        after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
+            not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
+        num_workers: number of worker processes; null takes one per core, at most 4.
+        time_limit: processor time per row, in seconds.
 
     Raises:
         ValueError: an argument is not one of the above.
@@ -127,7 +131,7 @@ class MathAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Judge completions' texts against the known answers; ``progress`` is told how many rows just got done."""
+        """Compare completions with the known answers; calls ``progress`` with the number of rows just finished."""
         verdicts: dict[int, Verdict] = {}
         rows: dict[int, tuple[str, str]] = {}
         for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):

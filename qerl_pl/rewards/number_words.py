@@ -1,4 +1,4 @@
-"""Whole numbers in English words, below a million."""
+"""Read whole numbers below a million in English words."""
 
 from __future__ import annotations
 

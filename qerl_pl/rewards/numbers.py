@@ -1,4 +1,4 @@
-"""Reads one number out of an answer, exactly: no float and no evaluation of what a model wrote."""
+"""Read one number from an answer, exactly: without floats, and without evaluating the model's text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from qerl_pl.rewards.number_words import in_digits
 
-MAX_ANSWER = 1000  # characters; longer spans are not one number, and the limit keeps every regex below cheap
-SIGNIFICANT = 6  # digits that a decimal needs to stand for a value without finite decimals
-MAX_EXPONENT = 300  # 1e999999999 is not worth its memory
+MAX_ANSWER = 1000  # characters; a longer span is not one number, and the limit bounds the time of the regexes below
+SIGNIFICANT = 6  # minimum of significant digits in a decimal that may stand for a value without finite decimals
+MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
 _NUMBER = re.compile(
@@ -27,7 +27,7 @@ _NUMBER = re.compile(
 _SCALES = {"": 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
-# What makes more of a number than its digits say: a root, a factorial, a variable, "half of 10", "2 and a half".
+# Signs that the value is not just the digits: a root, a factorial, a variable, "half of 10", "2 and a half".
 _EXPRESSION = re.compile(
     "[\u221a-\u221c\u03c0]"
     r"|\d!|(?<![A-Za-z])pi(?![A-Za-z])|\d(?![gmslhLCF]\b)[A-Za-z]\b"
@@ -37,10 +37,10 @@ _EXPRESSION = re.compile(
 )
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
-# Applied in order; each turns a way of writing into plain text.
+# Rewritings to plain text, applied in this order.
 _REWRITES = [
     (re.compile(r"<<[^<>]*>>"), ""),  # GSM8K's calculator notes
-    (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes that stand for a minus
+    (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes used as a minus
     (re.compile(r"[\u00d7\u22c5\u00b7]"), "*"),
     (re.compile(r"[\u2248\u2245]|\\(?:approx|simeq|cong)(?![A-Za-z])"), "="),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
@@ -70,16 +70,16 @@ _WRAPPER = re.compile(
 
 
 class Number(NamedTuple):
-    """A number as it was written."""
+    """A number, and whether it was written as a percentage."""
 
     value: Fraction
     """50 for ``50%``."""
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """Equal values, or one the decimal of the other by ``is_decimal_of``.
+        """Whether the values are equal, or one is the decimal of the other by ``is_decimal_of``.
 
-        A percentage equals the bare number it shows (``50%`` and 50) and the share it means (0.5).
+        A percentage such as ``50%`` equals both 50 and 0.5.
         """
         if self.value == other.value:
             return True
@@ -95,9 +95,9 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Whether ``decimal`` is ``value``, which no finite decimal is, rounded or cut off at its last digit.
+    """Whether ``decimal`` is ``value`` rounded or truncated at its last digit, and ``value`` has no finite decimals.
 
-    It has to have ``SIGNIFICANT`` digits: 0.333333 stands for 1/3, and 0.33 does not.
+    ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
     """
     places = decimal_places(decimal)
     if places is None or decimal_places(value) is not None:
@@ -108,7 +108,7 @@ def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
 
 
 def decimal_places(value: Fraction) -> int | None:
-    """Digits after the point, or None where they never end."""
+    """Count the digits after the decimal point; None if there is no finite decimal."""
     rest, places = value.denominator, 0
     for prime in (2, 5):
         power = 0
@@ -119,17 +119,17 @@ def decimal_places(value: Fraction) -> int | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """The one number in ``text``, or None where there is none, two that differ, or an expression that is no number.
+    """Read the number in ``text``; None if there is none, two that differ, or an expression that is not a number.
 
-    Read are: thousands separators, decimals, fractions and mixed fractions, powers of ten, percent, currency signs,
-    words and units around the number, their LaTeX forms, minus signs and digits of any script, whole numbers in English
-    words. Of ``6 * 3 = 18`` the last side counts.
+    Accepted forms: thousands separators, decimals, fractions and mixed fractions, powers of ten, percentages, currency
+    signs, words and units around the number, LaTeX forms of all these, minus signs and digits of any script, and whole
+    numbers in English words. Of an equation such as ``6 * 3 = 18`` the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
     plain = _THOUSAND.sub(" thousand", _signed(plain_text(text).rsplit("=", 1)[-1]))
     if "\\" in plain or "\u00b1" in plain or _EXPRESSION.search(plain):
-        return None  # a root, a logarithm, two values: math-verify's business
+        return None  # a root, a logarithm or two values: MathAnswer compares these
     found = {_value(match) for match in _NUMBER.finditer(plain)}
     return found.pop() if len(found) == 1 else None
 
@@ -143,16 +143,16 @@ def exact_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """The number that ``text`` begins with, unless it is a time of day."""
+    """Read the number at the start of ``text``; None if there is none or it is a time of day."""
     plain = plain_text(text[:MAX_ANSWER]).lstrip()
     match = _NUMBER.match(plain)
     return _value(match) if match and not re.match(r":\d", plain[match.end() :]) else None
 
 
 def last_number(text: str) -> Number | None:
-    """The number in the last line that has one and is no remark: the last in bold if there is bold, else the last.
+    """Read the last number of a completion: from the last line that has a number and is not a remark.
 
-    A number in parentheses counts only where there is no other.
+    Numbers in parentheses count only if the line has no others, and numbers in bold take precedence over plain ones.
     """
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
@@ -172,7 +172,7 @@ def plain_text(text: str) -> str:
     """Rewrite a text with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
     if not text.isascii():
         text = ascii_digits(text)
-    for _ in range(4):  # wrappers nest: \boxed{\text{18}}
+    for _ in range(4):  # wrappers may be nested, as in \boxed{\text{18}}
         text = _WRAPPER.sub(r" \1 ", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -180,7 +180,7 @@ def plain_text(text: str) -> str:
 
 
 def ascii_digits(text: str) -> str:
-    """Digits, powers and fractions of any script in ASCII."""
+    """Rewrite digits, superscripts and fraction characters of any script in ASCII."""
     text = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power.group())}}}", text)
     text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
@@ -188,7 +188,7 @@ def ascii_digits(text: str) -> str:
 
 
 def _signed(plain: str) -> str:
-    """Numbers in words in digits, and ``minus`` and ``negative`` as a sign."""
+    """Rewrite numbers in words as digits, and ``minus`` and ``negative`` as a sign."""
     return _MINUS.sub("-", in_digits(plain))
 
 

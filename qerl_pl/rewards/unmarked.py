@@ -7,7 +7,7 @@ from itertools import islice
 
 from qerl_pl.rewards.answers import Marker, joined, marked_answer
 
-_TAIL = 3000  # characters at the end of a completion that are searched for an answer that is not marked
+_TAIL = 3000  # characters at the end of a completion that are searched for an unmarked answer
 _END_OF_TURN = re.compile(
     "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|end\u2581of\u2581sentence)[|\uff5c]>"
     "|</s>|<eos>|<end_of_turn>"
@@ -23,7 +23,7 @@ _STATED = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])|\.\W*$")
 _REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^()]*\)$", re.IGNORECASE)
-# Between math delimiters, or in bold where it is no heading.
+# Text between math delimiters, or bold text that is not a heading.
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
     # "$5 and $" is currency: as in Pandoc's Markdown, a closing $ has no blank before it and no digit after it.
@@ -32,23 +32,24 @@ _MATH = re.compile(
     r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
     re.DOTALL,
 )
-# What is said of a name: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
+# Text after a name that gives its value: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
 _VALUE = re.compile(r"\s*(?:is|are|equals|must be|=)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
-_MAX_WORDS = 3  # of an answer in bold; more are a sentence
-_MAX_QUESTIONS = 4  # that are looked at, so that time stays linear
+_MAX_WORDS = 3  # of an answer in bold; longer bold text is a sentence
+_MAX_QUESTIONS = 4  # further questions that are examined; bounds the time
 _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last ``</think>``; nothing where thoughts were opened and never closed."""
+    """Return the text after the last ``</think>``; empty if a ``<think>`` was not closed."""
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
 
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
-    """Up to where the model's turn ends: a special token that was left in, or another question after its answer.
+    """Return the text up to the end of the model's turn.
 
-    Its answer is one with ``marker``, or with ``stated`` also one that only says that it is.
+    The turn ends at a special token that was left in the text, or where a further question ("Question: ...") follows an
+    answer. An answer is text marked by ``marker``; with ``stated`` true, also a sentence such as "the answer is 5".
     """
     end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
     text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
@@ -57,14 +58,14 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
         return text
     thoughts = len(before + closed)
     for question in islice(_NEXT_QUESTION.finditer(text, thoughts), _MAX_QUESTIONS):
-        said = text[thoughts : question.start()]  # what was tried in the thoughts is no answer
+        said = text[thoughts : question.start()]  # an answer within the thoughts does not count
         if marked_answer(said, marker) or (stated and stated_answer(said)):
             return text[: question.start()]
     return text
 
 
 def final_part(text: str) -> str:
-    """After the thoughts, if there are any, and near the end. Nothing where the thoughts were cut off."""
+    """Return the last ``_TAIL`` characters after the thoughts, if any; empty if the thoughts were not closed."""
     _, closed, rest = text.rpartition("</think>")
     return "" if not closed and "<think>" in rest else rest[-_TAIL:]
 
@@ -79,17 +80,17 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_math(text: str) -> str | None:
-    """The last expression between math delimiters, or the last few words in bold.
+    """Return the last expression between math delimiters, or the last short text in bold; None if there is none.
 
-    Expressions with only ``,``, ``and`` or ``or`` between them are one answer, and of a name that which it is said to
-    be.
+    Expressions that only ``,``, ``and`` or ``or`` separate are one answer. If the expression is a name and the text
+    goes on with its value ("$x$ is 9"), the value is returned.
     """
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):
         content = next(filter(None, match.groups())).strip()
         if match["money"]:
-            spans.clear()  # what is said before an amount of money is not the last value
+            spans.clear()  # expressions before an amount of money are not the last value
         elif content and not (match[6] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
             spans.append((match.start(), match.end(), content))
     if not spans:
@@ -101,6 +102,6 @@ def last_math(text: str) -> str | None:
 
 
 def answer_alone(text: str) -> str | None:
-    """The whole text, where it is one line that says nothing but an answer: ``(D)``, ``x^2 + 2x``, ``June 20``."""
+    """Return the whole text if it is one line with only an answer, e.g. ``(D)``, ``x^2 + 2x``, ``June 20``."""
     text = text.strip()
     return text if len(text) <= 80 and not re.search(r"\n|\\boxed", text) and _ALONE.fullmatch(text) else None

@@ -3,21 +3,25 @@
 from typing import Literal, NamedTuple, get_args
 
 Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
-"""Cause of an unscored row: the known answer cannot be read; it alone took too long, ended its process twice, took too
-much memory (an answer that does so for a readable one is 0); a reward returned None and does not say."""
+"""Cause of an unscored row.
+
+"known_answer": the known answer cannot be read. "hang", "crash", "memory": reading the known answer alone took too
+long, ended its process twice, or took too much memory (if only the completion's answer does so, the score is 0).
+"unsaid": the reward returned None without a reason.
+"""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class Verdict(NamedTuple):
-    """The judgement of one row."""
+    """The score of one row, with its reason."""
 
     score: float | None
-    """1 right, 0 wrong or absent, None unscored: the row says nothing about the policy."""
+    """1 for a correct answer, 0 for a wrong or missing one, None for an unscored row, which is not trained on."""
     reason: str
-    """One line for people: what was compared, or what is missing."""
+    """One line for people: the values that were compared, or what is missing."""
     cause: Cause | None = None
     """Cause of an unscored row."""
 
 
 def no_progress(count: int) -> None:
-    """Stands for a progress bar where nobody looks."""
+    """Ignore reports of progress."""

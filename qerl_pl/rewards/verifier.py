@@ -1,7 +1,8 @@
-"""Judges answers in worker processes that can be killed: a row that hangs or crashes costs a worker, never the run.
+"""Judge answers in worker processes, so that a row that hangs or crashes ends a worker and not the run.
 
-Everything here runs in the calling thread, whichever it is: no signal handlers, no helper threads. Workers are fresh
-interpreters (``worker.py``), not forks, so CUDA and vLLM in this process do not matter to them.
+The calling thread, which may be any thread, does all the work of this module, without signal handlers or helper
+threads. Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this
+process do not affect them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from qerl_pl.rewards.verdict import Cause, Verdict
 
 START_LIMIT = 120.0  # seconds a worker may take to import math-verify on a busy machine
 MAX_FAILED_STARTS = 3
-WALL_FACTOR = 10.0  # wall-clock limit of a row over its processor-time limit: for rows that sleep and full machines
+WALL_FACTOR = 10.0  # wall-clock limit of a row, divided by its processor-time limit; allows for busy machines
 _ROOT = Path(__file__).parents[2]
 
 
 class Verifier:
-    """A pool of workers. Cheap to build and to pickle: processes start with the first row and end with this one.
+    """A pool of worker processes, which start with the first row and end with this process or with ``close``.
 
     Args:
-        num_workers: processes; None: one a core that this process may use, at most 4.
-        time_limit: seconds of processor time a row.
+        num_workers: number of processes; None takes one per core that this process may use, at most 4.
+        time_limit: processor time per row, in seconds.
 
     Raises:
         ValueError: an argument is not positive.
@@ -42,7 +43,7 @@ class Verifier:
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 3.0) -> None:
         if num_workers is not None and num_workers < 1:
-            raise ValueError(f"num_workers is {num_workers}; expected at least 1, or null for one a core")
+            raise ValueError(f"num_workers is {num_workers}; expected at least 1, or null for one per core")
         if time_limit <= 0:
             raise ValueError(f"time_limit is {time_limit}; expected a positive number of seconds")
         self.num_workers = num_workers or min(4, len(os.sched_getaffinity(0)))
@@ -56,23 +57,23 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """The verdicts of (known answer, answer) pairs, in order. Both are short: ``numbers.MAX_ANSWER`` at most.
+        """Judge pairs of known answer and answer; returns the verdicts in order.
 
-        A row whose worker dies is tried once more. A row that exceeds its time limit or the memory, or ends its worker
-        twice, is 0 if the known answer alone can be read: the answer is at fault, and must be no shelter from a
-        negative advantage. Else it is unscored. Equal rows are judged once: the completions of a group often answer
-        the same.
+        A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
+        twice, scores 0 if the known answer alone can be read, because otherwise a policy could avoid negative
+        advantages by writing such answers. If the known answer alone cannot be read, the row is unscored. Equal rows
+        are judged once, because the completions of a group often have the same answer.
 
         Args:
-            rows: the known answer, and the part of the completion that answers.
-            progress: called with the number of rows that have just got their verdict.
+            rows: known answer, and answer span of the completion; each at most ``numbers.MAX_ANSWER`` characters.
+            progress: called with the number of rows that were finished since the last call.
 
         Raises:
             RuntimeError: workers cannot be started.
         """
         with self._lock:
             if os.getpid() != self._owner:
-                self._begin()  # a fork: the workers are the parent's
+                self._begin()  # this process is a fork: the workers belong to its parent
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
@@ -80,7 +81,7 @@ class Verifier:
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
-                if any(worker.row for worker in self._workers):  # interrupted: what they answer is nobody's
+                if any(worker.row for worker in self._workers):  # interrupted: nobody will read their answers
                     _stop_all(self._workers, self._owner)
 
     def pids(self) -> list[int]:
@@ -98,7 +99,7 @@ class Verifier:
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
-        """Makes 0 of rows without a score where the known answer alone can be read."""
+        """Set failed rows to 0 if their known answer alone can be read."""
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
@@ -148,11 +149,11 @@ class _Row(NamedTuple):
 class _Failure(NamedTuple):
     reason: str
     cause: Cause
-    """A hang would end the same way again; a crash may have been the machine's."""
+    """Only a crash is tried again: it may be the machine's fault, whereas a hang would hang again."""
 
 
 class _Worker:
-    """One process, and the row it is at."""
+    """One worker process, and the row that it judges."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -175,7 +176,7 @@ class _Worker:
         self._received = b""
 
     def send(self, row: _Row, gold: str, answer: str | None, limit: float) -> None:
-        """Start on a row. If the process has died, the next ``receive`` tells."""
+        """Send a row. If the process has died, the next ``receive`` reports it."""
         self.row, self.limit = row, limit
         self.deadline = time.monotonic() + WALL_FACTOR * limit
         with suppress(BrokenPipeError):
@@ -183,7 +184,10 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """The verdict on its row, if it is there. Sets ``failure``, and reaps the process, where none will come."""
+        """Return the verdict on the row, or None if it is not there yet.
+
+        If no verdict will come, set ``failure`` and reap the process.
+        """
         late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
             self.stop()
@@ -191,7 +195,7 @@ class _Worker:
             return None
         chunk = os.read(self.stdout.fileno(), 65536)
         if not chunk:
-            status = self.stop(patience=1.0)  # it has closed its output, so it is ending
+            status = self.stop(patience=1.0)  # its output is closed, so the process is ending
             died = _Failure(f"its process died twice (exit status {status})", "crash")
             self.failure = late if status == -signal.SIGPROF else died
             return None
@@ -206,19 +210,19 @@ class _Worker:
         return Verdict(*json.loads(line))
 
     def stop(self, patience: float = 0.0) -> int:
-        """Reap, after a kill where it still runs; the exit status, negative for the signal that ended it."""
+        """Kill the process if it still runs, and reap it; returns the exit status, -N if signal N ended it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.process.kill()
         status = self.process.wait()
         self.stdout.close()
-        with suppress(BrokenPipeError):  # a row that was never read
+        with suppress(BrokenPipeError):  # the process never read its row
             self.stdin.close()
         return status
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some worker has something to say or has run out of time; those that do."""
+    """Wait until some workers have a verdict, have died, or are out of time; returns these workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = _readable(workers, wait=min(patience, START_LIMIT))
     now = time.monotonic()

@@ -1,6 +1,6 @@
-"""The verifier's worker process: one JSON line in, one out, until its input closes. Started by ``verifier.py``.
+"""Worker process of the verifier, started by ``verifier.py``: answers each JSON line of input with one line of output.
 
-It imports neither torch nor anything of ours that does, so it starts in half a second and never touches a GPU.
+It imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import signal
 import sys
 
 MEMORY = 4 * 2**30  # bytes of address space
-HEAVY = 2**30  # bytes resident: beyond them a verdict may rest on a MemoryError that sympy swallowed
+HEAVY = 2**30  # bytes resident; above it a verdict may be wrong, because sympy catches MemoryError
 
 
 def main() -> None:
-    """Serve until end of input. Dies by SIGPROF when a row takes more processor time than its limit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes our input
+    """Judge rows until the end of input. SIGPROF ends the process when a row exceeds its limit of processor time."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and then closes this process's input
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from qerl_pl.rewards.equivalence import judge, judge_known
 
-    judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")  # loads the grammar and sympy's lazy parts outside of any row's time
+    judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")  # loads the grammar and sympy's lazy modules before a row is timed
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    with open(os.devnull, "w") as nowhere:  # nothing that a library prints may get between the lines
+    with open(os.devnull, "w") as nowhere:  # libraries must not print between the lines of output
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        gold, answer, limit = json.loads(line)  # without an answer: whether the known one can be read
+        gold, answer, limit = json.loads(line)  # answer null: judge whether the known answer can be read
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
             verdict = judge_known(gold) if answer is None else judge(gold, answer)
-        except Exception as error:  # sympy raises all kinds on what models write; none may end the process
+        except Exception as error:  # sympy raises many kinds of errors on models' answers; none may end the process
             cause = "memory" if isinstance(error, MemoryError) else "crash"
             verdict = (None, f"the verifier gave up: {type(error).__name__}", cause)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process was resident with. (``getrusage`` counts its parent's too, before exec.)"""
+    """Peak resident memory of this process in bytes. (``getrusage`` would include its parent's memory before exec.)"""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 

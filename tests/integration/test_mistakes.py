@@ -158,7 +158,7 @@ MISTAKES = {
     "no callback": (added("collections.OrderedDict"), r"OrderedDict does not correspond to a subclass of Callback"),
     "signature of a reward": (reward("mine.one_list"), r"expected two parameters, the prompts and the completions"),
     "column that a reward reads": (reward("mine.reads_a_column"), r"failed on .*KeyError: 'level' \(mine\.py, line 10"),
-    "too few scores": (reward("mine.too_few"), r"returned 1 scores for 6 rows; expected one a row"),
+    "too few scores": (reward("mine.too_few"), r"returned 1 scores for 6 rows; expected one per row"),
     "column": ({"data": {"source": TABLE}}, r"rows\.jsonl:1: no column 'question'; the row has 'problem', 'answer'"),
     "file of data": (["--data.source.train_path", "gone.jsonl"], r"gone\.jsonl does not exist"),
     "noise": (added(AQN), r"8 rollouts for 10 noise stages; lower num_stages or raise trainer\.max_steps"),
