@@ -204,7 +204,7 @@ class Objective:
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or rejection correct the difference between trainer and sampler."""
+        """Tell whether weights or rejection correct the difference between trainer and sampler."""
         return self.correction != "none" or self.rejection is not None
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
@@ -241,18 +241,18 @@ class Objective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether log-probabilities or entropies of the whole batch are needed before the first gradient."""
+        """Tell whether log-probabilities or entropies of the whole batch are needed before the first gradient."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or self.follows_entropy
 
     @property
     def follows_entropy(self) -> bool:
-        """Whether the loss depends on the entropy before the update."""
+        """Tell whether the loss depends on the entropy before the update."""
         return self.entropy_control is not None or self.covariance is not None
 
     @property
     def every_row_counts(self) -> bool:
-        """Whether rows with advantage 0 have a gradient too, from a KL or entropy term."""
+        """Tell whether rows with advantage 0 have a gradient too, from a KL or entropy term."""
         bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
         penalty = self.covariance is not None and self.covariance.kind == "kl"
         return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")

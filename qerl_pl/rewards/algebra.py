@@ -104,7 +104,7 @@ def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
 
 
 def is_readable(text: str) -> bool:
-    """Whether an expression, interval, relation or equation can be parsed, and compared with a simple expression."""
+    """Tell whether an expression, interval, relation or equation can be parsed and compared with a simple one."""
     try:
         equal_expressions(text, "1")
     except Unreadable:
@@ -155,7 +155,7 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Whether two numbers differ when computed to many digits."""
+    """Tell whether two numbers differ when computed to many digits."""
     if not all(isinstance(side, Expr) and side.is_number for side in (known, given)) or known == given:
         return False
     assert isinstance(known, Expr)

@@ -168,7 +168,9 @@ def score_rewards(
     """
     _check_names(rewards)
     if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions; expected one prompt a row")
+        raise ValueError(
+            f"{len(prompts)} prompts for {len(completions)} completions; expected one prompt per completion"
+        )
 
     total = torch.zeros(len(prompts), dtype=torch.float32)
     scored = torch.ones(len(prompts), dtype=torch.bool)
@@ -209,7 +211,7 @@ def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) 
             raise ValueError(
                 f"reward {term.name!r} can read none of the first {len(prompts)} answers of the training data, for "
                 f"example {prompts[0].answer!r} ({verdicts[0].reason}): give data.source the column that holds the "
-                "final answer, or choose a reward for such answers"
+                "final answer, or choose a reward that can read such answers"
             )
 
 

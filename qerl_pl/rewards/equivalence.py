@@ -244,7 +244,7 @@ def _sides(gold: str, found: str) -> tuple[str, str]:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Whether exactly one name is that of a function's value: y may stand for f(x), but c may not stand for sin(x)."""
+    """Tell whether exactly one name is a function's value: y may stand for f(x), but c may not stand for sin(x)."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -260,7 +260,7 @@ def _exact_part(text: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether a text has words and is no product of variables: "cat" and "2 greater than 1", but not "ab" or "2ab"."""
+    """Tell words from products of one-letter variables: "cat" and "2 greater than 1" are words, "ab" and "2ab" not."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 

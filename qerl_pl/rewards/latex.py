@@ -130,7 +130,7 @@ def normalize(text: str) -> str:
     """Rewrite an answer to one plain form, without delimiters, style, spacing, units, currency and surrounding prose.
 
     Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
-    form differ only in how they are typed; answers with different forms may still be equal.
+    form differ only in how they are typed or in units; answers with different forms may still be equal.
     """
     text = _commands(text)
     text = _unwrap(text)

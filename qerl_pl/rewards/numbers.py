@@ -77,7 +77,7 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """Whether the values are equal, or one is the decimal of the other by ``is_decimal_of``.
+        """Tell whether the values are equal, or one is the decimal of the other by ``is_decimal_of``.
 
         A percentage such as ``50%`` equals both 50 and 0.5.
         """
@@ -95,7 +95,7 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Whether ``decimal`` is ``value`` rounded or truncated at its last digit, and ``value`` has no finite decimals.
+    """Tell whether ``decimal`` is ``value``, which has no finite decimals, rounded or truncated at its last digit.
 
     ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
     """
