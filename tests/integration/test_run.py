@@ -296,6 +296,35 @@ for lora in (None, LoRARequest("adapter", 1, {str(exported)!r})):
     assert adapted == f"TOKENS {ours.tolist()}"
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_stock_vllm_answers_with_a_merged_model_as_stock_transformers_does(finished, tmp_path, capsys):
+    for form, kl, same in (("bf16", 1e-2, 0.95), ("nvfp4", 1.0, 0.5)):
+        folder = tmp_path / form
+        assert command(["export", "--run", str(finished), "--output", str(folder), "--merge", form]) == 0
+        assert "nats per token" in capsys.readouterr().out
+        drift = json.loads((folder / "drift.json").read_text())
+        assert drift["num_tokens"] > 0
+        assert 0 <= drift["kl"] < kl
+        assert drift["same_argmax"] > same
+    folder = tmp_path / "bf16"
+    script = f"""
+import os
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+from vllm import LLM, SamplingParams
+llm = LLM({str(folder)!r}, dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=32 << 20)
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+prompt = {{"prompt_token_ids": list(range(20))}}
+print("TOKENS", list(llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    [said] = (line for line in output.splitlines() if line.startswith("TOKENS"))
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(20).view(1, 20)
+    own = stock.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, 20:]
+    assert said == f"TOKENS {own.tolist()}"
+
+
 def test_export_says_what_is_missing(tmp_path, capsys):
     assert command(["export", "--run", str(tmp_path), "--output", str(tmp_path / "a")]) == 2
     assert "config.yaml" in capsys.readouterr().err
