@@ -1,4 +1,8 @@
-"""Metrics of torchmetrics over the rows and tokens of all ranks."""
+"""Metrics of torchmetrics over the rows and tokens of all ranks.
+
+A metric reduces over ranks only if there are several. torchmetrics would use any process group: in a run of one GPU
+that is vLLM's, which has only NCCL and fails for metrics on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Pooled(Metric):
     values: list[Tensor]
 
     def __init__(self, statistics: Callable[[Tensor], Mapping[str, Tensor]], **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(distributed_available_fn=ranks.are_several, **settings)
         self._statistics = statistics
         self.add_state("values", default=[], dist_reduce_fx="cat")
 
@@ -49,7 +53,7 @@ class Mean(Metric):
     weights: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(distributed_available_fn=ranks.are_several)
         for name in ("weighted", "weights"):
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -67,12 +71,12 @@ class Mean(Metric):
 
 def total() -> Metric:
     """Create a metric that is the sum of its values, in fp64."""
-    return SumMetric().set_dtype(torch.float64)
+    return SumMetric(distributed_available_fn=ranks.are_several).set_dtype(torch.float64)
 
 
 def largest() -> Metric:
     """Create a metric that is the maximum of its values, in fp64."""
-    return MaxMetric().set_dtype(torch.float64)
+    return MaxMetric(distributed_available_fn=ranks.are_several).set_dtype(torch.float64)
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
@@ -86,7 +90,7 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
     Returns:
         The result of the metric's ``compute``.
     """
-    device = ranks.device() if ranks.num_ranks() > 1 else values[0].device
+    device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))
     found = metric.compute()

@@ -22,6 +22,11 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def are_several() -> bool:
+    """Tell whether the run has more than one process. A process group may exist in a run of one: vLLM makes its own."""
+    return num_ranks() > 1
+
+
 def rank() -> int:
     """Return the index of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import effective_share, mismatch
@@ -29,7 +30,7 @@ class EffectiveShare(Metric):
     sums: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(distributed_available_fn=ranks.are_several)
         self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torchmetrics import Metric
 
 from qerl_pl.common.metrics import Mean, Pooled, largest, over_ranks, quantile, total
@@ -84,3 +85,24 @@ def test_a_mean_over_a_value_that_is_not_finite_is_not_finite():
     assert over_ranks(Mean(), torch.tensor([1.0, NAN])).isnan()
     assert over_ranks(Mean(), torch.tensor([1.0, math.inf])).isinf()
     assert over_ranks(Mean(), torch.empty(0)).isnan()
+
+
+@pytest.fixture
+def group_of_one_gpu(tmp_path):
+    """A process group as vLLM leaves it in a run of one GPU: one process, and no backend for tensors on the CPU."""
+    dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", metrics())
+@pytest.mark.usefixtures("group_of_one_gpu")
+def test_one_rank_needs_no_collective(name):
+    metric, (arguments, _) = metrics()[name]
+    over_ranks(metric, *arguments)
+
+
+@pytest.mark.usefixtures("group_of_one_gpu")
+def test_the_group_of_one_has_no_collective_on_the_cpu():
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.zeros(1))
