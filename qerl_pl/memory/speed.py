@@ -18,8 +18,8 @@ WHOLE = 0.33
 It is less than the share of forward, because a block's last matrix product is not recomputed."""
 SELECTIVE = 0.09
 """Extra time of recomputing element-wise operations, as a share of a pass without recomputation."""
-FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.03
-"""``WHOLE`` and ``SELECTIVE`` if norms, rotary embeddings and SwiGLU are fused kernels; the second is an estimate."""
+FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023
+"""``WHOLE`` and ``SELECTIVE`` if norms, rotary embeddings and SwiGLU are fused kernels."""
 OFFLOAD = 0.07
 """Extra time of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes every
 block."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
 from qerl_pl.study import state
-from qerl_pl.study.plan import Run, Study
 from qerl_pl.study.readouts import SURPRISAL, Curves, curves_of, entropy_at, equal_reward, readouts
 from qerl_pl.study.statistics import Comparison, Estimate, compare, holm, interquartile_mean, seeds_needed
+from qerl_pl.study.study_file import Run, Study
 
 Key = tuple[str, int]
 """Stratum and seed: what two arms are paired by."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from qerl_pl.study.analysis import Group, compared
-from qerl_pl.study.plan import Study
 from qerl_pl.study.statistics import interquartile_mean
+from qerl_pl.study.study_file import Study
 
 
 def draw(study: Study, groups: Sequence[Group], folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl_pl.study import state
-from qerl_pl.study.plan import FIT, Run, Study
+from qerl_pl.study.study_file import FIT, Run, Study
 from qerl_pl.tools.curves import Curve, read_curves
 
 SURPRISAL = "rollout/surprisal"  # entropy of what is sampled from, noise and temperature included

@@ -16,7 +16,7 @@ import torch
 
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
-from qerl_pl.study.plan import Command, Run, Study, commands_of, program
+from qerl_pl.study.study_file import Command, Run, Study, commands_of, program
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 180.0  # for the running step and its checkpoint, after SIGTERM; then the process is killed

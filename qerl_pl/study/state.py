@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.study.plan import Run, Study, commands_of, files_of
+from qerl_pl.study.study_file import Run, Study, commands_of, files_of
 
 STATE = "study.json"
 LOCK = ".study.lock"

@@ -6,11 +6,10 @@ Intervals are of 95 % and by the bootstrap, stratified where there are strata (a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import optimize, stats
 
 LEVEL = 0.95
 RESAMPLES = 9999
@@ -39,14 +38,6 @@ class Comparison(NamedTuple):
     """Smallest true difference that this number of pairs detects at a two-sided 5 % level with a power of 80 %."""
 
 
-@cache
-def _scipy() -> Any:
-    try:
-        return import_module("scipy.stats")
-    except ImportError as error:
-        raise ValueError("the analysis needs scipy, which is not installed: pip install scipy") from error
-
-
 def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
     """Mean of the middle half of all values; its bootstrap draws within each stratum.
 
@@ -55,7 +46,7 @@ def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
     """
 
     def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
-        return _scipy().trim_mean(np.concatenate(samples, axis=axis), 0.25, axis=axis)
+        return stats.trim_mean(np.concatenate(samples, axis=axis), 0.25, axis=axis)
 
     return _estimate(strata, statistic)
 
@@ -79,7 +70,7 @@ def _estimate(strata: Sequence[Sequence[float]], statistic: Callable[..., Any]) 
         return Estimate(value, float("nan"), float("nan"), num)
     if all(np.ptp(sample) == 0 for sample in samples):
         return Estimate(value, value, value, num)
-    found = _scipy().bootstrap(
+    found = stats.bootstrap(
         samples,
         statistic,
         n_resamples=RESAMPLES,
@@ -104,17 +95,13 @@ def compare(strata: Sequence[Sequence[float]]) -> Comparison:
     spread = float(values.std(ddof=1))
     p = 1.0
     if np.any(values):
-        p = (
-            _scipy()
-            .permutation_test(
-                (values,),
-                np.mean,
-                permutation_type="samples",
-                n_resamples=RESAMPLES,
-                rng=np.random.default_rng(0),
-            )
-            .pvalue
-        )
+        p = stats.permutation_test(
+            (values,),
+            np.mean,
+            permutation_type="samples",
+            n_resamples=RESAMPLES,
+            rng=np.random.default_rng(0),
+        ).pvalue
     return Comparison(estimate, float(p), spread, smallest_difference(spread, len(values)))
 
 
@@ -134,7 +121,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def power(difference: float, spread: float, num: int) -> float:
     """Probability that a paired two-sided t test at 5 % sees a true difference with so many pairs."""
-    stats, shift = _scipy(), abs(difference) / spread * num**0.5
+    shift = abs(difference) / spread * num**0.5
     limit = stats.t.ppf(1 - ALPHA / 2, num - 1)
     other = stats.nct.cdf(-limit, num - 1, shift) if shift < 5 else 0.0  # far out scipy gives NaN for this tail of 0
     return float(stats.nct.sf(limit, num - 1, shift) + other)
@@ -144,8 +131,8 @@ def smallest_difference(spread: float, num: int) -> float:
     """The true difference that is seen with 80 % probability."""
     if spread == 0 or num < 2:
         return 0.0 if spread == 0 else float("nan")
-    optimize = import_module("scipy.optimize")
-    return float(optimize.brentq(lambda size: power(size * spread, spread, num) - POWER, 1e-3, 100)) * spread
+    root: Any = optimize.brentq(lambda size: power(size * spread, spread, num) - POWER, 1e-3, 100)
+    return float(root) * spread
 
 
 def seeds_needed(difference: float, spread: float) -> int | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from qerl_pl.study.analysis import gather, write_files
 from qerl_pl.study.pictures import draw
-from qerl_pl.study.plan import Study, commands_of, program, read_study
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
+from qerl_pl.study.study_file import Study, commands_of, program, read_study
 
 
 def main(argv: Sequence[str]) -> int:

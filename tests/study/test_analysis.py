@@ -12,13 +12,11 @@ import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-pytest.importorskip("scipy")
-
 from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
 from qerl_pl.study.analysis import compared, gather, tables
-from qerl_pl.study.plan import Analysis, Run, Study
 from qerl_pl.study.readouts import area, entropy_at, equal_reward, readouts, smooth
+from qerl_pl.study.study_file import Analysis, Run, Study
 from qerl_pl.tools.curves import Curve
 
 GAIN = {"bf16": 0.0, "nvfp4": 0.1, "nvfp4+aqn": 0.0}

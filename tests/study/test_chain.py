@@ -12,8 +12,8 @@ import yaml
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
-from qerl_pl.study.plan import commands_of, read_study
 from qerl_pl.study.readouts import pass_at_k
+from qerl_pl.study.study_file import commands_of, read_study
 from tests.integration.conftest import differences, load_last
 from tests.integration.test_resume import scalars
 from tests.program import Program
@@ -82,7 +82,6 @@ def test_a_policy_is_made_and_a_killed_study_of_it_goes_on_bit_for_bit(tmp_path:
         assert differences(scalars(one.folder), scalars(other.folder)) == []
     assert set(pass_at_k(straight.runs()[1], "reach")) == {1, 2}
 
-    pytest.importorskip("scipy")
     assert command([*arguments, str(killed.output), "--analyse"]) == 0
     text = (killed.output / "analysis" / "analysis.md").read_text()
     assert "4 of 4 runs are finished" in text

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from qerl_pl.study import state
-from qerl_pl.study.plan import Command, Study
 from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
+from qerl_pl.study.study_file import Command, Study
 
 WORK = """
 import signal, sys, time

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
 from qerl_pl.study.statistics import (
     compare,
     holm,

@@ -10,8 +10,8 @@ import yaml
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.study.plan import Study, commands_of, files_of, read_study
 from qerl_pl.study.state import write_files
+from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from tests.program import ROOT
 
 CONTENT = {
