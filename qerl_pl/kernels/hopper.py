@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FOLDER, COMMON = Path(__file__).parent, "nvfp4.cuh"
+FOLDER, COMMON = Path(__file__).parent, ("hopper.cuh", "nvfp4.cuh")
 ARCHITECTURE = "sm_90a"
 
 
@@ -177,7 +177,7 @@ def _has_bindings() -> bool:
 
 
 def _text(kernel: Kernel) -> str:
-    return "\n".join([(FOLDER / COMMON).read_text(), (FOLDER / kernel.source).read_text(), kernel.code])
+    return "\n".join([*((FOLDER / name).read_text() for name in (*COMMON, kernel.source)), kernel.code])
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
