@@ -42,14 +42,17 @@ $(TINY)/config.json: | $(STAMP)
 $(TINY)-nvfp4/config.json: $(TINY)/config.json
 	$(BIN)/python -m qerl_pl quantize --model $(TINY) --output $(TINY)-nvfp4 --format nvfp4
 
-test: $(STAMP) ## the whole test suite; needs no GPU
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu"
+test: $(STAMP) ## the test suite without its longest tests; needs no GPU
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"
+
+test-long: $(STAMP) ## the longest tests: every model family in vLLM, a whole study, the run page in a browser
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long and not gpu"
 
 check: $(STAMP) ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not gpu" -q
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not long and not vllm and not gpu" -q
 
 format: $(STAMP) ## format the code and sort imports
 	$(BIN)/ruff format .
@@ -64,4 +67,4 @@ bench: $(STAMP) ## measure; one JSON line a result
 tensorboard: $(STAMP) ## curves of every run under runs/
 	$(BIN)/tensorboard --logdir runs
 
-.PHONY: help venv quickstart test check format test-gpu bench tensorboard
+.PHONY: help venv quickstart test test-long check format test-gpu bench tensorboard

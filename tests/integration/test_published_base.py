@@ -25,6 +25,7 @@ def published(bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_mixed_modelopt_base_trains_on_what_vllm_samples_within_the_canarys_bounds(run, published, tmp_path):
     cli = run("fit", tmp_path / "run", "--model.base", str(published), *SHORT, *STAGES, *VLLM)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -297,6 +298,7 @@ for lora in (None, LoRARequest("adapter", 1, {str(exported)!r})):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
 def test_stock_vllm_answers_with_a_merged_model_as_stock_transformers_does(finished, tmp_path, capsys):
     for form, kl, same in (("bf16", 1e-2, 0.95), ("nvfp4", 1.0, 0.5)):
@@ -319,7 +321,7 @@ print("TOKENS", list(llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].
 """
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     [said] = (line for line in output.splitlines() if line.startswith("TOKENS"))
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(20).view(1, 20)
     own = stock.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, 20:]
     assert said == f"TOKENS {own.tolist()}"

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+    "family",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow, pytest.mark.long]) for name in NAMES],
 )
 def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
     save_dense(tmp_path / "dense", tiny_config(family))

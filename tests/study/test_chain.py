@@ -43,6 +43,7 @@ NOISE = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_policy_is_made_and_a_killed_study_of_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     base = tmp_path / "policy"

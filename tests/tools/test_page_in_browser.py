@@ -23,6 +23,7 @@ from tests.browser import Tab, browser_tab, chromium
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),
 ]
 WORDS = (
