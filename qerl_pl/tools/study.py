@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_pl.study.analysis import gather, write_files
-from qerl_pl.study.pictures import draw
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
@@ -59,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _analyse(study: Study) -> int:
+    from qerl_pl.study.analysis import gather, write_files  # scipy and matplotlib, which running a study does not need
+    from qerl_pl.study.pictures import draw
+
     folder, groups = study.output / "analysis", gather(study)
     print(write_files(study, groups, folder))
     for picture in draw(study, groups, folder):
