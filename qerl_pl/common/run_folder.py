@@ -39,6 +39,25 @@ def run_folder(text: str) -> str:
     return os.path.normpath(path)
 
 
+def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
+    """Return the configuration and a checkpoint of a run, both of which exist.
+
+    Args:
+        run: the run's folder.
+        checkpoint: ``last``, ``best``, or the path of a file.
+
+    Raises:
+        ValueError: the folder has no config.yaml, or the checkpoint does not exist.
+    """
+    config = run / "config.yaml"
+    if not config.exists():
+        raise ValueError(f"{run} is no run folder: it has no config.yaml")
+    path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
+    return config, path
+
+
 def is_running(folder: Path) -> bool:
     """Return whether a living process trains in the folder, that is, holds the lock on its file ``LOCK``."""
     try:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
+from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
 
@@ -84,12 +85,7 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     Raises:
         ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
     """
-    config_file = run / "config.yaml"
-    if not config_file.exists():
-        raise ValueError(f"{run} is no run folder: it has no config.yaml")
-    path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
-    if not path.exists():
-        raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
+    config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = yaml.safe_load(config_file.read_text())
     model = config["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
