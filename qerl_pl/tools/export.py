@@ -18,7 +18,9 @@ from qerl_pl.base.folder import base_folder
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
+from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.tools.merge import MergedForm, export_merged
 from qerl_pl.tools.model_card import model_card
@@ -76,12 +78,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         ValueError: there is no such run or checkpoint, the checkpoint is damaged, or ``output`` exists.
         OSError: the output cannot be written.
     """
-    config_file = run / "config.yaml"
-    if not config_file.exists():
-        raise ValueError(f"{run} is no run folder: it has no config.yaml")
-    path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
-    if not path.exists():
-        raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
+    config_file, path = run_files(run, checkpoint)
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
@@ -102,7 +99,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         config.save_pretrained(str(temporary))
         weights = temporary / "adapter_model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
-        shutil.copymode(temporary / "adapter_config.json", weights)  # safetensors creates files that only we can read
+        allow_reading(weights)
         card = model_card(found, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         os.replace(temporary, output)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from qerl_pl.common.files import allow_reading
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
 from qerl_pl.quant.linear import FrozenLinear
@@ -128,7 +129,7 @@ def write_merged(policy: Policy, folder: Path) -> None:
     for number, tensors in enumerate(parts.values(), start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors creates files that only we can read
+        allow_reading(folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     size = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
@@ -176,8 +177,10 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
             prompt, completion = (
                 tokenizer(row[name], add_special_tokens=False).input_ids for name in ("prompt", "completion")
             )
-            if prompt and completion and len(rows) < _ROWS:
+            if prompt and completion:
                 rows.append(([*prompt, *completion][: len(prompt) + _TOKENS], len(prompt)))
+            if len(rows) == _ROWS:
+                return rows
     return rows
 
 
