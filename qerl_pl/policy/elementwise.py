@@ -3,7 +3,8 @@
 transformers computes each as a chain of element-wise kernels, whose intermediate results autograd keeps: norms keep
 their input in fp32, SwiGLU keeps the activated gate. The library's kernels round at the same places as these chains,
 keep less for backward, and work in place where possible: rotary embeddings overwrite queries and keys, and SwiGLU's
-backward overwrites its inputs with their gradients. Linears, adapters, attention and residual sums are not changed.
+backward overwrites its inputs with their gradients. Linears that read the same input become one node of the autograd
+graph (``apply_linears``). Attention and residual sums are not changed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qerl_pl.base.family import FAMILIES
 from qerl_pl.common.extras import not_installed
 from qerl_pl.policy.kept import active
+from qerl_pl.policy.lora import apply_linears
 
 FusedSetting = Literal["auto"] | bool
 """Values of ``model.fused_elementwise`` in the YAML file."""
@@ -90,7 +92,7 @@ def _norm(module: Any, operations: Elementwise, hidden_states: Tensor) -> Tensor
 
 
 def _mlp(module: Any, operations: Elementwise, x: Tensor) -> Tensor:
-    return module.down_proj(operations.swiglu(module.gate_proj(x), module.up_proj(x)))
+    return module.down_proj(operations.swiglu(*apply_linears(x, [module.gate_proj, module.up_proj])))
 
 
 def _attention(
@@ -110,9 +112,9 @@ def _attention(
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    queries = module.q_proj(hidden_states).view(shape)
-    keys = module.k_proj(hidden_states).view(shape)
-    values = module.v_proj(hidden_states).view(shape).transpose(1, 2)
+    projections = apply_linears(hidden_states, [module.q_proj, module.k_proj, module.v_proj])
+    queries, keys, values = (projected.view(shape) for projected in projections)
+    values = values.transpose(1, 2)
     if hasattr(module, "q_norm"):
         queries, keys = module.q_norm(queries), module.k_norm(keys)
     unrotated = queries.transpose(1, 2), keys.transpose(1, 2)

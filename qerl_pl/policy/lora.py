@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from qerl_pl.base.family import PROJECTIONS, Family
 from qerl_pl.common.finite import require_finite
 from qerl_pl.policy.kept import active
-from qerl_pl.policy.lora_product import lora_product
+from qerl_pl.policy.lora_product import Adapted, lora_product, lora_products
 from qerl_pl.quant.linear import FrozenLinear
 
 
@@ -82,18 +82,38 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_A.float()
         self.lora_B.float()
 
+    def adapted(self) -> Adapted | None:
+        """Return weight and adapter as ``lora_products`` takes them; None without an adapter, or with dropout."""
+        (name,) = self.active_adapters
+        if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
+            return None
+        base: Any = self.base_layer
+        return Adapted(
+            base.dense if isinstance(base, FrozenLinear) else base.weight.to,
+            base.bias,
+            self.lora_A[name].get_parameter("weight"),
+            self.lora_B[name].get_parameter("weight"),
+            self.scaling[name],
+            active() if self.keeps_result else None,
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter to x [..., K]; returns [..., N] in the dtype of x."""
         if self.disable_adapters:
             return self.base_layer(x)
+        if adapted := self.adapted():
+            return lora_product(x, adapted)
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
-        scaling, dropout = self.scaling[name], self.lora_dropout[name]
-        if isinstance(dropout, nn.Identity):
-            base: Any = self.base_layer
-            dense = base.dense if isinstance(base, FrozenLinear) else base.weight.to
-            return lora_product(x, dense, base.bias, a, b, scaling, kept=active() if self.keeps_result else None)
-        return self.base_layer(x) + F.linear(F.linear(dropout(x), a.to(x.dtype)), (b * scaling).to(x.dtype))
+        inner = F.linear(self.lora_dropout[name](x), a.to(x.dtype))
+        return self.base_layer(x) + F.linear(inner, (b * self.scaling[name]).to(x.dtype))
+
+
+def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Apply several linears to the same x [..., K]; if each has an adapter, as one node of the autograd graph."""
+    adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
+    whole = [each for each in adapted if each is not None]
+    return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:

@@ -2,18 +2,19 @@
 
     y = x W^T + bias + (x A^T) (s B)^T
 
-Letters: T tokens, K inputs, N outputs, r rank, s the scale alpha / r. The product s B is rounded to the compute dtype
-once (``scaled``), and rollout engines hold the same values; if s is no power of two, rounding B before the
-multiplication would give other values. The adapter's product is accumulated in the base's matrix product, forward and
-backward, so no [T, N] or [T, K] tensor is read or written only for an addition, and gradients of the fp32 master
-weights are never rounded to the compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is
-dequantised again in backward. With few tokens, the CPU's launch overhead bounds the time, so there is one autograd node
-and as few operations as possible.
+Linears that read the same x, such as q_proj, k_proj and v_proj, may share a node. Letters: T tokens, K inputs, N
+outputs, r rank, s the scale alpha / r. The product s B is rounded to the compute dtype once (``scaled``), and rollout
+engines hold the same values; if s is no power of two, rounding B before the multiplication would give other values. The
+adapter's product is accumulated in the base's matrix product, forward and backward, so no [T, N] or [T, K] tensor is
+read or written only for an addition, and gradients of the fp32 master weights are never rounded to the compute dtype.
+Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the CPU's
+launch overhead bounds the time, so there is one autograd node and as few operations as possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,41 +38,68 @@ def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
-def lora_product(
-    x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, *, kept: Kept | None = None
-) -> Tensor:
+class Adapted(NamedTuple):
+    """A frozen weight and its adapter, as ``lora_products`` takes them."""
+
+    dense: Dense
+    """Returns W [N, K] in a given dtype, always with the same values. It is called once per product, so a dequantised W
+    is in memory only during one product."""
+    bias: Tensor | None
+    """[N], frozen."""
+    a: Tensor
+    """[r, K] fp32 (fp64 for fp64 products), the master weights of A."""
+    b: Tensor
+    """[N, r] of the same dtype, the master weights of B."""
+    scaling: float
+    """s."""
+    kept: Kept | None = None
+    """Stores the result, and returns it when a checkpointed block is recomputed; None if nothing is kept."""
+
+
+def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
     """Compute y = x W^T + bias + (x A^T) (s B)^T, differentiable with respect to x, A and B.
 
     Args:
         x: [..., K] of any floating dtype, in which the products are computed.
-        dense: returns W [N, K] in a given dtype, always with the same values. It is called once per product, so a
-            dequantised W is in memory only during one product.
-        bias: [N], frozen.
-        a: [r, K] fp32 (fp64 for fp64 products), the master weights of A.
-        b: [N, r] of the same dtype, the master weights of B.
-        scaling: s.
-        kept: stores the result, and returns it when a checkpointed block is recomputed; None if nothing is kept.
+        adapted: weight and adapter.
 
     Returns:
         [..., N] in the dtype of x.
     """
-    known = kept.take().detach() if kept is not None and kept.recomputing else None
-    y, inner, low_b = _Adapted.apply(x, a, b, dense, scaling, known)
-    if known is not None:
-        return y
+    (y,) = lora_products(x, [adapted])
+    return y
+
+
+def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """Compute ``lora_product`` of one x with several weights as one node of the autograd graph.
+
+    The matrices A are multiplied as one, so x is read once for all of them, in forward and for their gradients. The
+    gradients of x are added up in the matrix products, so no kernel has to sum them.
+    """
+    known = tuple(each.kept.take().detach() if each.kept and each.kept.recomputing else None for each in linears)
+    masters = [master for each in linears for master in (each.a, each.b)]
+    weights = tuple((each.dense, each.scaling) for each in linears)
+    outputs = _Adapted.apply(x, weights, known, *masters)
+    ys, inner, low_b = outputs[: len(linears)], outputs[len(linears)], outputs[len(linears) + 1 :]
     with torch.no_grad():
         # The products are written to the memory that the autograd node allocated, after the node has saved its tensors.
         # torch.utils.checkpoint stops recomputing a block at the last tensor that the block saves, so the product of a
         # block's last linear, a quarter of the block's work, is not recomputed.
-        rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])  # [T, K], [T, N]
-        if bias is None:
-            torch.mm(inner, low_b.t(), out=out)
-        else:
-            torch.addmm(bias.to(x.dtype), inner, low_b.t(), out=out)
-        out.addmm_(rows, dense(x.dtype).t())
-    if kept is not None:
-        kept.put(y)
-    return y
+        rows = x.reshape(-1, x.shape[-1])  # [T, K]
+        inners = inner.split([low.shape[1] for low in low_b], dim=1)
+        for each, done, y, part, low in zip(linears, known, ys, inners, low_b, strict=True):
+            if done is not None:
+                continue
+            out = y.view(-1, y.shape[-1])  # [T, N]
+            if each.bias is None:
+                torch.mm(part, low.t(), out=out)
+            else:
+                torch.addmm(each.bias.to(x.dtype), part, low.t(), out=out)
+            out.addmm_(rows, each.dense(x.dtype).t())
+    for each, done, y in zip(linears, known, ys, strict=True):
+        if each.kept is not None and done is None:
+            each.kept.put(y)
+    return ys
 
 
 class _Adapted(torch.autograd.Function):
@@ -79,28 +107,50 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, a: Tensor, b: Tensor, dense: Dense, scaling: float, known: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        low_a, low_b = a.to(x.dtype), scaled(b, scaling, x.dtype)
-        inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, r]
-        ctx.save_for_backward(x, inner, low_a, low_b)
-        ctx.dense, ctx.scaling, ctx.master = dense, scaling, a.dtype
-        ctx.mark_non_differentiable(inner, low_b)
+        ctx,
+        x: Tensor,
+        weights: tuple[tuple[Dense, float], ...],
+        known: tuple[Tensor | None, ...],
+        *masters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        a, b = masters[::2], masters[1::2]
+        low_a = (a[0] if len(a) == 1 else torch.cat(a)).to(x.dtype)  # [R, K], R the sum of the ranks
+        low_b = [scaled(each, scaling, x.dtype) for each, (_, scaling) in zip(b, weights, strict=True)]
+        inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, R]
+        ctx.save_for_backward(x, inner, low_a, *low_b)
+        ctx.weights, ctx.master = weights, a[0].dtype
+        ctx.mark_non_differentiable(inner, *low_b)
         ctx.set_materialize_grads(False)
-        return x.new_empty(*x.shape[:-1], len(b)) if known is None else known, inner, low_b
+        ys = [
+            x.new_empty(*x.shape[:-1], len(low)) if done is None else done
+            for low, done in zip(low_b, known, strict=True)
+        ]
+        return *ys, inner, *low_b
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, *_: None) -> tuple[Tensor | None, Tensor, Tensor, None, None, None]:
-        x, inner, low_a, low_b = ctx.saved_tensors
-        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # [T, K], [T, N]
-        d_inner, db = torch.mm(dy, low_b), _product(dy.t(), inner, ctx.master)  # [T, r], [N, r]
-        if ctx.scaling != 1:
-            db = db.mul_(ctx.scaling)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.mm(d_inner, low_a).addmm_(dy, ctx.dense(dy.dtype)).view(x.shape)
-        return dx, _product(d_inner.t(), rows, ctx.master), db, None, None, None
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, inner, low_a, *low_b = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])  # [T, K]
+        ranks = [low.shape[1] for low in low_b]
+        dys = [
+            rows.new_zeros(len(rows), len(low)) if dy is None else dy.reshape(-1, len(low))
+            for dy, low in zip(grads, low_b, strict=False)  # the remaining gradients are of inner and low_b
+        ]
+        d_inners = [torch.mm(dy, low) for dy, low in zip(dys, low_b, strict=True)]  # [T, r] each
+        d_inner = d_inners[0] if len(ranks) == 1 else torch.cat(d_inners, dim=1)  # [T, R]
+        da = _product(d_inner.t(), rows, ctx.master).split(ranks)
+        db = [
+            _product(dy.t(), part, ctx.master) for dy, part in zip(dys, inner.split(ranks, dim=1), strict=True)
+        ]  # [N, r] each
+        dx = torch.mm(d_inner, low_a) if ctx.needs_input_grad[0] else None
+        for dy, each, (dense, scaling) in zip(dys, db, ctx.weights, strict=True):
+            if scaling != 1:
+                each.mul_(scaling)
+            if dx is not None:
+                dx.addmm_(dy, dense(dy.dtype))
+        masters = [gradient for pair in zip(da, db, strict=True) for gradient in pair]
+        return None if dx is None else dx.view(x.shape), None, None, *masters
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.policy.lora_product import lora_product, lora_product_reference
+from qerl_pl.policy.lora_product import Adapted, lora_product, lora_product_reference, lora_products
 
 N, K, R = 24, 40, 3
 
@@ -39,19 +39,45 @@ def draw(*leading: int, dtype: torch.dtype = torch.float64, cols: int = K, rows:
 def test_output_and_gradients_equal_the_definition(leading, with_bias):
     weight = Weight()
     results = []
-    for function in (lora_product, lora_product_reference):
+    for function in (lora_product, lambda x, adapted: lora_product_reference(x, *adapted[:-1])):
         x, a, b, bias = draw(*leading)
-        y = function(x, weight, bias if with_bias else None, a, b, 0.7)
+        y = function(x, Adapted(weight, bias if with_bias else None, a, b, 0.7))
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
         results.append([y.detach(), x.grad, a.grad, b.grad])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("used", [(True, True, True), (True, False, True), (False, False, True)], ids=str)
+@pytest.mark.parametrize("leading", [(7,), (2, 3), (0,)], ids=str)
+def test_products_of_one_input_are_those_of_each_alone(leading, used):
+    rows, ranks, scalings = (24, 8, 16), (3, 1, 5), (0.7, 1.0, 2.0)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(n, r) for n, r in zip(rows, ranks, strict=True)]
+
+    def gradients(together: bool) -> list[Tensor | None]:
+        generator.manual_seed(3)
+        x = torch.randn(*leading, K, generator=generator, dtype=torch.float64).requires_grad_()
+        a = [torch.randn(r, K, generator=generator, dtype=torch.float64).requires_grad_() for r in ranks]
+        b = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+        linears = [
+            Adapted(Weight(n), torch.ones(n, dtype=torch.float64) if n != 8 else None, *of)
+            for n, of in zip(rows, zip(a, b, scalings, strict=True), strict=True)
+        ]
+        ys = lora_products(x, linears) if together else [lora_product(x, each) for each in linears]
+        torch.stack([y.sin().sum() for y, wanted in zip(ys, used, strict=True) if wanted]).sum().backward()
+        return [*(y.detach() for y in ys), x.grad, *(t.grad for t in (*a, *b))]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert found is not None
+        expected = torch.zeros_like(found) if expected is None else expected  # of a product that nothing uses
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_bf16_products_stay_within_their_rounding_and_masters_get_fp32_gradients():
     weight = Weight()
     x, a, b, bias = draw(16, dtype=torch.bfloat16)
-    y = lora_product(x, weight, bias, a, b, 2.0)
+    y = lora_product(x, Adapted(weight, bias, a, b, 2.0))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     y.backward(dy)
     wide = [t.detach().double().requires_grad_() for t in (x, a, b)]
@@ -72,7 +98,7 @@ def test_b_is_scaled_in_fp32_and_rounded_once(scaling):
     _, _, b, _ = draw(1, dtype=torch.bfloat16)
     first = torch.eye(R, K, requires_grad=True)  # so that y is a column of what stands for B
     x = torch.eye(R, K).bfloat16()
-    y = lora_product(x, lambda dtype: torch.zeros(N, K, dtype=dtype), None, first, b, scaling)
+    y = lora_product(x, Adapted(lambda dtype: torch.zeros(N, K, dtype=dtype), None, first, b, scaling))
     assert torch.equal(y.t(), (b * scaling).bfloat16())
     exact = b.double() * scaling
     assert ((y.t() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()  # two roundings go up to twice as far
@@ -88,7 +114,7 @@ def test_autograd_keeps_the_input_and_nothing_large():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        lora_product(x, weight, bias, a, b, 1.0)
+        lora_product(x, Adapted(weight, bias, a, b, 1.0))
     assert [tuple(tensor.shape) for tensor in saved] == [(7, K), (7, R), (R, K), (N, R)]
     assert saved[0].data_ptr() == x.data_ptr()
 
@@ -98,8 +124,8 @@ def test_checkpointing_repeats_every_product_but_the_last(offload):
     first, last = Weight(K, K), Weight(K, K)
 
     def block(x: Tensor, a: Tensor, b: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
-        inner = lora_product(x, first, None, a, b, 1.0).sin()
-        return x + lora_product(inner, last, None, a2, b2, 1.0)
+        inner = lora_product(x, Adapted(first, None, a, b, 1.0)).sin()
+        return x + lora_product(inner, Adapted(last, None, a2, b2, 1.0))
 
     def gradients(checkpointed: bool) -> list[Tensor | None]:
         x, a, b, _ = draw(5, rows=K)
@@ -127,11 +153,11 @@ def test_checkpointing_repeats_every_product_but_the_last(offload):
 def test_the_weight_is_not_asked_for_where_no_gradient_goes_through_it():
     weight = Weight()
     x, a, b, bias = draw(4)
-    lora_product(x.detach(), weight, bias, a, b, 1.0).sum().backward()
+    lora_product(x.detach(), Adapted(weight, bias, a, b, 1.0)).sum().backward()
     assert weight.times == 1
     assert a.grad is not None
     with torch.no_grad():
-        assert lora_product(x, weight, bias, a, b, 1.0).grad_fn is None
+        assert lora_product(x, Adapted(weight, bias, a, b, 1.0)).grad_fn is None
 
 
 @pytest.mark.slow
@@ -140,7 +166,7 @@ def test_torch_compile_makes_one_graph_of_it_that_computes_the_same():
     weight = Weight().values
 
     def product(x, a, b):
-        return lora_product(x, lambda _: weight, bias, a, b, 0.5)
+        return lora_product(x, Adapted(lambda _: weight, bias, a, b, 0.5))
 
     y, expected = torch.compile(product, backend="aot_eager", fullgraph=True)(*inputs), product(*inputs)
     assert torch.equal(y, expected)
