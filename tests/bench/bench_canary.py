@@ -22,8 +22,8 @@ from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.tiny import make_tokenizer
-from tests.bench.checkpoints import DEVICE, FORMATS, write_random_checkpoint
-from tests.bench.harness import SIZES, emit
+from tests.bench.checkpoints import FORMATS, write_random_checkpoint
+from tests.bench.harness import DEVICE, SIZES, emit
 from tests.callbacks.faults import FAULTS, Instead
 
 TRAINED_STD = 1e-3  # of B: a few hundred steps of AdamW at 1e-5, not all in one direction

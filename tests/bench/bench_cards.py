@@ -8,9 +8,9 @@ without the sleeping engine, the optimizer's state and the CUDA context, none of
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
+from statistics import median
 
 import torch
 
@@ -20,8 +20,8 @@ from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.collate import micro_batches
-from tests.bench.bench_model import DEVICE, DTYPE, clear, draw, last_columns, ours, step
-from tests.bench.harness import RANK, emit, model_config, random_model, timed
+from tests.bench.bench_model import DTYPE, clear, draw, last_columns, ours, step
+from tests.bench.harness import CUDA, DEVICE, RANK, emit, model_config, parser_with, random_model, reset_peak, timed
 
 GIB = 2**30
 AWAY = ("CUDA, libraries", "engine's base", "engine's adapter", "engine's state, CUDA graphs", "optimizer state")
@@ -34,7 +34,7 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
     config = model_config(size)
     batch, mask = draw(tokens, config.vocab_size)
     lengths = last_columns(mask) + 1
-    fused = DEVICE == "cuda" and fused_wanted("auto")
+    fused = CUDA and fused_wanted("auto")
     run = RunMemory(
         rows=ROWS,
         prompt_tokens=PROMPT,
@@ -50,21 +50,17 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
     chosen = f"{size} on {gib} GiB: {found.summary()}"
     print(chosen, file=sys.stderr)
     clear()
-    held = 0
     try:
-        if DEVICE == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            torch.cuda.reset_peak_memory_stats()
+        set_share(1.0)
+        reset_peak()
         policy = ours(
             random_model(config, NVFP4, dtype=DTYPE, device=DEVICE),
             gradient_checkpointing=found.run.gradient_checkpointing,
             fused_elementwise=fused,
         )
-        if DEVICE == "cuda":
-            held = torch.cuda.memory_allocated()
-            card = torch.cuda.get_device_properties(0).total_memory
-            away = found.total(moment) - room
-            torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - away) / card))
+        held = torch.cuda.memory_allocated()
+        away = found.total(moment) - room
+        set_share((gib * GIB - away) / torch.cuda.get_device_properties(0).total_memory if CUDA else 1.0)
         parts = [rows.to(batch.device) for rows in micro_batches(lengths.cpu(), found.micro_batch_tokens)]
 
         def passes() -> None:
@@ -74,34 +70,37 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
 
         name = f"cards/{found.run.gradient_checkpointing}"
         seconds = timed({name: passes}, repeats=repeats, warmups=1)[name]
-        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
         emit(
             name,
             {"model": size, "card_gib": gib, "tokens": tokens, "rank": RANK},
             "bfloat16",
             seconds,
-            tokens_per_s=tokens / seconds[len(seconds) // 2],
+            tokens_per_s=tokens / median(seconds),
             fused=fused,
             micro_batch_tokens=found.micro_batch_tokens,
             passes=len(parts),
-            peak_bytes=peak,
+            peak_bytes=torch.cuda.max_memory_allocated(),
             predicted_bytes=room,
             resident_bytes=held,
         )
     except torch.OutOfMemoryError as error:
         print(f"{chosen}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
     finally:
-        if DEVICE == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        set_share(1.0)
+
+
+def set_share(share: float) -> None:
+    """Let torch take at most a share of the GPU's memory."""
+    if CUDA:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    cuda = DEVICE == "cuda"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", default=["7B", "14B", "32B"] if cuda else ["tiny"])
-    parser.add_argument("--cards", nargs="*", type=int, default=[141, 80, 24] if cuda else [8], help="GiB")
-    parser.add_argument("--tokens", type=int, default=16384 if cuda else 512, help="of the batch")
+    parser = parser_with(__doc__)
+    parser.add_argument("--sizes", nargs="*", default=["7B", "14B", "32B"] if CUDA else ["tiny"])
+    parser.add_argument("--cards", nargs="*", type=int, default=[141, 80, 24] if CUDA else [8], help="GiB")
+    parser.add_argument("--tokens", type=int, default=16384 if CUDA else 512, help="of the batch")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")

@@ -7,11 +7,10 @@ them read and half written; ``fill`` writes as many. Weights rotate, so none is 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,10 +18,19 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight, quantize
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
-from tests.bench.harness import check, device_seconds, emit, linear_shapes, random_weight, relative_error, timed
+from tests.bench.harness import (
+    CUDA,
+    DEVICE,
+    check,
+    device_seconds,
+    emit,
+    linear_shapes,
+    parser_with,
+    random_weight,
+    relative_error,
+    timed,
+)
 from tests.bench.rivals import compressed_tensors_dequantize, nf4_dequantize, nf4_quantize
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def num_bytes(weight: PackedWeight) -> int:
@@ -66,8 +74,7 @@ def errors(weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser = parser_with(__doc__, "--size")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args(argv)
     block = {name: random_weight(*shape, DEVICE) for name, shape in linear_shapes(args.size).items()}
@@ -77,23 +84,13 @@ def main(argv: list[str] | None = None) -> None:
     target = torch.empty_like(source)
     runs = contenders(list(block.values())) | {"copy": partial(target.copy_, source)}
     runs["fill"] = partial(torch.empty(total, dtype=torch.uint8, device=DEVICE).fill_, 1)
-    inner = 10 if DEVICE == "cuda" else 1
-    seconds = timed(runs, repeats=args.repeats, inner=inner)
-    middle = {name: found[len(found) // 2] for name, found in seconds.items()}
+    seconds = timed(runs, repeats=args.repeats, inner=10 if CUDA else 1)
+    shape = {"model": args.size, "linears": len(block)}
     for name, found in seconds.items():
-        shape = {"model": args.size, "linears": len(block)}
-        device = device_seconds(runs[name]) or middle[name]
-        speed = {"bytes": total, "gb_per_s": total / device / 1e9, "ratio": middle[name] / middle["nvfp4"]}
-        speed["device_s"] = device
+        device = device_seconds(runs[name]) or median(found)
+        ratio = median(found) / median(seconds["nvfp4"])
+        speed = {"bytes": total, "gb_per_s": total / device / 1e9, "ratio": ratio, "device_s": device}
         emit(f"dequantize/{name}", shape, "bfloat16", found, **speed)
-    for name in ("k_proj", "q_proj", "gate_proj", "down_proj"):
-        rows, cols = linear_shapes(args.size)[name]
-        copies = cycle([random_weight(rows, cols, DEVICE) for _ in range(max(2, 2**28 // (rows * cols)))])
-        runs = {name: lambda weights=copies: NVFP4.dequantize(next(weights), torch.bfloat16)}
-        found = timed(runs, repeats=args.repeats, inner=4 * inner)[name]
-        device = device_seconds(runs[name], times=40) or found[len(found) // 2]
-        speed = {"bytes": num_bytes(block[name]), "gb_per_s": num_bytes(block[name]) / device / 1e9, "device_s": device}
-        emit("dequantize/one", {"out": rows, "in": cols}, "bfloat16", found, **speed)
 
 
 if __name__ == "__main__":

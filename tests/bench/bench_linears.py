@@ -7,10 +7,10 @@ LoRA on a dense base. ``*+lora`` bases carry PEFT's formula with the adapter in 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 
 import torch
 from peft import LoraConfig
@@ -20,6 +20,8 @@ from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
 from tests.bench.harness import (
+    CUDA,
+    DEVICE,
     PROJECTION_INPUTS,
     RANK,
     check,
@@ -27,6 +29,7 @@ from tests.bench.harness import (
     device_seconds,
     emit,
     linear_shapes,
+    parser_with,
     random_weight,
     relative_error,
     timed,
@@ -34,7 +37,6 @@ from tests.bench.harness import (
 from tests.bench.rivals import DecompressingLinear, Lora, nf4_linear
 from tests.packed import frozen_linear
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Wrap = Callable[[PackedWeight], nn.Module]
 
 
@@ -94,9 +96,8 @@ def block_pass(layers: dict[str, nn.Module], activations: dict[str, Tensor], gra
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 8192] if DEVICE == "cuda" else [64])
+    parser = parser_with(__doc__, "--size")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 8192] if CUDA else [64])
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args(argv)
     shapes = linear_shapes(args.size)
@@ -114,14 +115,12 @@ def main(argv: list[str] | None = None) -> None:
         gradients = {name: torch.randn(tokens, rows, device=DEVICE).bfloat16() for name, (rows, _) in shapes.items()}
         runs = {name: partial(block_pass, layers, activations, gradients) for name, layers in blocks.items()}
         device = {name: device_seconds(run) for name, run in runs.items()}
-        for own_thread in (True, False):  # of backward; off, the caller's thread does it, which small passes gain from
-            with torch.autograd.set_multithreading_enabled(own_thread):
-                seconds = timed(runs, repeats=args.repeats, inner=5 if DEVICE == "cuda" else 1)
-            middle = {name: found[len(found) // 2] for name, found in seconds.items()}
-            for name, found in seconds.items():
-                shape = {"model": args.size, "tokens": tokens, "rank": RANK, "own_thread": own_thread}
-                ratio = middle[name] / middle["bf16"]
-                emit(f"linears/{name}", shape, "bfloat16", found, ratio=ratio, device_s=device[name])
+        with torch.autograd.set_multithreading_enabled(False):  # small passes gain from backward in the caller's thread
+            seconds = timed(runs, repeats=args.repeats, inner=5 if CUDA else 1)
+        shape = {"model": args.size, "tokens": tokens, "rank": RANK}
+        for name, found in seconds.items():
+            ratio = median(found) / median(seconds["bf16"])
+            emit(f"linears/{name}", shape, "bfloat16", found, ratio=ratio, device_s=device[name])
 
 
 if __name__ == "__main__":

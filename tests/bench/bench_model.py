@@ -12,11 +12,11 @@ against the plan's, and how far log-probabilities and gradients are from those o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,13 +29,24 @@ from qerl_pl.memory.shape import config_shape
 from qerl_pl.memory.speed import time_per_token
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
-from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
-from tests.bench.harness import RANK, check, densify, emit, model_config, random_model, relative_error, timed
+from tests.bench.harness import (
+    CUDA,
+    DEVICE,
+    RANK,
+    check,
+    densify,
+    emit,
+    model_config,
+    parser_with,
+    random_model,
+    relative_error,
+    reset_peak,
+    timed,
+)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 Build = Callable[[Qwen2Config], Policy]
 
@@ -124,12 +135,6 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
         yield f"{name}'s gradient against fp32", relative_error(found[1], exact[1]), 0.05
 
 
-def hidden_pass(policy: Policy, packed: Packed, gradient: Tensor) -> None:
-    """Forward to the hidden states, and backward."""
-    torch.autograd.backward(packed_hidden_states(policy.causal_lm.model, packed), gradient)
-    policy.zero_grad()
-
-
 def last_columns(mask: Tensor) -> Tensor:
     """[B] of the last True of each row."""
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
@@ -143,12 +148,10 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
     for name in names:
         clear()
         policy = builds[name](config)
-        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        held = reset_peak()
         seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=2)[name]
-        peak = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
-        speeds[name] = tokens / seconds[len(seconds) // 2]
+        peak = torch.cuda.max_memory_allocated() - held
+        speeds[name] = tokens / median(seconds)
         emit(
             f"step/{name}",
             {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
@@ -177,7 +180,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
     exact = None
     for fused in (False, True):
         kind = "fused" if fused else "plain"
-        if fused and (DEVICE == "cpu" or not fused_wanted("auto")):
+        if fused and not (CUDA and fused_wanted("auto")):
             print("rungs, fused: left out, they need a GPU and liger-kernel", file=sys.stderr)
             return
         if only and not any(name.startswith(kind) for name in only):
@@ -189,7 +192,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
             for name, parameter in policy.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.02)  # so that A has a gradient too
-        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        held = torch.cuda.memory_allocated()
         for how in reversed(ladder(config.num_hidden_layers)):
             name = f"rungs/{kind}-{how.setting(config.num_hidden_layers)}"
             if only and name.removeprefix("rungs/") not in only:
@@ -197,10 +200,9 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
             try:
                 policy.set_recompute(how)
                 clear()
-                if DEVICE == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+                reset_peak()
                 seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=1)[name]
-                peak = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
+                peak = torch.cuda.max_memory_allocated() - held
                 found = gradients(policy, *batch)
             except torch.OutOfMemoryError as error:
                 policy.zero_grad()
@@ -218,7 +220,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
                 "bfloat16",
                 seconds,
-                tokens_per_s=tokens / seconds[len(seconds) // 2],
+                tokens_per_s=tokens / median(seconds),
                 peak_bytes=peak,
                 predicted_bytes=predicted,
                 peak_error=predicted / peak - 1 if peak else None,
@@ -239,40 +241,17 @@ def gradients(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     return stats.logprobs.detach(), found
 
 
-def run_padding(size: str, tokens: int, repeats: int) -> None:
-    """The same rows packed, and padded to the longest with transformers' own sdpa, hidden states only."""
-    config = model_config(size)
-    rows, mask = draw(tokens, config.vocab_size)
-    policy = variants()["nvfp4"](config)
-    lengths = last_columns(mask) + 1
-    gradient = torch.randn(tokens, config.hidden_size, device=DEVICE).to(DTYPE)
-    inside = torch.arange(rows.shape[1], device=DEVICE) < lengths.unsqueeze(1)
-
-    def padded() -> None:
-        hidden = policy.causal_lm.model(input_ids=rows, use_cache=False).last_hidden_state
-        torch.autograd.backward(hidden[inside], gradient)
-        policy.zero_grad()
-
-    runs = {"padded": padded, "packed": lambda: hidden_pass(policy, pack(rows, lengths), gradient)}
-    seconds = timed(runs, repeats=repeats)
-    for name, found in seconds.items():
-        shape = {"model": size, "tokens": tokens, "rows": len(rows), "padded": rows.numel()}
-        emit(f"padding/{name}", shape, "bfloat16", found, tokens_per_s=tokens / found[len(found) // 2])
-
-
 def clear() -> None:
     """Give unused memory back."""
     gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    cuda = DEVICE == "cuda"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if cuda else ["tiny"])
-    parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
+    parser = parser_with(__doc__)
+    parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if CUDA else ["tiny"])
+    parser.add_argument("--tokens", type=int, default=16384 if CUDA else 256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rungs", action="store_true", help="measure gradient checkpointing, and nothing else")
     parser.add_argument("--only", nargs="*", default=[], help="with --rungs: these, such as fused-none")
@@ -284,7 +263,6 @@ def main(argv: list[str] | None = None) -> None:
         return
     first = args.sizes[0]
     check(errors(first))
-    run_padding(first, args.tokens, args.repeats)
     for size in args.sizes:
         names = ["bf16+peft", "nvfp4"] if size != first else ["bf16+peft", *(n for n in variants() if n != "bf16+peft")]
         run_step(size, args.tokens, names, args.repeats)

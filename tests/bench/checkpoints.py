@@ -21,9 +21,8 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
-from tests.bench.harness import SIZES, model_config, random_weight
+from tests.bench.harness import DEVICE, SIZES, model_config, random_weight
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARD_BYTES = 4 * 2**30
 FORMATS = ("nvfp4", "bf16")
 

@@ -1,15 +1,19 @@
-"""What the benchmarks share: timing in turns, result lines, shapes, random frozen models."""
+"""What the benchmarks share: options, timing in turns, result lines, shapes, random frozen models."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,9 +27,13 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.packed import frozen_linear
 
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # of policies that a vLLM engine samples from
+
 
 class Size(NamedTuple):
-    """Of a Qwen2.5 model."""
+    """Dimensions of a Qwen2.5 model."""
 
     hidden: int
     inner: int
@@ -57,8 +65,26 @@ PROJECTION_INPUTS = {  # the activation that each linear of a block reads
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--size": {"choices": SIZES, "default": "7B" if CUDA else "tiny", "help": "of the model"},
+    "--folder": {"type": Path, "default": Path(tempfile.gettempdir()) / "qerl-bench", "help": "of random checkpoints"},
+    "--output": {"type": Path, "help": "file to append the lines to; what it has already is not measured again"},
+    "--eager": {"action": "store_true", "help": "vLLM without CUDA graphs"},
+    "--micro-batch-tokens": {"type": int, "help": "default: by the memory plan"},
+}
+"""Options that several benchmarks have."""
+
+
+def parser_with(description: str | None, *options: str) -> argparse.ArgumentParser:
+    """Make a parser that knows some of ``OPTIONS``; a benchmark adds its own ones."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in options:
+        parser.add_argument(name, **OPTIONS[name])
+    return parser
+
+
 def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
-    """Of one of ``SIZES``, of its own number of layers or another."""
+    """Make the configuration of one of ``SIZES``, with its own number of layers or another."""
     size = SIZES[name]
     return Qwen2Config(
         hidden_size=size.hidden,
@@ -159,31 +185,33 @@ def timed(
 
     Args:
         variants: what to run.
-        repeats: samples a variant.
-        inner: runs a sample; above 1 the host may run ahead of the device, as it does in training.
+        repeats: samples per variant.
+        inner: runs per sample; above 1 the host may run ahead of the device, as it does in training.
         warmups: runs before the first sample.
     """
-    cuda = torch.cuda.is_available()
     for run in variants.values():
         for _ in range(warmups):
             run()
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = now()
             for _ in range(inner):
                 run()
-            if cuda:
-                torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) / inner)
+            found[name].append((now() - start) / inner)
     return {name: sorted(seconds) for name, seconds in found.items()}
+
+
+def now() -> float:
+    """Seconds, once the GPU has done what it was given."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
     """All that a run launches as one CUDA graph, after a run that compiles it; without a GPU, the run itself."""
-    if not torch.cuda.is_available():
+    if not CUDA:
         return run
     run()
     graph = torch.cuda.CUDAGraph()
@@ -194,7 +222,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None:
     """Seconds that the kernels of one run take on the device, launch gaps left out; None without a GPU."""
-    if not torch.cuda.is_available():
+    if not CUDA:
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(times):
@@ -203,18 +231,27 @@ def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None
     return sum(event.self_device_time_total for event in profile.key_averages()) / times * 1e-6
 
 
+def reset_peak() -> int:
+    """Let ``torch.cuda.max_memory_allocated`` start anew; returns the bytes that are allocated now, 0 without a GPU."""
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Of norms, in fp64."""
+    """Norm of the difference over the norm of ``exact``, in fp64."""
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def check(errors: Iterable[tuple[str, float, float]]) -> None:
-    """Refuse to go on where an error exceeds its bound: (what, error, bound).
+    """Refuse to go on where an error exceeds its bound or is NaN: (what, error, bound).
 
     Raises:
         SystemExit: names every error.
     """
-    wrong = [f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if error > bound]
+    wrong = [
+        f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if not error <= bound
+    ]
     if wrong:
         raise SystemExit("no result, the check is red: " + "; ".join(wrong))
 
@@ -227,22 +264,66 @@ def decoding_kernel(
 
 
 def child_environment() -> dict[str, str]:
-    """Of a program of this repository that a benchmark starts: it finds the modules that the benchmark finds."""
+    """Environment of a program of this repository that a benchmark starts: it finds the same modules."""
     found = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([".", found] if found else ["."])}
 
 
-def emit(name: str, shape: Mapping[str, object], dtype: str, seconds: list[float] | None = None, **more: Any) -> None:
-    """Print one result as a JSON line."""
-    timing = {"median_s": statistics.median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
-    print(json.dumps({"name": name, "shape": shape, "dtype": dtype, **timing, **more, **_origin()}), flush=True)
+def run_apart(module: str, arguments: Sequence[str], **variables: str) -> Iterator[str]:
+    """Run a benchmark in a process of its own; yields each line of results, the rest goes to stderr.
+
+    Args:
+        module: its name in tests/bench.
+        arguments: of its command line.
+        variables: of its environment, beside the present ones.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
+    environment = child_environment() | variables
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout or ():
+            if line.startswith('{"name"'):
+                yield line.strip()
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def emit(
+    name: str,
+    shape: Mapping[str, object],
+    dtype: str,
+    seconds: list[float] | None = None,
+    *,
+    output: Path | None = None,
+    **more: Any,
+) -> None:
+    """Print one result as a JSON line, and append it to a file."""
+    timing = {"median_s": median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
+    keep(json.dumps({"name": name, "shape": shape, "dtype": dtype, **timing, **more, **_origin()}), output)
+
+
+def keep(line: str, output: Path | None) -> None:
+    """Print a line, and append it to a file."""
+    print(line, flush=True)
+    if output:
+        with output.open("a") as file:
+            file.write(line + "\n")
+
+
+def kept(output: Path | None) -> list[dict[str, Any]]:
+    """Read the lines of a file of results; none where there is no file."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output and output.exists() else []
 
 
 @cache
 def _origin() -> dict[str, str]:
     run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
         "commit": os.environ.get("BENCH_COMMIT") or run.stdout.strip() or "unknown",  # a copy may have another .git

@@ -291,7 +291,7 @@ def _engine(line: Line) -> tuple[str, str, str, str, int]:
 
 
 def _has_usual_settings(shape: Mapping[str, Any]) -> bool:
-    return (shape["kv"], shape["rank"], shape["engine"]) == ("auto", RANK, "ours")
+    return (shape["kv"], shape["rank"]) == ("auto", RANK)
 
 
 def _adapted(line: Line) -> bool:
@@ -463,7 +463,7 @@ QUESTIONS = [
         "gaps left out. `nvfp4` and `bf16` are this repository's layer, base and adapter in one autograd node; "
         "`+lora` is PEFT's formula around the named base. NVFP4 linears dequantise to scratch memory and multiply "
         "with cuBLAS.",
-        lambda lines: [line for line in _of_kind("linears/", lines) if not line["shape"]["own_thread"]],
+        lambda lines: [line for line in _of_kind("linears/", lines) if not line["shape"].get("own_thread")],
         partial(pivot, _variant, _shape("tokens"), _number("device_s", 2, 1e3), label="tokens"),
     ),
     Question(
