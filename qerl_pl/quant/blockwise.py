@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qerl_pl.quant.files import Checkpoint
@@ -36,11 +36,14 @@ class BlockStream:
         names = {module: name for name, module in skeleton.named_modules()}
         blocks = cast(nn.ModuleList, self.decoder.layers)
         self.blocks = {names[block]: (index, block) for index, block in enumerate(blocks)}
-        embedding = checkpoint.read(f"{names[skeleton.get_input_embeddings()]}.weight")
-        self.hidden = F.embedding(tokens, embedding).to(self.dtype)  # [S, L, H]
         self.running = nn.ModuleList(_PassOver() for _ in blocks)
         self.decoder.layers, self.decoder.norm = self.running, nn.Identity()
         fill_computed_buffers(self.decoder, device)
+        embed = cast(nn.Embedding, skeleton.get_input_embeddings())  # of some families it multiplies by a constant
+        embed.weight = nn.Parameter(checkpoint.read(f"{names[embed]}.weight"), requires_grad=False)
+        self.hidden = embed.to("cpu")(tokens).to(self.dtype)  # [S, L, H]
+        embed.to("meta")
+        self.hidden = self._run()  # of some families the decoder multiplies by a constant
 
     def second_moments(self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str]) -> dict[str, Tensor]:
         """Measure the mean of x x^T over the inputs x of some linears of a block; the hidden states do not advance.
@@ -65,7 +68,7 @@ class BlockStream:
 
         modules = {linear: block.get_submodule(linear.removeprefix(f"{name}.")) for linear in linears}
         hooks = [module.register_forward_pre_hook(add_to(linear)) for linear, module in modules.items()]
-        self._run()
+        self._run(block)
         for hook in hooks:
             hook.remove()
         self._remove(name)
@@ -73,8 +76,7 @@ class BlockStream:
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Replace the hidden states by the output of block ``name`` with these weights."""
-        self._place(name, tensors)
-        self.hidden = self._run()
+        self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
     def _place(self, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -91,13 +93,21 @@ class BlockStream:
         block.to("meta")
 
     @torch.no_grad()
-    def _run(self) -> Tensor:
+    def _run(self, block: nn.Module | None = None) -> Tensor:
+        """Run the decoder, in which this block gets the hidden states themselves; None: no block changes them."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):
             inputs = self.hidden[i : i + rows].to(self.device)
+            hook = block and block.register_forward_pre_hook(partial(_with_first, inputs))
             out[i : i + rows] = self.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            if hook is not None:
+                hook.remove()
         return out
+
+
+def _with_first(hidden: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return hidden, *inputs[1:]
 
 
 class _PassOver(nn.Module):

@@ -164,13 +164,22 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation."""
+    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation.
+
+    Parameters keep their values, though the initialisation of a module covers them as well.
+    """
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():
             setattr(module, leaf, torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device=device))
-        if computed:
-            model._init_weights(module)
+        if not computed:
+            continue
+        parameters = dict(module.named_parameters(recurse=False))
+        for leaf, parameter in parameters.items():
+            module.register_parameter(leaf, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+        model._init_weights(module)
+        for leaf, parameter in parameters.items():
+            module.register_parameter(leaf, parameter)
         for leaf in computed:
             if not getattr(module, leaf).isfinite().all():
                 raise ValueError(f"{type(model).__name__} does not say how to compute its buffer {name}.{leaf}")

@@ -37,7 +37,7 @@ from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, spli
 from qerl_pl.quant.writers import WRITERS, Writer
 
 LARGEST_WEIGHT = 1e6  # sums of squares of larger weights over a layer come close to the maximum of fp32
-VERSION = 1  # version of the output's layout and arithmetic; part of its metadata
+VERSION = 2  # version of the output's layout and arithmetic; part of its metadata
 _ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 

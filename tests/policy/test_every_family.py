@@ -70,6 +70,14 @@ def test_a_packed_model_computes_what_the_dequantised_one_does(base):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_base_is_loaded_as_transformers_loads_it(base):
+    dense = base.parent / "dense"
+    expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
+    found = load_base(dense, dtype=torch.float32, device="cpu").state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
+
+
 def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(policy):
     """Sliding windows, divided logits and rotations by position show here: transformers makes its masks itself."""
     some, longest = rows(), max(LENGTHS)

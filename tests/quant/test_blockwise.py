@@ -9,25 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import meta_model
+from tests.families import NAMES, tiny_config
+from tests.rollout.conftest import save_dense
 
-TOKENS = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_seed(0))
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
-    [("qwen2", {}), ("qwen2", SLIDING), ("qwen3", {}), ("llama", {})],
-    ids=["qwen2", "qwen2 with a sliding window", "qwen3", "llama"],
+    [*((name, {}) for name in NAMES), ("qwen2", SLIDING)],
+    ids=[*NAMES, "qwen2 with a sliding window"],
 )
-def test_the_stream_passes_the_blocks_as_the_model_does(
-    make_checkpoint: Callable[..., Path], architecture: str, sizes: dict
-) -> None:
-    path = make_checkpoint(architecture, dtype=torch.float32, **sizes)
+def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path: Path, architecture: str, sizes: dict) -> None:
+    path = tmp_path / architecture
+    save_dense(path, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict(), **sizes))
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     inputs: dict[str, Tensor] = {}
 
@@ -40,13 +41,14 @@ def test_the_stream_passes_the_blocks_as_the_model_does(
     hidden: list[Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _module, _args, output: hidden.append(output))
+    embedded: list[Tensor] = []
+    model.model.layers[0].register_forward_pre_hook(lambda _module, args: embedded.append(args[0]))
     with torch.no_grad():
-        embedded = model.model.embed_tokens(TOKENS)
         model(TOKENS)
 
     checkpoint = Checkpoint(path)
     stream = BlockStream(meta_model(path), checkpoint, TOKENS, "cpu")
-    assert torch.equal(stream.hidden, embedded)
+    assert torch.equal(stream.hidden, embedded[0])
     for index, expected in enumerate(hidden):
         block = f"model.layers.{index}"
         tensors = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith(f"{block}.")}

@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl_pl.quant.layer_errors import report_layer
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, tensor_scale
-from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
 from qerl_pl.quant.selection import fused_groups
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
@@ -73,7 +73,7 @@ def test_each_report_says_what_the_written_weights_say(make_checkpoint: Callable
         assert 0.05 < report.weight_error < 0.15  # Gaussian weights in NVFP4
     on_disk = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert [layer["name"] for layer in on_disk["layers"]] == [report.name for report in reports]
-    assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", 1)
+    assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", VERSION)
 
 
 def test_an_all_zero_weight_is_reported_without_error() -> None:
