@@ -42,6 +42,26 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+WHOLE = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3"}
+"""Families whose checkpoints mostly have a vision part, with the model_type of the whole."""
+
+
+def with_vision(text: PretrainedConfig) -> PretrainedConfig:
+    """A model whose text part is ``text``, one of ``WHOLE``, as its family's checkpoints are published."""
+    kind = WHOLE[text.model_type]
+    vision = {**VISION, "patch_size": 14, **({"head_dim": 16} if kind == "mistral3" else {})}
+    whole: dict[str, Any] = {"text_config": text.to_dict(), "vision_config": vision, "image_token_index": 60}
+    whole |= {name: getattr(text, name) for name in ("tie_word_embeddings", "eos_token_id")}
+    return CONFIG_MAPPING[kind](**whole)
+
+
 def tiny_config(family: str) -> PretrainedConfig:
     """Two blocks of a family; its weights are a few hundred kilobytes."""
     return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {})})

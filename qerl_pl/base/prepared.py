@@ -32,7 +32,8 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
     Returns:
         The base's folder, or a folder of the cache: the W4A16 copy of a published NVFP4 checkpoint that also quantises
-        activations, the KV cache or linears in FP8, or the quantised base.
+        activations, the KV cache or linears in FP8, the text model of a checkpoint with a vision part, or the quantised
+        base.
 
     Raises:
         ValueError: the base cannot be used; says why in one line.
@@ -51,10 +52,10 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     config = check_family(folder)
     if reasons := conversion_reasons(folder):
         load_tokenizer(folder, config)
-        settings = {"convert to": "W4A16", "version": convert.VERSION}
-        source = folder
-        folder = made_once(source, f"{name}-w4a16", settings, lambda copy: convert.convert_checkpoint(source, copy))
-        rank_zero_info(f"{base} is read as 4-bit weights with 16-bit activations, from {folder}: {'; '.join(reasons)}")
+        if declared_layout(folder) is not None or quantization is None:
+            folder = _converted(folder, name, reasons)
+        else:  # the quantiser reads the text model, too
+            rank_zero_info(f"{base}: {'; '.join(reasons)}")
     if quantization is None:
         return str(folder)
     if layout := read_layout(folder):
@@ -83,6 +84,16 @@ def check_format(base: str, base_format: BaseFormat | None, quantization: Quanti
             f"model.base_format is {base_format!r}, which takes the copy next to a folder, and {base} is a name on the "
             f"hub: give --model.quantize {base_format}"
         )
+
+
+def _converted(folder: Path, name: str, reasons: list[str]) -> Path:
+    packed = declared_layout(folder) is not None
+    settings = {"convert to": "W4A16" if packed else "16 bits", "version": convert.VERSION}
+    label = f"{name}-{'w4a16' if packed else 'text'}"
+    made = made_once(folder, label, settings, lambda copy: convert.convert_checkpoint(folder, copy))
+    form = "4-bit weights with 16-bit activations" if packed else "a text model"
+    rank_zero_info(f"{name} is read as {form}, from {made}: {'; '.join(reasons)}")
+    return made
 
 
 def _quantized(folder: Path, name: str, quantization: Quantization) -> Path:

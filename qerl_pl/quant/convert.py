@@ -1,6 +1,7 @@
 """Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
 
-The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read.
+The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read. Of a checkpoint
+with a vision part, NVFP4 or 16-bit, the copy has the text model alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
+from qerl_pl.quant.files import Checkpoint, model_config
 from qerl_pl.quant.loading import meta_model, tied_weights
 from qerl_pl.quant.nvfp4 import dequantize
 from qerl_pl.quant.output import OutputFolder
@@ -30,7 +31,7 @@ NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a W4A16 copy of a published NVFP4 checkpoint.
+    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part.
 
     The weights equal, bit for bit, the ones that compressed-tensors decompresses. For a checkpoint by ModelOpt, the
     reciprocal of each tensor scale is stored in fp32, which changes weights by a relative error of at most 2^-23 before
@@ -72,7 +73,10 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
         rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
         folder.add(file.name, rest | written, {"layers": [], "folds": []})
     dense = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear) and name not in packed]
-    folder.finish(path, {**read_json(path / CONFIG), "quantization_config": writer.config(dense, skeleton.dtype)})
+    config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
+    if packed:
+        config["quantization_config"] = writer.config(dense, skeleton.dtype)
+    folder.finish(path, config)
     return reasons
 
 

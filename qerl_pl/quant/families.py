@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qerl_pl.base.family import FAMILIES, family_of
-from qerl_pl.quant.files import CONFIG, read_json
+from qerl_pl.quant.files import CONFIG, model_config, read_json
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 SIZES = (
@@ -30,7 +30,7 @@ def check_family(path: str | Path) -> Mapping:
     """Read config.json of a checkpoint folder, and refuse models that cannot be trained.
 
     Returns:
-        The content of config.json.
+        The content of config.json; for a checkpoint with a vision part, that of its text model.
 
     Raises:
         ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible; the
@@ -39,7 +39,7 @@ def check_family(path: str | Path) -> Mapping:
     file = Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
-    config = read_json(file)
+    config = model_config(file.parent)
     family = config.get("model_type")
     if has_experts(config):
         raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")

@@ -6,9 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from qerl_pl.quant.text_part import HEAD, has_vision, text_config, text_name
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -17,6 +20,8 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 
 class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``.
+
+    Of a checkpoint with a vision part only the text model's tensors are listed, by their names in that model alone.
 
     Args:
         path: folder with config.json and model.safetensors, or with shards and their index.
@@ -32,7 +37,12 @@ class Checkpoint:
         if not (self.path / CONFIG).is_file():
             raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout")
         self._files = {name: _open(self.path / name) for name in self._file_names()}
-        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        text_only = has_vision(read_json(self.path / CONFIG))
+        self._stored: dict[str, tuple[str, str]] = {}  # name to the file and the name there
+        for file_name, file in self._files.items():
+            for stored in file.keys():  # noqa: SIM118
+                if name := text_name(stored) if text_only else stored:
+                    self._stored[name] = file_name, stored
 
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
@@ -49,10 +59,10 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
-        return sorted(self._file_of)
+        return sorted(self._stored)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored
 
     def num_weights(self, name: str) -> int:
         """Return the number of elements of a tensor without reading its data."""
@@ -60,15 +70,33 @@ class Checkpoint:
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor without reading its data."""
-        return self._files[self._file_of[name]].get_slice(name).get_shape()
+        return self._slice(name).get_shape()
 
     def dtype(self, name: str) -> str:
         """Return safetensors' name of a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its data."""
-        return self._files[self._file_of[name]].get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU; it may be a view of the mapped file and must be copied to outlive this object."""
-        return self._files[self._file_of[name]].get_tensor(name)
+        file, stored = self._stored[name]
+        return self._files[file].get_tensor(stored)
+
+    def _slice(self, name: str) -> Any:  # safetensors does not name the class
+        file, stored = self._stored[name]
+        return self._files[file].get_slice(stored)
+
+
+def model_config(path: Path) -> Mapping:
+    """Read config.json of a checkpoint folder; for one with a vision part, the configuration of its text model.
+
+    Raises:
+        ValueError: the file is no JSON object, or describes no text model.
+    """
+    config = read_json(path / CONFIG)
+    if not has_vision(config):
+        return config
+    has_head = HEAD in Checkpoint(path) if any(path.glob("*.safetensors")) else None
+    return text_config(config, has_head=has_head)
 
 
 def read_json(path: Path) -> Mapping:

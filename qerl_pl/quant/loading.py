@@ -14,11 +14,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from qerl_pl.quant.files import CONFIG, Checkpoint
+from qerl_pl.quant.files import CONFIG, Checkpoint, model_config, read_json
 from qerl_pl.quant.layouts import Layout, read_layout
 from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.text_part import has_vision
 
 OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers computes it now
 
@@ -62,7 +63,11 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Create the causal language model of config.json on the meta device, without data and without quantisation."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if has_vision(read_json(path / CONFIG)):
+        text = model_config(path)
+        config = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)

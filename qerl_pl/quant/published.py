@@ -15,10 +15,11 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
-from qerl_pl.quant.files import CONFIG, Checkpoint
+from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
 from qerl_pl.quant.layouts import COMPRESSED_NVFP4, MODELOPT_NVFP4, Layout, quantization_config, read_layout
 from qerl_pl.quant.nvfp4 import BLOCK
 from qerl_pl.quant.selection import FUSED, block_of
+from qerl_pl.quant.text_part import NOT_USED, has_vision
 
 NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN")
@@ -52,17 +53,24 @@ def conversion_reasons(path: Path) -> list[str]:
     """List the reasons why a checkpoint has to be converted to be a base; reads only config.json and headers.
 
     Returns:
-        Empty if the checkpoint can be used without conversion, or is not in NVFP4.
+        Empty if the checkpoint can be used without conversion, or is neither in NVFP4 nor has a vision part.
 
     Raises:
-        ValueError: the checkpoint is in NVFP4, but damaged or in an unsupported variant.
+        ValueError: the checkpoint is in NVFP4, but damaged or in an unsupported variant, or it has a vision part and is
+            in another 4-bit format.
     """
     config = quantization_config(path)
-    if config is None or "NVFP4" not in declared_formats(path, config):
+    reasons = [NOT_USED] if has_vision(read_json(path / CONFIG)) else []
+    if config is None:
+        return reasons
+    if "NVFP4" not in declared_formats(path, config):
+        if reasons:
+            raise ValueError(
+                f"{path} has a vision part and is quantised, but not to NVFP4; start from the 16-bit model"
+            )
         return []
     checkpoint = Checkpoint(path)
     stored = read_stored(checkpoint)
-    reasons = []
     if stored.activations or not _is_weight_only(config):
         reasons.append("it quantises activations too (W4A4): their scales are ignored")
     if stored.cache or config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):

@@ -36,7 +36,7 @@ def folder_with(path: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' model; expected one of qwen2, qwen3, llama,"),
+        ({"model_type": "llava"}, "'llava' model; expected one of qwen2, qwen3, llama,"),
         ({"model_type": "none"}, "None model; expected one of qwen2, qwen3, llama,"),
         ({"model_type": "qwen2_moe", "num_experts": 8}, "mixture of experts"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),

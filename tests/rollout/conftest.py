@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -66,7 +67,9 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
         sizes: of that one's configuration, where they are other ones.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config or small_qwen2(**sizes), dtype=torch.float32)
+    config = config or small_qwen2(**sizes)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
             torch.nn.init.normal_(weight, mean=weight.mean().item() if "norm" in name else 0.0, std=0.2)

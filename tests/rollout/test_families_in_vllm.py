@@ -12,7 +12,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
-from tests.families import NAMES, WINDOW, tiny_config
+from tests.families import NAMES, WHOLE, WINDOW, tiny_config, with_vision
 from tests.rollout.conftest import MAX_MODEL_LEN, Setup, make_engine, random_adapter, save_dense, some_prompts
 
 QUICK = ("gemma3_text", "olmo3")  # one with vLLM's own code and one with transformers', both with windows
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.vllm
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow, pytest.mark.long]) for name in NAMES],
 )
 def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
-    save_dense(tmp_path / "dense", tiny_config(family))
+    config = tiny_config(family)
+    save_dense(tmp_path / "dense", with_vision(config) if family in WHOLE else config)
     quantize_checkpoint(tmp_path / "dense", tmp_path / "nvfp4")
     policy = load_policy(str(tmp_path / "nvfp4"), dtype=torch.float32, lora=LoraSettings(rank=6, alpha=12), seed=0)
     adapter = random_adapter(policy, seed=1)

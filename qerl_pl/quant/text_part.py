@@ -1,0 +1,60 @@
+"""Read the text model of a checkpoint that also has a vision part: its configuration and the names of its tensors.
+
+Such a checkpoint (``WITH_VISION``) computes on text exactly what its text model computes alone, so the text model is
+used as a base of its own family, and the weights of the vision part are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+WITH_VISION = ("gemma3", "mistral3")
+"""Values of ``model_type`` whose config.json has the text model's own configuration as ``text_config``."""
+PREFIXES = {
+    "language_model.model.": "model.",  # as transformers 4 wrote them, and as the hub's checkpoints have them
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""Prefixes of the text model's tensors in the checkpoint, with the ones that they have in the text model alone."""
+NOT_USED = "its vision part is not used"
+HEAD = "lm_head.weight"
+_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+
+
+def has_vision(config: Mapping) -> bool:
+    """Return whether a config.json describes a text model with a vision part that can be left out."""
+    return config.get("model_type") in WITH_VISION
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor has in the text model alone; None for the other tensors of the checkpoint."""
+    for stored, plain in PREFIXES.items():
+        if name.startswith(stored):
+            return plain + name.removeprefix(stored)
+    return None
+
+
+def text_config(config: Mapping, *, has_head: bool | None = None) -> dict[str, Any]:
+    """Return config.json of the text model alone, with the values that the checkpoint's own file leaves to defaults.
+
+    Args:
+        config: config.json of the whole checkpoint, see ``has_vision``.
+        has_head: whether the checkpoint stores a head, which is then not tied to the embedding; None: not known.
+
+    Raises:
+        ValueError: the text model's family is not known, or a value is none that its class accepts.
+    """
+    given = {**config.get("text_config", {}), **{name: config[name] for name in _OF_THE_WHOLE if name in config}}
+    family = given.pop("model_type", "gemma3_text" if config["model_type"] == "gemma3" else "mistral")
+    if family not in CONFIG_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"text_config of a {config['model_type']!r} model has model_type {family!r}, not a text model")
+    if has_head is not None:
+        given["tie_word_embeddings"] = not has_head
+    text = json.loads(CONFIG_MAPPING[family].from_dict(given).to_json_string(use_diff=False))
+    return {**text, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
