@@ -12,23 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.tools.curves import Curve, read_curves
-from tests.bench.bench_grpo import DTYPE, GROUP, model_settings
+from tests.bench.bench_grpo import GROUP, model_settings
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import PHASES, decoding_kernel, emit
+from tests.bench.harness import CUDA, DEVICE, DTYPE, PHASES, decoding_kernel, emit, parser_with
 from tests.bench.together import run_together
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT_TOKENS = 320
 CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "gap/mean_abs")
 
@@ -73,7 +71,7 @@ def prepare(args: argparse.Namespace, base: str, gpus: int) -> list[str]:
 
 
 def folder_of(args: argparse.Namespace, gpus: int) -> Path:
-    """Of a run."""
+    """Folder of the run on so many GPUs."""
     return args.folder / f"ddp-{gpus}"
 
 
@@ -82,19 +80,19 @@ def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], 
     folder = folder_of(args, gpus)
     curves = read_curves(folder)
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up
-    phases = {name: statistics.median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
+    phases = {name: median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
     names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
     shape = {name: getattr(args, name) for name in names}
     shape |= {"gpus": gpus, "decoding_kernel": decoding_kernel("auto", "nvfp4", DTYPE)}
     found = {name: curves[name].values for name in CURVES}
     emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found)
     rows = (folder / "completions" / "train-000000.jsonl").read_text().splitlines()
-    return statistics.median(steps), curves, [json.loads(row)["completion"] for row in rows]
+    return median(steps), curves, [json.loads(row)["completion"] for row in rows]
 
 
 def compare(first: tuple[float, dict[str, Curve], list[str]], other: tuple[float, dict[str, Curve], list[str]]) -> None:
     """Print how a run differs from the first one."""
-    equal = statistics.mean(one == two for one, two in zip(first[2], other[2], strict=True))
+    equal = mean(one == two for one, two in zip(first[2], other[2], strict=True))
     apart = {
         name: max(abs(a - b) for a, b in zip(first[1][name].values, other[1][name].values, strict=True))
         for name in CURVES
@@ -104,17 +102,12 @@ def compare(first: tuple[float, dict[str, Curve], list[str]], other: tuple[float
 
 def main(argv: list[str] | None = None) -> None:
     """A run for each number of GPUs, and the comparisons."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    most = torch.cuda.device_count() if DEVICE == "cuda" else 2
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, most])
-    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
-    parser.add_argument("--prompts", type=int, default=64 if DEVICE == "cuda" else 4)
-    parser.add_argument("--completion", type=int, default=256 if DEVICE == "cuda" else 16)
-    parser.add_argument("--max-num-seqs", type=int, default=256 if DEVICE == "cuda" else 16)
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
+    parser = parser_with(__doc__, "--size", "--folder", "--eager", "--micro-batch-tokens")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, torch.cuda.device_count() if CUDA else 2])
+    parser.add_argument("--prompts", type=int, default=64 if CUDA else 4)
+    parser.add_argument("--completion", type=int, default=256 if CUDA else 16)
+    parser.add_argument("--max-num-seqs", type=int, default=256 if CUDA else 16)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
     parser.set_defaults(group=GROUP, updates=1, plain=False)
     args = parser.parse_args(argv)
     base = written_apart(args.folder, args.size, "nvfp4")

@@ -14,11 +14,8 @@ distribution with this mean that ends at ``--completion``, the same for every ba
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,11 +24,13 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import IO, Any, NamedTuple
 
+import psutil
 import torch
 from lightning.pytorch import Callback
 
@@ -39,11 +38,21 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.checkpoints import written_apart
-from tests.bench.harness import DECODING_KERNELS, PHASES, RANK, child_environment, decoding_kernel, emit
+from tests.bench.harness import (
+    CUDA,
+    DECODING_KERNELS,
+    DEVICE,
+    DTYPE,
+    PHASES,
+    RANK,
+    child_environment,
+    decoding_kernel,
+    emit,
+    kept,
+    parser_with,
+)
 from tests.bench.together import is_together
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
@@ -56,7 +65,7 @@ def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[f
 
 
 def lengths(mean: int, longest: int, number: int) -> list[int]:
-    """Limits of so many completions, in tokens: lognormal with sigma 0.8, scaled to the mean, from 8 to the longest."""
+    """Draw limits of completions, in tokens: lognormal with sigma 0.8, scaled to the mean, from 8 to the longest."""
     drawn = torch.randn(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(0.8).exp()
     for _ in range(50):  # cutting the tail off lowers the mean
         drawn = (drawn * mean / drawn.clamp(8, longest).mean()).clamp(min=8)
@@ -85,7 +94,7 @@ class Lengths(Callback):
 
 
 def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
-    """Of the policy in a benchmark of whole steps; the engine's arguments and the reward, by its path, are its own."""
+    """Settings of the policy in a benchmark of whole steps, with an engine's arguments and the path of a reward."""
     return {
         "base": base,
         "dtype": str(DTYPE).removeprefix("torch."),
@@ -152,7 +161,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         reason = memory_reason(errors) if args.cap else None
         if reason is None:
             raise SystemExit(f"the run ended with {process.returncode}")
-        emit("grpo/too-small", shape_of(args), "bfloat16", reason=reason)
+        emit("grpo/too-small", shape_of(args), "bfloat16", output=args.output, reason=reason)
         return
     curves = read_curves(folder / "run")
     phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
@@ -167,7 +176,8 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         shape_of(args),
         "bfloat16",
         sorted(steps),
-        phases_s={phase: statistics.median(values) for phase, values in phases.items()},
+        output=args.output,
+        phases_s={phase: median(values) for phase, values in phases.items()},
         tokens=curves["rollout/completion_tokens"].values[-1] * args.group * args.prompts,
         gap=curves["gap/mean_abs"].values[-1],
         peak_bytes=peak["bytes"],
@@ -193,7 +203,7 @@ def memory_reason(errors: Iterable[str]) -> str | None:
 
 
 class Usage(NamedTuple):
-    """Of a process, at one time."""
+    """What a process uses at one time."""
 
     time: float
     """In seconds since the epoch."""
@@ -208,37 +218,29 @@ class Usage(NamedTuple):
 def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
     """Wait for a process, or kill it after so many seconds; what it used, twice a second."""
     start, found = time.perf_counter(), []
+    watched = psutil.Process(process.pid)
     while process.poll() is None:
         now = time.perf_counter()
-        with suppress(OSError):  # it has just ended
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            gpu = used_bytes(torch.device(DEVICE)) if DEVICE == "cuda" else 0
-            files = len(os.listdir(f"/proc/{process.pid}/fd"))
-            found.append(Usage(time.time(), gpu, pages * os.sysconf("SC_PAGE_SIZE"), files))
+        with suppress(psutil.Error):  # it has just ended
+            gpu = used_bytes(torch.device(DEVICE)) if CUDA else 0
+            found.append(Usage(time.time(), gpu, watched.memory_info().rss, watched.num_fds()))
         if limit_s is not None and now - start > limit_s:
             process.kill()
         time.sleep(0.5)
     return found
 
 
-def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, Any]:
-    """Median seconds of a step and of its phases, and the most that was used, in each quarter of the later steps."""
-    ends = curves["time/step_s"].times
-    edges = [round(part * (len(ends) - 1) / 4) for part in range(5)]
-
-    def medians(name: str) -> list[float]:
-        values = curves[name].values[1:]
-        return [statistics.median(values[first:last]) for first, last in pairwise(edges)]
-
-    phases = {phase: f"time/{phase}_s" for phase in PHASES}
-    parts = [[use for use in usage if ends[first] <= use.time <= ends[last]] for first, last in pairwise(edges)]
-    return {
-        "step_s": medians("time/step_s"),
-        "phases_s": {phase: medians(name) for phase, name in phases.items() if name in curves},
-        "gpu_bytes": [max(use.gpu_bytes for use in part) for part in parts],
-        "host_bytes": [max(use.host_bytes for use in part) for part in parts],
-        "files": [max(use.files for use in part) for part in parts],
-    }
+def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, list[float]]:
+    """Median seconds per step, and the most that was used, in each quarter of the steps after the first."""
+    steps = curves["time/step_s"]
+    edges = [round(part * (len(steps.times) - 1) / 4) for part in range(5)]
+    found: dict[str, list[float]] = {"step_s": [], "gpu_bytes": [], "host_bytes": [], "files": []}
+    for first, last in pairwise(edges):
+        part = [use for use in usage if steps.times[first] <= use.time <= steps.times[last]]
+        found["step_s"].append(median(steps.values[1:][first:last]))
+        for name in ("gpu_bytes", "host_bytes", "files"):
+            found[name].append(max(getattr(use, name) for use in part))
+    return found
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 def peak_memory() -> Iterator[dict[str, int]]:
     """The most that the GPU's used memory grew by, whoever allocates it, sampled every 5 ms."""
     found = {"bytes": 0}
-    if DEVICE != "cuda":
+    if not CUDA:
         yield found
         return
     before, stop = torch.cuda.mem_get_info()[0], threading.Event()
@@ -277,22 +279,20 @@ def peak_memory() -> Iterator[dict[str, int]]:
 def capped(gib: float | None) -> Iterator[None]:
     """Leave so much of the GPU's memory free for other processes."""
     ballast = None
-    if gib and DEVICE == "cuda":
+    if gib and CUDA:
         ballast = torch.empty(torch.cuda.mem_get_info()[0] - int(gib * 2**30), dtype=torch.uint8, device=DEVICE)
     yield
     del ballast
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> None:
     """One run of train.py, unless ``--output`` has it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="7B" if DEVICE == "cuda" else "tiny")
+    parser = parser_with(__doc__, "--size", "--folder", "--output", "--eager", "--micro-batch-tokens")
     parser.add_argument("--base", default="nvfp4", choices=["nvfp4", "bf16"])
     parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")
     parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--completion", type=int, default=2048 if DEVICE == "cuda" else 32)
+    parser.add_argument("--completion", type=int, default=2048 if CUDA else 32)
     parser.add_argument("--group", type=int, default=GROUP, help="completions per prompt")
     parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
     parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
@@ -301,27 +301,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
     parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: by the memory plan")
-    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     parser.add_argument("--decoding-kernel", default="auto", choices=DECODING_KERNELS, help="of an NVFP4 base")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "qerl-bench")
-    parser.add_argument("--output", type=Path, help="file of JSON lines to go on with; default: print the line")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
     if args.aqn and args.steps < STAGES:
         parser.error(f"--aqn has {STAGES} stages of noise: expected at least so many --steps, not {args.steps}")
-    if args.output and args.output.exists():
-        lines = map(json.loads, args.output.read_text().splitlines())
-        if any(line["shape"] == shape_of(args) for line in lines):
-            return
+    if any(line["shape"] == shape_of(args) for line in kept(args.output)):
+        return
     base = written_apart(args.folder, args.size, args.base)
-    printed = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed):
+    with tempfile.TemporaryDirectory() as folder:
         run(args, str(base), Path(folder))
-    if args.output:
-        with args.output.open("a") as file:
-            file.write(printed.getvalue())
-    print(printed.getvalue(), end="")
 
 
 if __name__ == "__main__":
