@@ -1,7 +1,8 @@
 """Write docs/performance.md and the README's table of speeds from docs/results: python -m tests.bench.report
 
-The page answers one question per section: which lines, which columns, and what they mean stand in ``QUESTIONS``. Every
-number comes from the JSON lines that the benchmarks print. Of several lines with one setting the last one counts.
+The page answers one question per section. Its text is pages/performance.md; which lines answer a question, and with
+which columns, stands in ``TABLES``. Every number comes from the JSON lines that the benchmarks print. Of several lines
+with one setting the last one counts.
 """
 
 from __future__ import annotations
@@ -21,33 +22,22 @@ Line = dict[str, Any]
 Column = Callable[[Line], object]
 
 ROOT = Path(__file__).parents[2]
+TEXT = Path(__file__).parent / "pages" / "performance.md"
 RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
 GIB = 2**30
 HEADLINE = (8, 32, 128, 256)
-KERNEL_NAMES = {"native": "native", "humming": "Humming"}
-OLDER_NAMES = {"ours": "native"}  # of kernels, in lines of earlier commits
 KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
 LAYER_NAMES = {"none": "no adapter", "together": "fused", "apart": "separate", "matmul": "cuBLAS"}
-LEAD = """\
-# Performance
-
-Written by `python -m tests.bench.report` from the lines in `docs/results`, which `make bench` prints; change the
-script, not this page. A benchmark prints no line while its check against a reference fails. Models have the shapes of
-Qwen2.5 and random weights; random prompts; LoRA adapters have rank 32 on all linear layers. Of several measurements
-of one setting the last one counts. Each section ends with its commits, and names its machine unless that is an
-$usual."""
+PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 
 
-class Question(NamedTuple):
-    """One section of the page."""
+class Table(NamedTuple):
+    """The answer to one question."""
 
-    title: str
-    text: str
-    """What was measured, with which setting, what it means."""
     select: Callable[[list[Line]], list[Line]]
-    """The lines that answer it, out of all."""
-    table: Callable[[list[Line]], str]
-    """Markdown, from the selected lines."""
+    """The lines that it is made of, out of all."""
+    markdown: Callable[[list[Line]], str]
+    """Makes the table of them."""
 
 
 def results() -> list[Line]:
@@ -58,13 +48,17 @@ def results() -> list[Line]:
 
 def page(lines: list[Line]) -> str:
     """Make docs/performance.md; a question without lines has no section."""
-    answers = [(question, found) for question in QUESTIONS if (found := question.select(lines))]
-    usual = Counter(_machine(line) for _, found in answers for line in found).most_common(1)[0][0]
-    sections = [LEAD.replace("$usual", usual)]
-    for question, found in answers:
-        text = textwrap.fill(f"{question.text} {_origin(found, usual)}", 120, break_on_hyphens=False)
-        sections.append(f"## {question.title}\n\n{text}\n\n{question.table(found)}")
-    return "\n\n".join(sections) + "\n"
+    lead, *sections = TEXT.read_text().split("\n## ")
+    parsed = [section.strip().split("\n\n") for section in sections]  # title, text, name of the table
+    answers = [(title, text, TABLES[name.split()[2]]) for title, text, name in parsed]
+    found = [(title, text, table, table.select(lines)) for title, text, table in answers]
+    usual = Counter(_machine(line) for *_, selected in found for line in selected).most_common(1)[0][0]
+    written = [lead.strip().format(usual=usual)]
+    for title, text, table, selected in found:
+        if selected:
+            about = textwrap.fill(f"{text} {_origin(selected, usual)}", 120, break_on_hyphens=False)
+            written.append(f"## {title}\n\n{about}\n\n{table.markdown(selected)}")
+    return "\n\n".join(written) + "\n"
 
 
 def with_speeds(readme: str, lines: list[Line]) -> str:
@@ -76,66 +70,66 @@ def with_speeds(readme: str, lines: list[Line]) -> str:
 
 def headline_table(lines: list[Line]) -> str:
     """Speed-up of NVFP4 over bf16 per model, and the smallest GPU memory with which a run finished."""
-    rates = {(line["shape"]["model"], line["shape"]["sequences"], _base(line)): line for line in rollouts(lines)}
+    speeds = at_one_commit(lines, "bf16", "nvfp4")
     runs = whole_steps(lines)
     steps = {line["shape"]["model"]: times_bf16(line, runs) for line in runs if _base(line) == "nvfp4"}
-    cards: dict[str, float] = {}
+    smallest: dict[str, float] = {}
     for line in _of_kind("grpo/step", lines):
-        shape = line["shape"]
-        if shape["cap"] and line["finished"]:
-            cards[shape["model"]] = min(shape["cap"], cards.get(shape["model"], shape["cap"]))
+        model, cap = line["shape"]["model"], line["shape"]["cap"]
+        if cap and line["finished"]:
+            smallest[model] = min(cap, smallest.get(model, cap))
     rows = [
         [
             model,
-            *(_speed_up(rates, model, count) for count in HEADLINE),
+            *(_speed_up(speeds.get((model, count))) for count in HEADLINE),
             _digits(steps.get(model), 2),
-            f"{cards[model]:g}" if model in cards else "",
+            f"{smallest[model]:g}" if model in smallest else "",
         ]
-        for model in sorted({model for model, *_ in rates}, key=_by_size)
+        for model in dict.fromkeys(model for model, _ in speeds)
     ]
     columns = (f"{count} sequences" for count in HEADLINE)
     return table(["model", *columns, "whole step", "smallest GPU, GiB"], rows)
 
 
-def rollouts(lines: list[Line]) -> list[Line]:
-    """NVFP4 and bf16 engines with an adapter at one commit, and the NVFP4 engine without it where that was measured.
+def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], tuple[Line, Line]]:
+    """The last engines of two kinds that were measured at one commit, by model and number of sequences.
 
-    Models that were measured with the native decoding kernel appear with it alone.
+    Args:
+        lines: of ``bench_rollout``; engines with other than the usual settings are left out.
+        first, second: "nvfp4" or "bf16", or the same with " alone": without an adapter.
     """
-    usual = [line for line in _of_kind("rollout/generate", lines) if _has_usual_settings(line["shape"])]
-    native = {line["shape"]["model"] for line in usual if _kernel(line) == "native"}
-    engines = {(*_engine(line), _adapted(line)): line for line in usual}
-    found: dict[tuple[str, int, bool], list[Line]] = {}
-    for (model, base, kernel, commit, count, adapted), line in engines.items():
-        if base == "nvfp4" and (kernel == "native" or model not in native):
-            other = engines.get((model, "bf16", "", commit, count, True) if adapted else (*_engine(line), True))
-            if other:
-                found[model, count, adapted] = [other, line]
-    return [line for key in sorted(found, key=lambda key: (*_by_size(key[0]), *key[1:])) for line in found[key]]
+    commits: dict[tuple[str, int, str], dict[str, Line]] = {}
+    for line in _of_kind("rollout/generate", lines):
+        shape = line["shape"]
+        if (shape["kv"], shape["rank"]) == ("auto", RANK) and _kernel(line) != "humming":
+            kind = shape["base"] + (" alone" if shape["adapter"] == "none" else "")
+            commits.setdefault((shape["model"], shape["sequences"], line["commit"]), {})[kind] = line
+    pairs = {key[:2]: (kinds[first], kinds[second]) for key, kinds in commits.items() if {first, second} <= {*kinds}}
+    return {key: pairs[key] for key in sorted(pairs, key=lambda key: (*_by_size(key[0]), key[1]))}
+
+
+def rollouts(lines: list[Line]) -> list[Line]:
+    """NVFP4 and bf16 engines with an adapter at one commit, and NVFP4 engines with and without it at one commit."""
+    pairs = [*at_one_commit(lines, "bf16", "nvfp4").values(), *at_one_commit(lines, "nvfp4", "nvfp4 alone").values()]
+    return [line for pair in pairs for line in pair]
 
 
 def rollouts_table(lines: list[Line]) -> str:
     """Tokens per second, one column per number of sequences."""
-    found: dict[tuple[str, int, str], Line] = {}
-    added: dict[tuple[str, int], str] = {}
-    for first, second in zip(lines[::2], lines[1::2], strict=True):  # as rollouts pairs them
-        model, count = second["shape"]["model"], second["shape"]["sequences"]
-        if _adapted(second):
-            found[model, count, "bf16"], found[model, count, "nvfp4"] = first, second
-        else:
-            added[model, count] = f"{100 * (first['median_s'] / second['median_s'] - 1):.0f} %"
-    counts = sorted({count for _, count, _ in found})
+    speeds, adapters = at_one_commit(lines, "bf16", "nvfp4"), at_one_commit(lines, "nvfp4", "nvfp4 alone")
+    counts = sorted({count for _, count in speeds})
     rows = []
-    for model in dict.fromkeys(model for model, *_ in found):
-        for base in ("bf16", "nvfp4"):
-            engines = [found.get((model, count, base)) for count in counts]
-            rates = [_digits(line["tokens_per_s"] if line else None, 0) for line in engines]
+    for model in dict.fromkeys(model for model, _ in speeds):
+        pairs = [speeds.get((model, count)) for count in counts]
+        for place, base in enumerate(("bf16", "nvfp4")):
+            rates = [_digits(pair and pair[place]["tokens_per_s"], 0) for pair in pairs]
             rows.append([model, f"{base}, tokens/s", *rates])
-        rows.append([model, "speed-up", *(_speed_up(found, model, count) for count in counts)])
-        roofs = [_share_of_roof(found.get((model, count, "nvfp4"))) for count in counts]
-        rows.append([model, "nvfp4, share of the roof", *roofs])
-        if any((model, count) in added for count in counts):
-            rows.append([model, "nvfp4, added by LoRA", *(added.get((model, count), "") for count in counts)])
+        rows.append([model, "speed-up", *map(_speed_up, pairs)])
+        shares = [_digits(pair and pair[1]["decoded_per_s"] / pair[1]["roof_per_s"], 2) for pair in pairs]
+        rows.append([model, "nvfp4, share of the roof", *shares])
+        added = [_added(adapters.get((model, count))) for count in counts]
+        if any(added):
+            rows.append([model, "nvfp4, added by LoRA", *added])
     return table(["model", "", *counts], rows)
 
 
@@ -145,10 +139,9 @@ def whole_steps(lines: list[Line]) -> list[Line]:
         line
         for line in _of_kind("grpo/", lines)
         if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
+        if _kernel(line) != "humming"
     ]
-    native = {line["shape"]["model"] for line in runs if _kernel(line) == "native"}
-    chosen = [line for line in runs if _kernel(line) != "humming" or line["shape"]["model"] not in native]
-    return sorted(_last(chosen, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
+    return sorted(_last(runs, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
 
 
 def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
@@ -261,6 +254,11 @@ def _last(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
     return list({key(line): line for line in lines}.values())
 
 
+def _latest(kinds: Sequence[str], lines: Iterable[Line]) -> list[Line]:
+    chosen = [line for kind in kinds for line in _of_kind(kind, lines)]
+    return _last(chosen, lambda line: (line["name"], json.dumps(line["shape"])))
+
+
 def _machine(line: Line) -> str:
     return f"{line['device']}, torch {line['torch']}, Triton {line['triton']}"
 
@@ -277,25 +275,9 @@ def _origin(lines: Iterable[Line], usual: str) -> str:
 
 
 def _kernel(line: Line) -> str:
-    """Name the decoding kernel of an NVFP4 base; lines that name none were measured with Humming's."""
+    """Name the decoding kernel of an NVFP4 base; "" for others."""
     shape = line["shape"]
-    if shape.get("base", "nvfp4") != "nvfp4":
-        return ""
-    found = shape.get("decoding") or shape.get("decoding_kernel") or "humming"
-    return OLDER_NAMES.get(found, found)
-
-
-def _engine(line: Line) -> tuple[str, str, str, str, int]:
-    shape = line["shape"]
-    return shape["model"], shape["base"], _kernel(line), line["commit"], shape["sequences"]
-
-
-def _has_usual_settings(shape: Mapping[str, Any]) -> bool:
-    return (shape["kv"], shape["rank"]) == ("auto", RANK)
-
-
-def _adapted(line: Line) -> bool:
-    return line["shape"]["adapter"] != "none"
+    return shape.get("decoding") or shape.get("decoding_kernel") or "" if _base(line) == "nvfp4" else ""
 
 
 def _base(line: Line) -> str:
@@ -306,16 +288,16 @@ def _policy(line: Line) -> str:
     if line["name"] == "grpo/trl":
         return f"TRL {line['versions']['trl']}, bf16"
     kernel = _kernel(line)
-    return _base(line) + (f" ({KERNEL_NAMES[kernel]})" if kernel else "") + (", AQN" if line["shape"]["aqn"] else "")
+    return _base(line) + (f" ({kernel})" if kernel else "") + (", AQN" if line["shape"]["aqn"] else "")
 
 
-def _speed_up(found: Mapping[tuple[str, int, str], Line], model: str, count: int) -> str:
-    packed, dense = (found.get((model, count, base)) for base in ("nvfp4", "bf16"))
-    return f"{packed['tokens_per_s'] / dense['tokens_per_s']:.2f}" if packed and dense else ""
+def _speed_up(pair: tuple[Line, Line] | None) -> str:
+    return f"{pair[1]['tokens_per_s'] / pair[0]['tokens_per_s']:.2f}" if pair else ""
 
 
-def _share_of_roof(line: Line | None) -> str:
-    return _digits(line["decoded_per_s"] / line["roof_per_s"], 2) if line else ""
+def _added(pair: tuple[Line, Line] | None) -> str:
+    """Share of the time of an engine without an adapter that the adapter adds."""
+    return f"{100 * (pair[0]['median_s'] / pair[1]['median_s'] - 1):.0f} %" if pair else ""
 
 
 def _by_size(model: str) -> tuple[int, str]:
@@ -360,34 +342,19 @@ def _quarters(name: str, digits: int, scale: float = 1) -> Column:
     return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
 
 
-PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
-QUESTIONS = [
-    Question(
-        "How much faster does an NVFP4 base sample?",
-        "Tokens per second of whole rollout calls by the number of sequences, prompts included, with LoRA and "
-        "log-probabilities: best of the repeats. Speed-ups compare NVFP4 with bf16 at one commit. The roof is a "
-        "decoding step that takes only the time to read every weight and every cached key and value once. NVFP4 gains "
-        "where reading weights limits decoding, and nothing at 256 sequences. `added by LoRA` compares an engine with "
-        "itself.",
-        rollouts,
-        rollouts_table,
-    ),
-    Question(
-        "How long does a whole GRPO step take?",
-        "One prompt of 256 tokens, 8 completions of 2048, gradient checkpointing, all callbacks, through train.py: "
-        "median (range) of the steps after the first, and median seconds of the phases. `check` is canary and ledger, "
-        "`between` logging, data and checkpoints; `gap` is the mean difference between the sampler's and the "
-        "trainer's log-probabilities. Speed-ups compare fastest steps at one commit. TRL: its GRPOTrainer with vLLM "
-        "in its process.",
-        whole_steps,
-        steps_table,
-    ),
-    Question(
-        "How much GPU memory does a step need, and does the plan know?",
-        "Groups of 8 completions, prompts of 256 tokens. Another process holds the rest of the GPU's memory. `held` "
-        "is the most that the run held, as that process saw it or, where it did not look, as the run logged it; "
-        "`planned` is what `python -m qerl_pl plan` says beforehand. `too small` was refused.",
-        lambda lines: [line for line in cards(lines) if "Humming" not in _policy(line)],
+def _rows(kind: str, columns: Mapping[str, Column]) -> Table:
+    return Table(partial(_latest, [kind]), partial(rows_table, columns))
+
+
+def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, label: str) -> Table:
+    return Table(partial(_latest, kinds), partial(pivot, row, column, value, label=label))
+
+
+TABLES = {
+    "rollouts": Table(rollouts, rollouts_table),
+    "steps": Table(whole_steps, steps_table),
+    "memory": Table(
+        cards,
         partial(
             rows_table,
             {
@@ -401,9 +368,7 @@ QUESTIONS = [
             },
         ),
     ),
-    Question(
-        "Does a long run slow down or leak?",
-        "Quarters of one run with an NVFP4 base: median step, most memory, most open files.",
+    "long_run": Table(
         lambda lines: [line for line in _of_kind("grpo/step", lines) if line.get("quarters")][-1:],
         partial(
             rows_table,
@@ -418,120 +383,58 @@ QUESTIONS = [
             },
         ),
     ),
-    Question(
-        "Do several GPUs divide the work?",
-        "One global batch of 32 prompts x 8 completions of 256 tokens; `wait`: the fastest rank for the others.",
-        partial(_of_kind, "ddp/step"),
-        ranks_table,
+    "ranks": Table(partial(_latest, ["ddp/step"]), ranks_table),
+    "pass": _rows(
+        "step/",
+        {
+            "policy": _variant,
+            "model": _shape("model"),
+            "pass, s": _median(1),
+            "tokens/s": _number("tokens_per_s", 0),
+            "speed": _number("ratio", 2),
+            "resident, GB": _number("resident_bytes", 2, 1e-9),
+            "peak, GB": _number("peak_bytes", 2, 1e-9),
+        },
     ),
-    Question(
-        "How fast is the training pass?",
-        "Forward and backward over packed rows of up to 2048 tokens, gradient checkpointing, log-probabilities and "
-        "entropies. `peft` is PEFT's LoRA layer with a bf16 adapter, `peft-fp32` with its default fp32 adapter; "
-        "`offload` keeps checkpoints in host memory. Peak memory comes on top of what is resident.",
-        lambda lines: [line for line in _of_kind("step/", lines) if line["shape"]["model"] != "3B"],
-        partial(
-            rows_table,
-            {
-                "policy": _variant,
-                "model": _shape("model"),
-                "pass, s": _median(1),
-                "tokens/s": _number("tokens_per_s", 0),
-                "speed": _number("ratio", 2),
-                "resident, GB": _number("resident_bytes", 2, 1e-9),
-                "peak, GB": _number("peak_bytes", 2, 1e-9),
-            },
-        ),
+    "recompute": _pivot(
+        ["rungs/"],
+        lambda line: _variant(line).split("-")[0],
+        lambda line: _variant(line).split("-")[1],
+        lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
+        "recomputed",
     ),
-    Question(
-        "What does recomputing less in backward gain?",
-        "The same pass of 16384 tokens of the 7B NVFP4 policy: tokens per second / GB at its peak, base included, by "
-        "`model.gradient_checkpointing`; a number is of blocks recomputed whole, the others selectively. `fused`: "
-        "with liger-kernel's norms, rotary embeddings and SwiGLU, `model.fused_elementwise`.",
-        partial(_of_kind, "rungs/"),
-        partial(
-            pivot,
-            lambda line: _variant(line).split("-")[0],
-            lambda line: _variant(line).split("-")[1],
-            lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
-            label="recomputed",
-        ),
+    "linears": _pivot(["linears/"], _variant, _shape("tokens"), _number("device_s", 2, 1e3), "tokens"),
+    "dequantize": _rows(
+        "dequantize/",
+        {"format": _variant, "GB/s": _number("gb_per_s", 0), "kernels, us": _number("device_s", 0, 1e6)},
     ),
-    Question(
-        "What do the linear layers of a block cost in training?",
-        "GPU milliseconds of the seven linears of a 7B block, forward and backward, by the number of tokens, launch "
-        "gaps left out. `nvfp4` and `bf16` are this repository's layer, base and adapter in one autograd node; "
-        "`+lora` is PEFT's formula around the named base. NVFP4 linears dequantise to scratch memory and multiply "
-        "with cuBLAS.",
-        lambda lines: [line for line in _of_kind("linears/", lines) if not line["shape"].get("own_thread")],
-        partial(pivot, _variant, _shape("tokens"), _number("device_s", 2, 1e3), label="tokens"),
+    "logprobs": _rows(
+        "logprobs/",
+        {
+            "variant": _variant,
+            "tokens": _shape("tokens"),
+            "vocabulary": _shape("vocabulary"),
+            "time, ms": _median(1e3),
+            "peak, MiB": _number("peak_bytes", 0, 2**-20),
+        },
     ),
-    Question(
-        "How fast is dequantising?",
-        "The seven linears of a 7B block to bf16. Bytes are read and written, each once; GB/s is over the time of the "
-        "kernels. `copy` and `fill` say what the memory allows: four fifths of the bytes are written.",
-        lambda lines: [line for line in _of_kind("dequantize/", lines) if line["name"] != "dequantize/one"],
-        partial(
-            rows_table,
-            {"format": _variant, "GB/s": _number("gb_per_s", 0), "kernels, us": _number("device_s", 0, 1e6)},
-        ),
+    "exact": _pivot(
+        ["head/rollout", "aqn-norm/"],
+        lambda line: f"{PARTS[line['name']]}, {line['shape']['variant']}",
+        _shape("sequences"),
+        _number("median_s", 0, 1e6),
+        "sequences",
     ),
-    Question(
-        "What do log-probabilities and entropies cost?",
-        "Forward and backward of the head. `naive` holds all logits, `recompute` makes them again for backward.",
-        partial(_of_kind, "logprobs/"),
-        partial(
-            rows_table,
-            {
-                "variant": _variant,
-                "tokens": _shape("tokens"),
-                "vocabulary": _shape("vocabulary"),
-                "time, ms": _median(1e3),
-                "peak, MiB": _number("peak_bytes", 0, 2**-20),
-            },
-        ),
+    "kernels": Table(partial(_latest, ["schedules/"]), kernels_table),
+    "adapter": _pivot(
+        ["layer-ours/"],
+        lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
+        _shape("tokens"),
+        _number("median_s", 1, 1e6),
+        "tokens",
     ),
-    Question(
-        "What does the exact arithmetic of the sampler cost?",
-        "Microseconds per decoding step of a 7B NVFP4 engine by the number of sequences. `exact`: logits in fp32, and "
-        "noise on fp32 norm weights; `rounded`: both in bf16. `norms alone`: all of a step, in one CUDA graph.",
-        lambda lines: _of_kind("head/rollout", lines) + _of_kind("aqn-norm/", lines),
-        partial(
-            pivot,
-            lambda line: f"{PARTS[line['name']]}, {line['shape']['variant']}",
-            _shape("sequences"),
-            _number("median_s", 0, 1e6),
-            label="sequences",
-        ),
-    ),
-    Question(
-        "How fast are the NVFP4 kernels of decoding?",
-        "Microseconds of each fused linear alone: Humming's fastest schedule / the native kernel (`nvfp4_decode` for "
-        "few tokens, `nvfp4_batch` for more); an engine chooses between them by a rule.",
-        lambda lines: [line for line in _of_kind("schedules/", lines) if line["shape"]["model"] == "7B"],
-        kernels_table,
-    ),
-    Question(
-        "What does the adapter add to a decoding layer?",
-        "Microseconds of the linears of one layer in a CUDA graph by the number of tokens. `fused`: the base GEMM "
-        "adds the adapter, x A^T runs on SMs that it leaves idle. `separate` adds it with Triton kernels, `cuBLAS` by "
-        "products.",
-        lambda lines: [line for line in _of_kind("layer-ours/", lines) if line["shape"]["model"] == "7B"],
-        partial(
-            pivot,
-            lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
-            _shape("tokens"),
-            _number("median_s", 1, 1e6),
-            label="tokens",
-        ),
-    ),
-    Question(
-        "How long does an engine take to start?",
-        "Seconds until a 7B NVFP4 engine is ready: `first` with all caches empty, `again` the same one.",
-        partial(_of_kind, "start/"),
-        partial(rows_table, {"start": _variant, "seconds": _number("median_s", 1)}),
-    ),
-]
+    "start": _rows("start/", {"start": _variant, "seconds": _number("median_s", 1)}),
+}
 
 
 if __name__ == "__main__":
