@@ -64,7 +64,10 @@ test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 bench: $(STAMP) ## measure; one JSON line a result
 	$(BIN)/python -m tests.bench
 
+docs: $(STAMP) ## the documentation site, in site/index.html; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 tensorboard: $(STAMP) ## curves of every run under runs/
 	$(BIN)/tensorboard --logdir runs
 
-.PHONY: help venv quickstart test test-long check format test-gpu bench tensorboard
+.PHONY: help venv quickstart test test-long check format test-gpu bench docs tensorboard

@@ -1,0 +1,77 @@
+"""Hooks of mkdocs.yml: pages have the same places in the site as in the repository, so links between them hold.
+
+Pages from outside docs/ are added, and pages made from the code: one per package, settings, commands. A link to a
+Python file or package of the repository becomes a link to its API page.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from docs.reference import commands, settings
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
+PUBLISHED = (".md", ".png", ".svg", ".js", ".css")
+PACKAGES = ("qerl_pl", "callbacks", "datamodules")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the navigation: packages, and the change log where there is one."""
+    assert config.nav is not None
+    config.nav[-1]["API"] = [{name: f"reference/{name}.md"} for name in packages()]
+    if (ROOT / "CHANGELOG.md").exists():
+        config.nav.insert(-1, {"Changes": "CHANGELOG.md"})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the files of docs/ by those of the whole site."""
+    own = [file for file in files if file.src_dir == config.docs_dir]
+    found = Files([file for file in files if file not in own])
+    inside = [f"docs/{file.src_uri}" for file in own if file.src_uri.endswith(PUBLISHED)]
+    for path in (*inside, *OUTSIDE):
+        if (ROOT / path).exists():
+            found.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    made = {"settings": settings(), "commands": commands(), **{name: api_page(name) for name in packages()}}
+    texts = {f"reference/{name}.md": text for name, text in made.items()}
+    texts["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
+    for path, text in texts.items():
+        found.append(File.generated(config, path, content=text))
+    return found
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Change links to Python files and packages, and to LICENSE, to their pages in the site."""
+    return re.sub(r"(\]\()([^)#:]+)(?=[)#])", lambda link: link[1] + _target(link[2], page.file, files), markdown)
+
+
+def _target(link: str, source: File, files: Files) -> str:
+    folder = posixpath.dirname(source.src_uri)
+    path = posixpath.normpath(posixpath.join(folder, link))
+    page = f"{path}.md"  # of a file without one of its own, such as LICENSE
+    if path.split("/")[0] in PACKAGES and (ROOT / path).exists():
+        package = path if (ROOT / path).is_dir() else posixpath.dirname(path)
+        page = f"reference/{'.'.join(package.split('/')[:2])}.md"
+    return posixpath.relpath(page, folder) if files.get_file_from_path(page) else link
+
+
+def packages() -> list[str]:
+    """Packages that have an API page of their own."""
+    inner = sorted(path.parent.name for path in (ROOT / "qerl_pl").glob("*/__init__.py"))
+    return [PACKAGES[0], *(f"{PACKAGES[0]}.{name}" for name in inner), *PACKAGES[1:]]
+
+
+def api_page(name: str) -> str:
+    """Markdown that mkdocstrings turns into the documentation of a package, or of the modules that are in none."""
+    if name != PACKAGES[0]:
+        return f"# {name}\n\n::: {name}\n"
+    files = sorted((ROOT / name).glob("[a-z]*.py"))
+    heading = "\n    options:\n      show_root_heading: true\n      show_root_full_path: false\n"
+    return f"# {name}\n\n" + "\n".join(f"::: {name}.{path.stem}{heading}" for path in files)

@@ -1,0 +1,189 @@
+"""Pages of the site that are made from the code: settings from type hints and docstrings, commands from --help."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+import sys
+import types
+import typing
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+
+from datamodules.prompts import PromptDataModule
+from datamodules.sources import PromptSource
+from qerl_pl.__main__ import COMMANDS, TRAINING, main
+from qerl_pl.cli.words import Parser
+from qerl_pl.module import QeRLModule
+from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.study.study_file import Study
+
+INTRODUCTION = """# Settings
+
+Every setting of a configuration with its type, its default and its meaning, made from the type hints and docstrings
+that the command line itself reads. How files combine and what is often changed is in
+[Configurations](../configs/README.md). A class is named by `class_path` and takes its settings under `init_args`.
+"""
+_PRINTED_AS_CODE = re.compile(r"type:\s+<function\s[^>]*>,\s+|[^\n -~]")
+HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
+Kind = Callable[[Any], bool]
+
+
+def settings() -> str:
+    """Markdown of the page of settings: ``model``, ``data``, and every class of ours that YAML may name."""
+    nested: dict[str, Any] = {}
+    text = INTRODUCTION
+    text += f"\n## model\n\n{_meaning(QeRLModule)}\n\n{table(QeRLModule, 'model.', nested)}"
+    text += f"\n## data\n\n{_meaning(PromptDataModule)}\n\n{table(PromptDataModule, 'data.', nested)}"
+    text += "\n## trainer\n\nLightning's; `configs/base.yaml` sets those that a run needs.\n\n"
+    text += table(Trainer, "trainer.", {})
+    nested["WeightedReward"] = WeightedReward
+    for title, place, package, kind in (
+        ("Engines", "model.engine", "qerl_pl.rollout", _is_engine),
+        ("Rewards", "reward", "qerl_pl.rewards", _is_reward),
+        ("Data sources", "data.source", "datamodules", _is_source),
+        ("Callbacks", "trainer.callbacks", "callbacks", _is_callback),
+    ):
+        text += f"\n## {title}\n\nClasses for `{place}`.\n"
+        text += "".join(_section(path, value, nested) for path, value in found_in(package, kind))
+    text += "\n## Mappings\n\nValues of settings above that are mappings of their own.\n"
+    for name in nested:  # a mapping may add others
+        text += _section(name, nested[name], {})
+    return text + f"\n## Studies\n\nThe file that `study` runs. {_meaning(Study)}\n\n{table(Study, '', {})}"
+
+
+def commands() -> str:
+    """Markdown of the page of commands: what each one's ``--help`` prints."""
+    text = "# Commands\n\n`qerl COMMAND`, or `python -m qerl_pl COMMAND` in the repository. Training and evaluation "
+    text += "take every [setting](settings.md) as well, as `--KEY VALUE`. This is what `--help` prints.\n"
+    for name, what in (TRAINING | COMMANDS).items():
+        as_fit = name in TRAINING and name != "fit"
+        printed = "Options and settings are those of `fit`." if as_fit else f"```text\n{help_of(name)}\n```"
+        text += f"\n## {name}\n\n{what[0].upper()}{what[1:]}.\n\n{printed}\n"
+    return text
+
+
+def help_of(command: str) -> str:
+    """Return what ``--help`` of a command prints; of ``fit`` without usage and settings, which have their own page."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.suppress(SystemExit),
+        patch.dict("os.environ", COLUMNS="90"),
+        patch.object(sys, "argv", ["qerl"]),
+    ):
+        main([command, "--help"])
+    parts = _PRINTED_AS_CODE.sub("", printed.getvalue()).strip().split("\n\n")
+    own = [part for part in parts if not re.search(r"--(trainer|model|data)\b", part)]
+    return "\n\n".join(own if command in TRAINING else parts)
+
+
+def found_in(package: str, kind: Kind) -> Iterator[tuple[str, Any]]:
+    """Path and value of every public class or function of a kind in the modules of a package."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        for name, value in list(vars(importlib.import_module(module.name)).items()):
+            own = getattr(value, "__module__", None) or ""
+            public = own.startswith(module.name) and not name.startswith("_") and not vars(value).get("_is_protocol")
+            if public and callable(value) and kind(value):
+                yield f"{module.name}.{name}", value
+
+
+def table(value: Any, prefix: str, nested: dict[str, Any]) -> str:
+    """Table of the settings of a class or function, as the command line's parser sees them.
+
+    Args:
+        value: the class or function.
+        prefix: begins every key, e.g. ``model.``.
+        nested: gets the dataclasses that are values of settings, by name.
+    """
+    parser = Parser()
+    add = parser.add_class_arguments if isinstance(value, type) else parser.add_function_arguments
+    add(value, fail_untyped=False)
+    rows = ""
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if hint is None or action.default == SUPPRESS or action.dest in ("prompts", "completions"):
+            continue  # an option --KEY.help, or what a reward is called with
+        nested.update({each.__name__: each for each in _inside(hint) if is_dataclass(each)})  # pyright: ignore
+        default = "required" if action.required else f"`{_yaml(action.default)}`"
+        cells = (f"`{prefix}{action.dest}`", words(hint), default, action.help or "")
+        rows += "|" + "|".join(f" {_cell(cell)} " for cell in cells) + "|\n"
+    return HEAD + rows if rows else "No settings.\n"
+
+
+def words(hint: Any) -> str:
+    """A type as YAML's user knows it."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(f"`{each}`" for each in inside)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(words, inside))
+    if inside and isinstance(origin, type) and issubclass(origin, Callable):
+        return words(inside[-1])
+    if inside:
+        name = "list" if origin is tuple else origin.__name__
+        return f"{name} of {' to '.join(words(each) for each in inside if each is not ...)}"
+    name = "null" if hint is type(None) else getattr(hint, "__name__", str(hint))
+    return f"[{name}](#{name.lower()})" if is_dataclass(hint) else name
+
+
+def _inside(hint: Any) -> Iterator[Any]:
+    yield hint
+    for each in typing.get_args(hint):
+        yield from _inside(each)
+
+
+def _section(path: str, value: Any, nested: dict[str, Any]) -> str:
+    *package, name = path.split(".")
+    named = f"`class_path: {path}`\n\n" if package else ""
+    return f"\n### {name}\n\n{named}{_meaning(value)}\n\n{table(value, '', nested)}"
+
+
+def _meaning(value: Any) -> str:
+    return _escaped(re.split(r"\n+(?:Args|Attributes|Returns|Raises):", inspect.getdoc(value) or "")[0])
+
+
+def _yaml(value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def _cell(text: str) -> str:
+    return _escaped(" ".join(text.split()).replace("|", "\\|"))
+
+
+def _escaped(text: str) -> str:
+    """Escape what looks like an element of HTML outside code, such as <answer>."""
+    return re.sub(r"(`+[^`]*`+)|<", lambda found: found[1] or "&lt;", text)
+
+
+def _members(protocol: type) -> set[str]:
+    return {name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")}
+
+
+def _is_engine(value: Any) -> bool:
+    return _members(RolloutEngine) <= set(dir(value))
+
+
+def _is_source(value: Any) -> bool:
+    return _members(PromptSource) <= set(dir(value)) or inspect.get_annotations(value).get("return") == "Table"
+
+
+def _is_reward(value: Any) -> bool:
+    call = vars(value).get("__call__", value)
+    names = inspect.signature(call).parameters if inspect.isfunction(call) else ()
+    return [name for name in names if name != "self"] == ["prompts", "completions"]
+
+
+def _is_callback(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Callback)
