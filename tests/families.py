@@ -39,6 +39,14 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": MIXED,
     "gemma3_text": {**MIXED, "query_pre_attn_scalar": 24},
+    "gemma4_text": {
+        **MIXED,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+    },
 }
 
 
@@ -49,7 +57,7 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
 }
-WHOLE = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3"}
+WHOLE = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3", "ministral3": "mistral3"}
 """Families whose checkpoints mostly have a vision part, with the model_type of the whole."""
 
 
@@ -58,6 +66,10 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
     kind = WHOLE[text.model_type]
     vision = {**VISION, "patch_size": 14, **({"head_dim": 16} if kind == "mistral3" else {})}
     whole: dict[str, Any] = {"text_config": text.to_dict(), "vision_config": vision, "image_token_index": 60}
+    if kind == "gemma4":
+        vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
+        whole["image_token_id"] = whole.pop("image_token_index")
+        whole["text_config"]["pad_token_id"] = 0
     whole |= {name: getattr(text, name) for name in ("tie_word_embeddings", "eos_token_id")}
     return CONFIG_MAPPING[kind](**whole)
 

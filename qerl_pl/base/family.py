@@ -44,6 +44,12 @@ class Family:
     """Parts of a block that compute exactly what ``policy.elementwise`` computes in their place."""
     logit_divisor: str | None = None
     """Name in config.json of the number by which the model divides its logits; None: it does not."""
+    logit_cap: str | None = None
+    """Name in config.json of the number c of the soft cap c tanh(logits / c), which may be null; None: none."""
+    keys_as_values: bool = False
+    """Whether blocks without v_proj use the output of k_proj, adapter included, as values before their own norms."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Names in config.json of values that must be null, false or 0, each with the words for what is not supported."""
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """LoRA targets by the names that this family has: all parts of a merged linear stand for it.
@@ -75,7 +81,24 @@ _NORMS_AFTER = Family(
 )
 # Gemma stores norm weights minus 1, so that AWQ cannot divide them, and has norms before and after each sublayer.
 _GEMMA = Family(
-    noise_norms=("input_layernorm", "pre_feedforward_layernorm"), scale_sources=_GATED, elementwise=frozenset()
+    noise_norms=("input_layernorm", "pre_feedforward_layernorm"),
+    scale_sources=_GATED,
+    elementwise=frozenset(),
+    logit_cap="final_logit_softcapping",
+)
+# Gemma 4 normalises values, so that o_proj's input has no linear before it into which scales can be folded.
+_GEMMA4 = replace(
+    _GEMMA,
+    scale_sources=(
+        (("mlp.down_proj",), "mlp.up_proj"),
+        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+        (("mlp.gate_proj", "mlp.up_proj"), "pre_feedforward_layernorm"),
+    ),
+    keys_as_values=True,
+    refused=(
+        ("hidden_size_per_layer_input", "embeddings per layer (E2B, E4B)"),
+        ("num_kv_shared_layers", "layers that share keys and values (E2B, E4B)"),
+    ),
 )
 _MERGED = Family(
     projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -97,7 +120,8 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": _OWN_ATTENTION,  # rotates in some of its layers only
     "olmo3": _NORMS_AFTER,
     "phi3": _MERGED,  # Phi-3, Phi-3.5 and Phi-4
-    "gemma3_text": _GEMMA,
+    "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
+    "gemma4_text": _GEMMA4,
 }
 
 

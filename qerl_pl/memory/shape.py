@@ -46,7 +46,7 @@ class ModelShape:
     last_linear: str
     """Name of the last linear of a block, whose output no operation of the block needs in backward."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of one block."""
+    """Name, output size N and input size K of each linear of one block; the largest of all blocks if they differ."""
     linear_bytes: int
     """Bytes of all linears except the head; packed weights count as ``FrozenLinear`` allocates them."""
     engine_linear_bytes: int
@@ -128,30 +128,28 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         else:
             linear_bytes += module.weight.nbytes
     linear_bytes += packed_bytes
-    block = {
-        name.rpartition(".")[2]: module
-        for name, module in model.get_submodule("model.layers.0").named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    linears = _widest_linears(model.get_submodule("model.layers"))
     embeddings = [model.get_input_embeddings(), *([] if config.tie_word_embeddings else [head])]
     embedding_bytes = sum(module.get_parameter("weight").nbytes for module in embeddings)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads
+    per_layer = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    widths = [getattr(layer, "head_dim", None) or config.hidden_size // heads for layer in per_layer]
     family = FAMILIES[config.model_type]
-    other_bytes = sum(p.nbytes for name, p in model.named_parameters() if p.ndim == 1)
+    other_bytes = sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim == 1)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         vocabulary=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        query_width=config.num_attention_heads * head_dim,
-        key_width=config.num_key_value_heads * head_dim,
+        num_heads=heads,
+        query_width=heads * max(widths),
+        key_width=max(layer.num_key_value_heads * dim for layer, dim in zip(per_layer, widths, strict=True)),
         head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         block_norms=sum(name.endswith("norm") for name, _ in model.get_submodule("model.layers.0").named_children()),
         fusable=len(family.elementwise) == 3,
         trained_norms=len(family.noise_norms),
         last_linear=family.last_linear,
-        linears=tuple((name, linear.out_features, linear.in_features) for name, linear in block.items()),
+        linears=tuple((name, *shape) for name, shape in linears.items()),
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
@@ -159,3 +157,14 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         other_bytes=other_bytes,
         largest_packed=largest_packed,
     )
+
+
+def _widest_linears(blocks: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the largest output and input sizes of each linear over the blocks, which in some families differ."""
+    widest: dict[str, tuple[int, int]] = {}
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            leaf = name.rpartition(".")[2]
+            rows, columns = widest.get(leaf, (0, 0))
+            widest[leaf] = max(rows, module.out_features), max(columns, module.in_features)
+    return widest

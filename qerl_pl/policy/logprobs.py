@@ -24,7 +24,13 @@ HEAD_ROWS = 4096  # rows of the head converted to fp32 at a time on devices with
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_bytes: int = CHUNK_BYTES
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_cap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of given tokens, and the entropy of the distribution at each token's position.
 
@@ -37,6 +43,8 @@ def token_logprobs(
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
         temperature: divides the logits, as in sampling.
+        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before the temperature divides them; None: it
+            has none.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
             other devices need about twice as many and a small part of the head in fp32.
 
@@ -50,7 +58,7 @@ def token_logprobs(
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
     rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix product
     with torch.autocast(hidden.device.type, enabled=False):
-        return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows)
+        return _TokenLogprobs.apply(hidden, weight, targets, temperature, logit_cap, rows)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -58,15 +66,16 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, logit_cap: float | None, rows: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
         statistics, _ = _row_functions(hidden)
         for part in _chunks(hidden, rows):
-            found = statistics(fp32_logits(hidden[part], weight), targets[part], temperature)
+            logits = soft_capped(fp32_logits(hidden[part], weight), logit_cap)
+            found = statistics(logits, targets[part], temperature)
             logprobs[part], entropy[part], log_partition[part] = found
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.logit_cap, ctx.rows = temperature, logit_cap, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -78,8 +87,9 @@ class _TokenLogprobs(torch.autograd.Function):
         d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
         _, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, ctx.rows):
+            logits = soft_capped(fp32_logits(hidden[part], weight), ctx.logit_cap)
             d_logits = logit_gradient(
-                fp32_logits(hidden[part], weight),
+                logits,
                 targets[part],
                 ctx.temperature,
                 entropy[part],
@@ -88,8 +98,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if d_entropy is None else d_entropy[part],
                 hidden.dtype,
             )
+            if ctx.logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
+                d_logits.mul_(logits.div_(ctx.logit_cap).square_().neg_().add_(1))
             d_hidden[part] = d_logits @ weight
-        return d_hidden, None, None, None, None
+        return d_hidden, None, None, None, None, None
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,6 +158,11 @@ def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         wide = hidden.to(accumulator)
         logits = torch.cat([wide @ part.to(accumulator).t() for part in weight.split(HEAD_ROWS)], dim=1)
     return logits if bias is None else logits.add_(bias)
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Replace logits l by cap tanh(l / cap), in place; None: the model has no soft cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _per_token(hidden: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Pack rows without padding into one sequence, with attention that does not cross the rows' boundaries.
 
 The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention knows where rows end. On CUDA
-in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, queries, keys and
-values are padded for torch's scaled_dot_product_attention, and its output is packed again. Sharing a prompt among the
-completions of a group is not implemented: it would save (G - 1) / G of the prompts' tokens in a group of G rows, but
-completions are several times as long as prompts.
+in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and heads wider
+than it has, queries, keys and values are padded for torch's scaled_dot_product_attention, and its output is packed
+again. Sharing a prompt among the completions of a group is not implemented: it would save (G - 1) / G of the prompts'
+tokens in a group of G rows, but completions are several times as long as prompts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qerl_pl.policy.kept import active
 
 ATTENTION = "packed"  # name that is registered in transformers' attention interface
+VARLEN_HEAD_DIM = 256  # largest that FlashAttention 2 has
 # torch 2.11 supports fewer key heads than query heads without an argument; later versions need ``enable_gqa``.
 _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
@@ -104,7 +105,7 @@ def packed_attention(
     Returns:
         [T, heads, D].
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= VARLEN_HEAD_DIM:
         seen = (-1 if window is None else window - 1, 0)
         output = varlen_attn(
             query, key, value, starts, starts, longest, longest, scale=scale, window_size=seen, **_SHARE_HEADS
@@ -140,11 +141,15 @@ def _padded_attention(
         padded = packed.new_zeros(*inside.shape, *packed.shape[1:]).masked_scatter(inside[..., None, None], packed)
         return padded.transpose(1, 2)  # [B, heads, S, D]
 
+    heads: dict[str, Any] = {"enable_gqa": True}
+    if query.is_cuda:  # the kernel for wide heads, which keeps no scores, has as many key heads as query heads
+        heads, times = {}, query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
     band = None
     if window is not None and window < longest:
         band = inside.new_ones(longest, longest).tril().triu(1 - window)  # [S, S], True where a token is seen
     output = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=True
+        pad(query), pad(key), pad(value), attn_mask=band, is_causal=band is None, scale=scale, **heads
     )
     return output.transpose(1, 2)[inside]
 

@@ -19,7 +19,7 @@ from qerl_pl.base.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.evidence import alternative_logprobs
-from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, token_logprobs
+from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
@@ -175,7 +175,9 @@ class Policy(nn.Module):
             temperature: sampling temperature, by which logits are divided.
         """
         wanted, hidden = self._predicting(tokens, mask)
-        logprobs, entropy = token_logprobs(hidden, self._head, tokens[wanted], temperature=temperature * self._divisor)
+        logprobs, entropy = token_logprobs(
+            hidden, self._head, tokens[wanted], temperature=temperature * self._divisor, logit_cap=self._logit_cap
+        )
         zeros = logprobs.new_zeros(mask.shape)
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
@@ -187,11 +189,10 @@ class Policy(nn.Module):
         """
         wanted, hidden = self._predicting(tokens, mask)
         rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
-        parts = zip(hidden.split(rows), tokens[wanted].split(rows), strict=True)
-        found = [
-            alternative_logprobs(fp32_logits(part, self._head) / (temperature * self._divisor), targets)
-            for part, targets in parts
-        ]
+        found = []
+        for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
+            logits = soft_capped(fp32_logits(part, self._head), self._logit_cap)
+            found.append(alternative_logprobs(logits / (temperature * self._divisor), targets))
         return torch.cat(found)
 
     @property
@@ -199,6 +200,12 @@ class Policy(nn.Module):
         """Number by which the model divides its logits."""
         name = self.family.logit_divisor
         return 1.0 if name is None else getattr(self.config, name)
+
+    @property
+    def _logit_cap(self) -> float | None:
+        """Soft cap of the model's logits; None: it has none."""
+        name = self.family.logit_cap
+        return None if name is None else getattr(self.config, name)
 
     @property
     def _head(self) -> Tensor:

@@ -67,8 +67,9 @@ def fold_block(
         raise ValueError(f"awq knows no norm or linear before {sorted(unknown)}; add them to ignore, or use gptq")
     folds = []
     for group, source in family.scale_sources:
-        linears, into = [f"{block}.{linear}" for linear in group], f"{block}.{source}"
-        if linears[0] not in second_moments:
+        into = f"{block}.{source}"
+        linears = [name for linear in group if f"{(name := f'{block}.{linear}')}.weight" in tensors]
+        if not linears or linears[0] not in second_moments:
             continue
         moment = second_moments[linears[0]]
         weights = [tensors[f"{linear}.weight"] for linear in linears]

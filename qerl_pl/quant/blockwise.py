@@ -111,5 +111,5 @@ def _with_first(hidden: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 
 class _PassOver(nn.Module):
-    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+    def forward(self, hidden: Tensor, *_args: object, **_kwargs: object) -> Tensor:
         return hidden

@@ -43,7 +43,9 @@ def check_family(path: str | Path) -> Mapping:
     family = config.get("model_type")
     if has_experts(config):
         raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")
-    family_of(family, path=path)
+    for name, words in family_of(family, path=path).refused:
+        if config.get(name):
+            raise ValueError(f"{path}: {name} is {config[name]!r}; {family} models with {words} are not supported")
     _check_values(file, config)
     return config
 

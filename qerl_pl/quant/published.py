@@ -37,6 +37,8 @@ class Stored:
 
     packed: dict[str, set[str]] = field(default_factory=dict)
     """Suffixes of the tensors of each linear in NVFP4, ``COMPRESSED`` or ``MODELOPT``, by the linear's name."""
+    modules: set[str] = field(default_factory=set)
+    """Names of all modules that have a tensor."""
     fp8: list[str] = field(default_factory=list)
     """Names of linears in FP8."""
     activations: list[str] = field(default_factory=list)
@@ -149,6 +151,7 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
             found.activations.append(name)
         elif leaf in CACHE:
             found.cache.append(name)
+    found.modules |= leaves.keys()
     for module, held in leaves.items():
         quantised = held & QUANTISED
         kind = checkpoint.dtype(f"{module}.weight") if "weight" in quantised else ""
@@ -172,6 +175,7 @@ def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
     for name in stored.packed:
         parent, dot, leaf = name.rpartition(".")
         group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
+        group = [member for member in group if member in stored.modules]
         if dense := [member for member in group if member not in stored.packed]:
             other = "FP8" if set(dense) & set(stored.fp8) else "16 bits"
             raise ValueError(

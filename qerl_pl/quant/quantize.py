@@ -82,7 +82,7 @@ def quantize_checkpoint(
     load_tokenizer(checkpoint.path, config)
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
-    groups, files = fused_groups(list(shapes)), output_files(checkpoint)
+    groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
     if method in ("awq", "gptq"):
         _check_calibrated(method, calibration, files[0].groups(groups))
     settings = {

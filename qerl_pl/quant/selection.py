@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -78,8 +78,13 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
     return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 
-def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
+def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
     """Group linears that engines fuse into one matrix and that therefore share a tensor scale.
+
+    Args:
+        linears: names of linears.
+        present: names of all linears of the model, as in some families blocks lack a linear of a group; None: no block
+            lacks one.
 
     Returns:
         Groups by the name of their first linear; a linear that is not fused is a group of its own.
@@ -91,6 +96,7 @@ def fused_groups(linears: Sequence[str]) -> dict[str, list[str]]:
     for name in linears:
         parent, dot, leaf = name.rpartition(".")
         group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
+        group = [member for member in group if present is None or member in present]
         if missing := set(group) - set(linears):
             raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
         if name == group[0]:

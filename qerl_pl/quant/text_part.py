@@ -13,8 +13,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-WITH_VISION = ("gemma3", "mistral3")
-"""Values of ``model_type`` whose config.json has the text model's own configuration as ``text_config``."""
+WITH_VISION = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
+"""Values of ``model_type`` whose config.json has the text model's own configuration as ``text_config``, with the text
+model's ``model_type`` if it is not given there."""
 PREFIXES = {
     "language_model.model.": "model.",  # as transformers 4 wrote them, and as the hub's checkpoints have them
     "language_model.lm_head.": "lm_head.",
@@ -29,7 +30,7 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch
 
 def has_vision(config: Mapping) -> bool:
     """Return whether a config.json describes a text model with a vision part that can be left out."""
-    return config.get("model_type") in WITH_VISION
+    return config.get("model_type") in WITH_VISION and isinstance(config.get("text_config"), Mapping)
 
 
 def text_name(name: str) -> str | None:
@@ -50,8 +51,8 @@ def text_config(config: Mapping, *, has_head: bool | None = None) -> dict[str, A
     Raises:
         ValueError: the text model's family is not known, or a value is none that its class accepts.
     """
-    given = {**config.get("text_config", {}), **{name: config[name] for name in _OF_THE_WHOLE if name in config}}
-    family = given.pop("model_type", "gemma3_text" if config["model_type"] == "gemma3" else "mistral")
+    given = {**config["text_config"], **{name: config[name] for name in _OF_THE_WHOLE if name in config}}
+    family = given.pop("model_type", WITH_VISION[config["model_type"]])
     if family not in CONFIG_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"text_config of a {config['model_type']!r} model has model_type {family!r}, not a text model")
     if has_head is not None:

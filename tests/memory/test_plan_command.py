@@ -161,7 +161,7 @@ def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(
     path = tmp_path / "config.json"
     path.write_text((bases["dense"] / "config.json").read_text())
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 0
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "gemma3"}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llava"}))
     capsys.readouterr()
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 2
     assert "expected one of qwen2, qwen3, llama" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.base.family import FAMILIES, Family, family_of
@@ -58,12 +58,14 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 def test_a_packed_model_computes_what_the_dequantised_one_does(base):
     packed = load_base(base, dtype=torch.float32, device="cpu")
     linears = {name: module for name, module in packed.named_modules() if isinstance(module, FrozenLinear)}
-    family = FAMILIES[packed.config.model_type]
-    assert len(linears) == len(family.projections) * packed.config.num_hidden_layers
+    assert {name.rpartition(".")[2] for name in linears} == set(FAMILIES[packed.config.model_type].projections)
     dense = AutoModelForCausalLM.from_config(packed.config, dtype=torch.float32).eval()
     state = {name: tensor for name, tensor in packed.state_dict().items() if name in dense.state_dict()}
     state |= {f"{name}.weight": module.dense(torch.float32) for name, module in linears.items()}
     dense.load_state_dict(state)
+    assert linears.keys() == {name for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)} - {
+        "lm_head"
+    }
     [row, *_] = rows()
     with torch.no_grad():
         found, expected = (model(input_ids=row.unsqueeze(0)).logits for model in (packed, dense))
@@ -104,7 +106,7 @@ def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(p
 def test_every_projection_of_every_block_is_adapted(policy):
     adapted = {name.split(".")[-3] for name in policy.adapter_state()}
     assert adapted == set(policy.family.projections)
-    assert len(policy.adapter_state()) == 2 * len(policy.family.projections) * policy.num_layers
+    assert len(policy.adapter_state()) == 2 * len(policy.packed_linears())
 
 
 def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(policy):

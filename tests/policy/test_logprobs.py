@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qerl_pl.policy.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
 
 
-def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float):
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None):
     """The definition: dense logits, log-softmax, and the entropy as a sum over the vocabulary."""
-    log_p = (hidden @ weight.t() / temperature).log_softmax(dim=1)
+    logits = hidden @ weight.t()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature).log_softmax(dim=1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(dim=1)
 
 
@@ -36,13 +39,18 @@ def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     vocabulary=st.integers(1, 13),
     rows=st.integers(1, 10),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    cap=st.sampled_from([None, 0.8, 30.0]),
     upstream=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)]),
 )
-def test_values_and_gradients_equal_the_naive_way(seed, tokens, hidden_size, vocabulary, rows, temperature, upstream):
+def test_values_and_gradients_equal_the_naive_way(
+    seed, tokens, hidden_size, vocabulary, rows, temperature, cap, upstream
+):
     hidden, weight, targets = draw(seed, tokens, hidden_size, vocabulary)
     hidden.requires_grad_()
-    found = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_bytes=8 * vocabulary * rows)
-    expected = naive(hidden, weight, targets, temperature)
+    found = token_logprobs(
+        hidden, weight, targets, temperature=temperature, logit_cap=cap, chunk_bytes=8 * vocabulary * rows
+    )
+    expected = naive(hidden, weight, targets, temperature, cap)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     each = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     each *= torch.tensor(upstream, dtype=torch.float64).unsqueeze(1)

@@ -79,7 +79,7 @@ def compressed(
         schemes.setdefault(kind, []).append(name)
         scheme = preset_name_to_scheme(kind, ["Linear"])
         weight = tensors.pop(f"{name}.weight")
-        amax = torch.stack([largest[member] for member in group_of(name)]).max()
+        amax = torch.stack([largest[member] for member in group_of(name) if member in largest]).max()
         state: dict[str, Tensor | None] = {"weight": weight, **_scales(weight, kind, scheme, amax)}
         compressor = BaseCompressor.get_value_from_registry(FORMATS[kind])
         state = compressor.compress(state, scheme)

@@ -42,6 +42,12 @@ def folder_with(path: Path, **changes: object) -> Path:
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
         ({"model_type": "gemma4", "text_config": {"num_experts": 128}}, "mixture of experts"),
         ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "mixture of experts"),
+        (
+            {"model_type": "gemma4_text", "hidden_size_per_layer_input": 256},
+            r"embeddings per layer \(E2B, E4B\) are not",
+        ),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "share keys and values"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "a soft cap of attention scores are not"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": "none"}, "no num_hidden_layers"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),

@@ -165,6 +165,7 @@ def test_only_the_head_can_be_packed(make_checkpoint: Callable[..., Path], tmp_p
 
 def test_fused_linears_form_groups_in_order() -> None:
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj", "b.down_proj", "lm_head"]
+    assert fused_groups(names[:2], {*names[:2], "model.layers.9.self_attn.v_proj"}) == {names[0]: names[:2]}
     assert list(fused_groups(names).values()) == [names[:3], names[3:4], names[4:6], names[6:7], names[7:]]
 
 

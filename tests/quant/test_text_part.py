@@ -84,7 +84,7 @@ def test_a_checkpoint_by_tensor_names_of_transformers_5_is_the_same(whole, expec
 
 @pytest.mark.usefixtures("_compressed_tensors_without_its_compiler")
 def test_a_published_nvfp4_checkpoint_becomes_a_base_of_its_text_model(whole, tmp_path):
-    decompressed = compressed(whole, lambda name: "NVFP4" if name.startswith("language_model") else None)
+    decompressed = compressed(whole, lambda name: "NVFP4" if text_name(f"{name}.weight") else None)
     reasons = conversion_reasons(whole)
     assert reasons[0] == NOT_USED
     assert convert_checkpoint(whole, tmp_path / "out") == reasons
@@ -127,7 +127,7 @@ def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes: dict, s
 
 def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole: Path, tmp_path: Path):
     tensors = load_file(whole / "model.safetensors")
-    del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
+    del tensors[next(name for name in tensors if text_name(name) == "model.layers.1.mlp.up_proj.weight")]
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"half a checkpoint: model\.layers\.1\.mlp\.up_proj\.weight missing"):
         convert_checkpoint(whole, tmp_path / "out")

@@ -178,9 +178,10 @@ def check_fused_scales(base: str) -> None:
         ValueError: linears that vLLM fuses have different tensor scales.
     """
     checkpoint = Checkpoint(base)
+    present = {name.rpartition(".")[0] for name in checkpoint.names()}
     for suffix in TENSOR_SCALES:
         linears = [name.removesuffix(suffix) for name in checkpoint.names() if name.endswith(suffix)]
-        for group in fused_groups(linears).values():
+        for group in fused_groups(linears, present).values():
             scales = [checkpoint.read(member + suffix).item() for member in group]
             if len(set(scales)) > 1:
                 raise ValueError(

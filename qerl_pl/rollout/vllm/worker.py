@@ -21,6 +21,7 @@ from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.common import PEFT_PREFIX
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.worker_base import WorkerBase
@@ -72,15 +73,22 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
-        a, b, slot = adapter[name], adapter[linear + B_WEIGHT], slots[linear]
-        slot.a[: a.shape[0]].copy_(a)
-        slot.b[:, : a.shape[0]].copy_(scaled(b, scaling, slot.b.dtype))
+        a, b = adapter[name], adapter[linear + B_WEIGHT]
+        for slot in slots[linear]:
+            slot.a[: a.shape[0]].copy_(a)
+            slot.b[:, : a.shape[0]].copy_(scaled(b, scaling, slot.b.dtype))
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the matrices in all slots by PEFT's names, without the padding of the rank."""
+    """Return the matrices in all slots by PEFT's names, without the padding of the rank.
+
+    Raises:
+        RuntimeError: two slots of one adapter hold different matrices.
+    """
     found = {}
-    for linear, slot in _slots(worker).items():
+    for linear, (slot, *others) in _slots(worker).items():
+        if any(not torch.equal(one, two) for other in others for one, two in zip(slot, other, strict=True)):
+            raise RuntimeError(f"vLLM holds different adapters for keys and values, which both are of {linear}")
         found[linear + A_WEIGHT] = slot.a[:rank]
         found[linear + B_WEIGHT] = slot.b[:, :rank]
     return found
@@ -110,12 +118,24 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
-def _slots(worker: WorkerBase) -> dict[str, Slot]:
+def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
+    """Return the slots by PEFT's name of the adapter that they hold; two for keys that are also used as values."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
-    slots = {}
+    config = worker.model_config.hf_text_config
+    keys_only = _blocks_without_values(config) if FAMILIES[config.model_type].keys_as_values else set()
+    slots: dict[str, list[Slot]] = {}
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])  # of fused q/k/v and gate/up, each part has a slot
         for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
-            slots[PEFT_PREFIX + part] = Slot(a[index, 0], b[index, 0])
+            block, _, leaf = part.partition(".self_attn.")
+            if leaf == "v_proj" and block.rpartition(".")[2] in keys_only:
+                part = f"{block}.self_attn.k_proj"
+            slots.setdefault(PEFT_PREFIX + part, []).append(Slot(a[index, 0], b[index, 0]))
     return slots
+
+
+def _blocks_without_values(config: PretrainedConfig) -> set[str]:
+    """Return the numbers of the blocks whose values are their keys."""
+    kinds = enumerate(config.layer_types) if config.attention_k_eq_v else ()
+    return {str(number) for number, kind in kinds if kind == "full_attention"}
