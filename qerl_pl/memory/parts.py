@@ -125,11 +125,11 @@ def block_backward(shape: ModelShape, tokens: int, itemsize: int, *, fused: bool
 
 
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the bytes that backward through the final norm and the language-model head needs.
+    """Return the bytes that forward and backward through the final norm and the language-model head need.
 
-    They are the norm's fp32 input, and the larger of two moments. In backward of the head: the hidden states, their
-    gradient, and one chunk of logits in fp32 with its gradient in the compute dtype. In backward of the norm: its
-    output's gradient, and three fp32 tensors of the same shape.
+    They are the norm's fp32 input, and the larger of two moments. In forward of the head: the hidden states, the
+    gradient of their log-probabilities, and one chunk of logits in fp32 with its gradient in the compute dtype. In
+    backward of the norm: its output's gradient, and three fp32 tensors of the same shape.
     """
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)

@@ -1,11 +1,15 @@
 """Compute log-probabilities and entropies of tokens from hidden states, without holding all logits [T, V].
 
-Tokens are processed in chunks with a limited number of bytes, forward and backward; only tensors of shape [T] and the
-gradient [T, H] are kept between chunks. Letters: T tokens, H hidden size, V vocabulary, R rows of a chunk. With
-z = logits / temperature and p = softmax(z):
+Tokens are processed in chunks with a limited number of bytes; only tensors of shape [T] and [T, H] are kept between
+chunks. Letters: T tokens, H hidden size, V vocabulary, R rows of a chunk. With z = logits / temperature and
+p = softmax(z):
 
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
+
+The first does not depend on the loss. Forward therefore multiplies it by the head while the logits exist, and backward
+scales the result, [T, H], by the loss's gradients. Recomputing the logits in backward would cost a third matrix product
+with the head; only an entropy that the loss depends on, as with an entropy bonus, needs it.
 
 On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` do the work on [R, V] between the matrix products; the
 functions ``statistics_reference`` and ``logit_gradient_reference`` here define their results.
@@ -34,7 +38,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of given tokens, and the entropy of the distribution at each token's position.
 
-    Both results are differentiable with respect to ``hidden``; backward recomputes the logits instead of keeping them.
+    Both results are differentiable with respect to ``hidden``.
     Matrix products take inputs of their own dtype and accumulate in fp32; the logits of bf16 and fp16 inputs are not
     rounded (``fp32_logits``), as in the rollout engines. All else is computed in fp32 (fp64 for fp64 inputs).
 
@@ -62,19 +66,24 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Autograd node that keeps its inputs and tensors of shape [T]; backward recomputes the logits chunk by chunk."""
+    """Autograd node that keeps the gradient of the log-probabilities, [T, H], and recomputes logits for entropies."""
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, logit_cap: float | None, rows: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
-        statistics, _ = _row_functions(hidden)
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # d logprobs / d hidden, [T, H]
+        statistics, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, rows):
             logits = soft_capped(fp32_logits(hidden[part], weight), logit_cap)
             found = statistics(logits, targets[part], temperature)
             logprobs[part], entropy[part], log_partition[part] = found
-        ctx.save_for_backward(hidden, weight, targets, entropy, log_partition)
+            if slope is not None:
+                ones = torch.ones_like(found[0])
+                d_logits = logit_gradient(logits, targets[part], temperature, *found[1:], ones, None, hidden.dtype)
+                slope[part] = _uncapped(d_logits, logits, logit_cap) @ weight
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, slope)
         ctx.temperature, ctx.logit_cap, ctx.rows = temperature, logit_cap, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -82,25 +91,19 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, entropy, log_partition = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
-        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
-        _, logit_gradient = _row_functions(hidden)
-        for part in _chunks(hidden, ctx.rows):
-            logits = soft_capped(fp32_logits(hidden[part], weight), ctx.logit_cap)
-            d_logits = logit_gradient(
-                logits,
-                targets[part],
-                ctx.temperature,
-                entropy[part],
-                log_partition[part],
-                d_logprobs[part],
-                None if d_entropy is None else d_entropy[part],
-                hidden.dtype,
-            )
-            if ctx.logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
-                d_logits.mul_(logits.div_(ctx.logit_cap).square_().neg_().add_(1))
-            d_hidden[part] = d_logits @ weight
+        hidden, weight, targets, entropy, log_partition, slope = ctx.saved_tensors
+        if d_logprobs is None:
+            d_hidden = torch.zeros_like(hidden)
+        else:
+            d_hidden = torch.mul(slope, d_logprobs.unsqueeze(1), out=torch.empty_like(hidden))
+        if d_entropy is not None:
+            _, logit_gradient = _row_functions(hidden)
+            zeros = torch.zeros_like(entropy)
+            for part in _chunks(hidden, ctx.rows):
+                logits = soft_capped(fp32_logits(hidden[part], weight), ctx.logit_cap)
+                statistics = targets[part], ctx.temperature, entropy[part], log_partition[part]
+                d_logits = logit_gradient(logits, *statistics, zeros[part], d_entropy[part], hidden.dtype)
+                d_hidden[part] += _uncapped(d_logits, logits, ctx.logit_cap) @ weight
         return d_hidden, None, None, None, None, None
 
 
@@ -141,6 +144,13 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
         return softmax.statistics, softmax.logit_gradient
     return statistics_reference, logit_gradient_reference
+
+
+def _uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
+    """Turn gradients of capped logits into gradients of the logits before the cap; overwrites both arguments."""
+    if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
+        d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
+    return d_logits
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
