@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,30 @@ def test_every_training_command_parses(line, capsys):
     assert not stop.value.code, capsys.readouterr().err
 
 
+YAML = {
+    (path.name, block)
+    for path in DOCUMENTS
+    for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    if not block.startswith("# mine.yaml\n")  # test_extending runs that one
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "block"), sorted(YAML), ids=sorted(name for name, _ in YAML))
+def test_every_piece_of_yaml_is_a_part_of_a_configuration(name, block, tmp_path, capsys):
+    (tmp_path / "block.yaml").write_text(block)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["fit", *EXAMPLE.split(), "-c", str(tmp_path / "block.yaml"), "--print_config"])
+    assert not stop.value.code, capsys.readouterr().err
+
+
+def test_every_module_that_is_run_exists():
+    named = {match[1] for _, piece in pieces(r".*python -m ") for match in re.finditer(r"python -m ([\w.]*\w)", piece)}
+    named -= {"tests.bench.bench_NAME"}
+    assert {"qerl_pl", "pytest"} < named
+    assert {name for name in named if find_spec(name) is None} == set()
+
+
 @pytest.mark.slow
 def test_every_key_in_the_tables_is_a_key(capsys):
     with pytest.raises(SystemExit):
@@ -150,6 +176,26 @@ def test_the_readmes_examples_are_those_that_the_tests_run():
     blocks = re.findall(r"^```(?:python|yaml|json)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 3
     assert all(block in page for block in blocks)
+
+
+def message(node: ast.AST) -> str:
+    """Text of a string in the source, a line break standing for each value that is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)  # pyright: ignore
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def test_the_messages_of_the_troubleshooting_page_are_the_programs():
+    sources = [path for name in ("qerl_pl", "callbacks", "datamodules") for path in (ROOT / name).rglob("*.py")]
+    printed = {message(node) for path in sources for node in ast.walk(ast.parse(path.read_text()))}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)]
+    assert len(quoted) > 40
+    for text in quoted:
+        pieces = [piece.strip() for piece in re.split(r"\.{3}(?!\.)", text)]
+        assert len("".join(pieces)) > 12, text
+        pattern = re.compile(".*".join(map(re.escape, pieces)), re.DOTALL)
+        assert any(map(pattern.search, printed)), f"no message of the program reads: {text}"
 
 
 def test_the_kernels_page_names_constants_and_functions_that_exist():
