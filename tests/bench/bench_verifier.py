@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from qerl_pl.rewards.verifier import Verifier
+from tests.bench.harness import emit
 
 
 def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, str]], list[float | None]]:
-    """Pairs to judge, half numbers and half algebra, a third of them wrong; and their scores."""
+    """Draw pairs to judge, half numbers and half algebra, a third of them wrong; and their scores."""
     rng = random.Random(seed)
     rows, scores = [], []
     for index in range(num_rows - num_hanging):
@@ -39,7 +38,7 @@ def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, st
 
 
 def resident_bytes(pid: int) -> int:
-    """Peak resident memory of a process."""
+    """Read the peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
@@ -77,24 +76,20 @@ def main() -> int:
     if unlike or left or done != args.rows:
         print(f"{len(unlike)} rows misjudged, e.g. {unlike[:3]}; {done} rows done; left {left}", file=sys.stderr)
         return 1
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
-    result = {
-        "name": "verifier",
-        "shape": {"rows": args.rows, "hanging": args.hanging},
-        "killed": len(killed),
-        "workers": args.workers,
-        "time_limit_s": args.time_limit,
-        "seconds": seconds,
-        "unscored": sum(verdict.score is None for verdict in verdicts),
-        "zero_for_hanging": sum("more than" in verdict.reason for verdict in verdicts),
-        "processes_started": len(seen),
-        "peak_bytes_a_worker": peak,
-        "device": "cpu",
-        "cores": len(os.sched_getaffinity(0)),
-        "math_verify": importlib.metadata.version("math-verify"),
-        "commit": commit.strip(),
-    }
-    print(json.dumps(result))
+    emit(
+        "verifier",
+        {"rows": args.rows, "hanging": args.hanging},
+        "-",
+        killed=len(killed),
+        workers=args.workers,
+        time_limit_s=args.time_limit,
+        took_s=seconds,
+        unscored=sum(verdict.score is None for verdict in verdicts),
+        processes_started=len(seen),
+        peak_bytes_a_worker=peak,
+        cores=len(os.sched_getaffinity(0)),
+        math_verify=importlib.metadata.version("math-verify"),
+    )
     return 0
 
 

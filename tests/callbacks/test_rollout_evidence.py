@@ -27,7 +27,7 @@ AT = 1
     ],
 )
 def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
-    sabotage = ("--trainer.callbacks+=tests.bench.bench_faults.RolloutFault", f"--trainer.callbacks.fault={fault}")
+    sabotage = ("--trainer.callbacks+=tests.correctness.faults.RolloutFault", f"--trainer.callbacks.fault={fault}")
     with pytest.raises(RuntimeError, match=said):
         run("fit", tmp_path, "--trainer.max_steps", "4", *sabotage, f"--trainer.callbacks.at={AT}")
     assert load_last(tmp_path)["global_step"] == AT, "nothing was learned from it"
@@ -36,7 +36,7 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
 @pytest.mark.slow
 def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_path):
     fault = "--trainer.callbacks.fault=log-probabilities that are off by 4 times as much in each rollout"
-    sabotage = ("--trainer.callbacks+=tests.bench.bench_faults.RolloutFault", fault, "--trainer.callbacks.at=2")
+    sabotage = ("--trainer.callbacks+=tests.correctness.faults.RolloutFault", fault, "--trainer.callbacks.at=2")
     bound = with_arguments("callbacks.rollout_evidence.RolloutEvidence", {"max_jump": 12.0}, tmp_path)
     with (
         pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats per token, 4\.0 times the usual"),

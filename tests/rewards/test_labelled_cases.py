@@ -1,4 +1,4 @@
-"""The scorers against the labels of the sets of ``tests/bench/scorers.py``: what a careful reader would say."""
+"""The scorers against the labels of three sets: what a careful reader would say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from qerl_pl.rewards.math import NumericAnswer
-from tests.bench.scorers import Scorer, confusion, make_scorers, read_cases
+from tests.rewards.agreement import Scorer, confusion, make_scorers, read_cases
 
 Scorers = dict[str, Scorer]
 

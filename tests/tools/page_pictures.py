@@ -1,4 +1,4 @@
-"""Pictures of the run page for the documents: python -m tests.bench.page_pictures RUN [RUN ...] --output docs.
+"""Pictures of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
 
 Writes run_page_light.png (curves) and run_page.png (completions, dark) from one page of these runs.
 """

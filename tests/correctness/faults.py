@@ -1,4 +1,4 @@
-"""Which faults of rollouts stop a run, and how many healthy rollouts do: python -m tests.bench.bench_faults
+"""Which faults of rollouts stop a run, and how many healthy rollouts do: python -m tests.correctness.faults
 
 Each fault of tests/callbacks/rollout_faults.py is put into the engine of a quickstart run of its own when rollout 2
 begins; the run has to stop, or to warn, before the update of the first rollout that the fault changes. One JSON line
@@ -6,8 +6,8 @@ per fault: "stopped" or "warned", in which rollout and with which words, or "sil
 rollouts without a fault for each of five seeds, every other one with noise, and counts those that stop or warn; these
 lines also have the seconds of a step and of each check in it.
 
-    python -m tests.bench.bench_faults > docs/results/faults.jsonl
-    python -m tests.bench.bench_faults --healthy 100 >> docs/results/faults.jsonl
+    python -m tests.correctness.faults > docs/results/faults.jsonl
+    python -m tests.correctness.faults --healthy 100 >> docs/results/faults.jsonl
 """
 
 from __future__ import annotations
@@ -92,11 +92,7 @@ def settings(
     return {
         "run_dir": str(folder / "run"),
         "seed_everything": seed,
-        "trainer": {
-            "callbacks": callbacks,
-            "max_steps": rollouts,
-            "val_check_interval": 1000,
-        },
+        "trainer": {"callbacks": callbacks, "max_steps": rollouts, "val_check_interval": 1000},
         "model": {"base": str(base), "engine": {"class_path": ENGINES[engine]} | blocks},
     }
 
@@ -109,9 +105,9 @@ def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, f
         (folder / "changes.yaml").write_text(yaml.safe_dump(changes))
         command = ["fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(folder / "changes.yaml")]
         if fault is not None:
-            command += ["--trainer.callbacks+=tests.bench.bench_faults.RolloutFault"]
+            command += ["--trainer.callbacks+=tests.correctness.faults.RolloutFault"]
             command += [f"--trainer.callbacks.fault={fault}"]
-        command += ["--trainer.callbacks+=tests.bench.bench_faults.Watch"]
+        command += ["--trainer.callbacks+=tests.correctness.faults.Watch"]
         heard: list[tuple[int, str]] = []
 
         def hear(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -128,12 +124,8 @@ def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, f
     if not heard:
         return {"outcome": "silent", "rollout": None, "said": ""}
     at, said = heard[0]
-    is_stop = said.startswith("stopped: ")
-    return {
-        "outcome": "stopped" if is_stop else "warned",
-        "rollout": at,
-        "said": said.removeprefix("stopped: ")[:200],
-    }
+    outcome = "stopped" if said.startswith("stopped: ") else "warned"
+    return {"outcome": outcome, "rollout": at, "said": said.removeprefix("stopped: ")[:200]}
 
 
 def shares() -> dict[str, Any]:
@@ -143,7 +135,7 @@ def shares() -> dict[str, Any]:
     return {"step_s": step, "check_s": {name: statistics.median(values) for name, values in checks.items()}}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("models/tiny-0-nvfp4"), help="the quickstart's policy")
@@ -165,10 +157,9 @@ def main(argv: list[str] | None = None) -> int:
             noise = name.startswith(("noise", "other noise"))  # they are about noise, of which stage 0 has none
             found = run(noise=noise, seed=0, rollouts=30 if noise else ROLLOUTS, fault=name)
             emit(name, shape, "float32", appears=AT + bool(LATER.search(name)), **found)
-    return 0
 
 
 if __name__ == "__main__":
-    from tests.bench import bench_faults  # the module that runs import their callbacks from
+    from tests.correctness import faults  # the module that runs import their callbacks from
 
-    sys.exit(bench_faults.main())
+    faults.main()

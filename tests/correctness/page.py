@@ -1,0 +1,143 @@
+"""Write docs/correctness.md from docs/results: python -m tests.correctness.page
+
+The text is correctness.md beside this file. Its numbers and tables come from the lines of ``tests.correctness.gaps``,
+``tests.correctness.faults`` and ``tests.bench.bench_canary``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.report import RESULTS, ROOT, Line, table
+from tests.correctness.gaps import CAUSES, STAGES
+
+TEXT = Path(__file__).parent / "correctness.md"
+PAGE = ROOT / "docs" / "correctness.md"
+ENGINES = ("transformers", "vllm")
+CHECKS = {  # what an error says -> which check it comes from
+    "differ from the trainer's": "gap",
+    "no draws from the distribution": "other sampling",
+    "repeat others of the same prompt": "copies",
+    "does not hold the current policy": "canary, checksums",
+    "does not compute with the current policy": "canary, samples",
+    "is nan or infinite": "engine's output",
+}
+
+
+def document() -> str:
+    """Make docs/correctness.md."""
+    gaps, canary, faults = (_read(name) for name in ("correctness", "canary", "faults"))
+    return TEXT.read_text().format(**about_gaps(gaps), canary=canary_tables(canary), **about_faults(faults))
+
+
+def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
+    """Table of the gap and its parts per run, and what is said about them."""
+    stages = [(result, name, result[name]) for result in results for name in STAGES if name in result]
+    fp32 = [(result, name, summary) for result, name, summary in stages if result["dtype"] == "float32"]
+    quiet = [summary for result, name, summary in fp32 if name == "quiet" and result["shape"]["temperature"] == 1]
+    header = ["run", "sigma", "gap, mean", "gap, largest", *CAUSES, "outside [0.9, 1.1]"]
+    rows = [_gap_row(result["name"], summary) for result, _, summary in stages]
+
+    def largest(name: str, summaries: Sequence[dict[str, Any]]) -> str:
+        return _number(max(summary[name] for summary in summaries if name in summary))
+
+    return {
+        **{name: results[0][name] for name in ("device", "torch", "commit")},
+        **{name: results[0]["shape"][name] for name in ("rollouts", "rows")},
+        "gaps": table(header, rows),
+        "worst_quiet": _number(max(summary["gap"]["worst_mean_abs"] for summary in quiet)),
+        "balance": largest("balance_error", [summary for *_, summary in stages]),
+        "beyond": largest("gap_beyond_noise", [summary for _, name, summary in fp32 if name == "noisy"]),
+        "tensors": results[0]["canary_tensors"],
+        "canary_fp32": largest("canary_score_gap_max", [each for each in results if each["dtype"] == "float32"]),
+        "canary_bf16": largest("canary_score_gap_max", [each for each in results if each["dtype"] == "bfloat16"]),
+    }
+
+
+def canary_tables(results: Sequence[Line]) -> str:
+    """What the canary's comparisons give for healthy and for broken engines, a table per run of ``bench_canary``."""
+    runs: dict[tuple[str, str], list[Line]] = {}
+    for result in results:
+        runs.setdefault((result["device"], result["commit"]), []).append(result)
+    parts = []
+    for lines in runs.values():
+        header = ["engine", *(f"{what}, nats" for what in lines[0]["nats"])]
+        rows = []
+        for line in lines:
+            nats = (f"{median:.3f} ({least:.3f} to {most:.3f})" for least, median, most in line["nats"].values())
+            rows.append([line["name"].removeprefix("canary/").replace("_", " "), *nats])
+        about = (
+            "{layers} blocks of {size}, an {format} base in {dtype}, {adapters} adapters, "
+            "on {device} at commit {commit}:"
+        ).format(**lines[0], **lines[0]["shape"])
+        parts.append(f"{about}\n\n{table(header, rows)}\n")
+    return "\n".join(parts)
+
+
+def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
+    """What happened to every fault and to healthy rollouts, and what the checks cost."""
+    faults = [line for line in lines if not line["name"].startswith("healthy")]
+    healthy = [line for line in lines if line["name"].startswith("healthy")]
+    found = {(line["name"], line["shape"]["engine"]): line for line in faults}
+    rows = [
+        [name, *(_outcome(found[name, engine]) if (name, engine) in found else "-" for engine in ENGINES)]
+        for name in dict.fromkeys(line["name"] for line in faults)
+    ]
+    seen = (_seen(engine, [line for line in faults if line["shape"]["engine"] == engine]) for engine in ENGINES)
+    return {
+        "seen": " and ".join(seen),
+        "faults": table(["fault", *ENGINES], rows),
+        "rollouts_without": sum(line["rollouts"] for line in healthy),
+        "vllm": sum(line["rollouts"] for line in healthy if line["shape"]["engine"] == "vllm"),
+        "alarms": sum(line["outcome"] != "silent" for line in healthy) or "none",
+        "costs": table(["run", "step, s", "evidence", "canary"], [_cost(line) for line in healthy]),
+        "faults_commits": " and ".join(dict.fromkeys(line["commit"] for line in lines)),
+        **{f"faults_{name}": faults[0][name] for name in ("device", "torch")},
+    }
+
+
+def _read(name: str) -> list[Line]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def _gap_row(run: str, summary: dict[str, Any]) -> list[str]:
+    low, high = summary["sigma"]
+    return [
+        run,
+        "0" if high == 0 else f"{high:.1e} to {low:.1e}",
+        _number(summary["gap"]["mean_abs"]),
+        _number(summary["gap"]["max"]),
+        *(_number(summary[cause]["mean_abs"]) if cause in summary else "-" for cause in CAUSES),
+        f"{summary['gap']['outside_share']:.2%}",
+    ]
+
+
+def _outcome(line: Line) -> str:
+    if line["outcome"] == "silent":
+        return "silent"
+    check = next(name for words, name in CHECKS.items() if words in line["said"])
+    late = line["rollout"] - line["appears"]
+    when = f" {late} rollout{'s' if late > 1 else ''} later" if late > 0 else ""
+    return f"{line['outcome']}{when} ({check})"
+
+
+def _seen(engine: str, lines: Sequence[Line]) -> str:
+    at_once = sum(line["outcome"] != "silent" and line["rollout"] <= line["appears"] for line in lines)
+    return f"{at_once} of {len(lines)} with {engine}"
+
+
+def _cost(line: Line) -> list[str]:
+    step, checks = line["step_s"], line["check_s"]
+    name = f"{line['name'].removeprefix('healthy, ')}, {line['shape']['engine']}"
+    return [name, f"{step:.2f}", *(f"{checks[check] / step:.1%}" for check in ("RolloutEvidence", "SyncCanary"))]
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document())

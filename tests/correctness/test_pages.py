@@ -1,0 +1,18 @@
+"""docs/correctness.md and docs/scorers.md are what the scripts make of the measured lines."""
+
+from __future__ import annotations
+
+import json
+
+from tests.bench.report import RESULTS
+from tests.correctness import page
+from tests.rewards import agreement
+
+
+def test_the_page_about_correctness_is_made_of_its_lines():
+    assert page.PAGE.read_text() == page.document()
+
+
+def test_the_page_about_scorers_is_made_of_its_lines():
+    lines = [json.loads(line) for line in (RESULTS / "scorers.jsonl").read_text().splitlines()]
+    assert agreement.PAGE.read_text() == agreement.document(lines)

@@ -1,0 +1,110 @@
+"""How often the scorers agree with labels: docs/scorers.md.
+
+    python -m tests.rewards.agreement > docs/results/scorers.jsonl
+    python -m tests.bench.bench_verifier --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
+    python -m tests.rewards.agreement --write
+
+One JSON line per set and scorer: its confusion table, and the cases that are scored otherwise than labelled. The second
+command adds what hanging rows and killed workers cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_pl.rewards.math import MathAnswer, NumericAnswer
+from tests.bench.harness import emit
+from tests.bench.report import RESULTS, ROOT, Line, table
+
+FOLDER = Path(__file__).parent
+TEXT, PAGE = FOLDER / "agreement.md", ROOT / "docs" / "scorers.md"
+SETS = ("cases", "held_out", "model_outputs")
+FILLER = "We think about it, line by line.\n"
+VERIFIED = ("workers", "cores", "time_limit_s", "killed", "took_s", "unscored", "processes_started")
+LABELS, SCORES = (1, 0, None), (1.0, 0.0, None)
+Scorer = NumericAnswer | MathAnswer
+
+
+def make_scorers(time_limit: float) -> dict[str, Scorer]:
+    """Make the scorers as ``python -m qerl_pl score`` sets them up, but for the time limit."""
+    return {
+        "gsm8k": NumericAnswer(marker="any", fallback="last_number"),
+        "math": MathAnswer(fallback="last_math", num_workers=2, time_limit=time_limit),
+        "dapo": MathAnswer("line", num_workers=1, time_limit=time_limit),
+    }
+
+
+def read_cases(name: str) -> list[dict]:
+    """Read the labelled rows of a set: kind, reward, completion, answer, label (1, 0, or null for unscored).
+
+    ``pad`` characters of other text stand before the completion.
+    """
+    cases = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").open()]
+    return [{**case, "completion": _padding(case.get("pad", 0)) + case["completion"]} for case in cases]
+
+
+def confusion(scorer: Scorer, cases: Sequence[dict]) -> tuple[Counter[tuple], list[dict]]:
+    """How often each (label, score) came up, and the cases where they differ, with the score and its reason."""
+    verdicts = scorer.judge([case["completion"] for case in cases], [case["answer"] for case in cases])
+    counts = Counter((case["label"], verdict.score) for case, verdict in zip(cases, verdicts, strict=True))
+    wrong = [
+        {"completion": case["completion"], "answer": case["answer"], "label": case["label"], **verdict._asdict()}
+        for case, verdict in zip(cases, verdicts, strict=True)
+        if verdict.score != case["label"]
+    ]
+    return counts, wrong
+
+
+def document(lines: Sequence[Line]) -> str:
+    """Make docs/scorers.md."""
+    *results, verifier = lines
+    counted, unlike = [], []
+    for result in results:
+        right = sum(counts[place] for place, counts in enumerate(result["counts"]))
+        first = [result["name"], result["reward"], f"{right / result['shape']['rows']:.1%}"]
+        for label, counts in zip(("right", "wrong", "unscored"), result["counts"], strict=True):
+            counted.append([*first, label, *counts])
+            first = ["", "", ""]
+        for row in result["unlike"]:
+            texts = [f"`{row[key]}`".replace("|", "\\|").replace("\n", " ") for key in ("completion", "answer")]
+            unlike.append([result["name"], result["reward"], *texts, row["label"], f"{row['score']:g}"])
+    return TEXT.read_text().format(
+        **{name: results[0][name] for name in ("commit", "math_verify")},
+        **{name: verifier[name] for name in VERIFIED},
+        agreement=table(["set", "scorer", "agreement", "label", "1", "0", "unscored"], counted),
+        unlike=table(["set", "scorer", "completion", "known answer", "label", "score"], unlike),
+        hanging=verifier["shape"]["hanging"],
+        all_rows=verifier["shape"]["rows"],
+        verifier_commit=verifier["commit"],
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the lines, or write the document from what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/scorers.md from docs/results/scorers.jsonl")
+    if parser.parse_args(argv).write:
+        lines = (RESULTS / "scorers.jsonl").read_text().splitlines()
+        PAGE.write_text(document([json.loads(line) for line in lines]))
+        return
+    version = importlib.metadata.version("math-verify")
+    for name in SETS:
+        cases = read_cases(name)
+        for reward, scorer in make_scorers(time_limit=3.0).items():
+            rows = [case for case in cases if case["reward"] == reward]
+            found, wrong = confusion(scorer, rows)
+            counts = [[found[label, score] for score in SCORES] for label in LABELS]
+            emit(name, {"rows": len(rows)}, "-", reward=reward, counts=counts, unlike=wrong, math_verify=version)
+
+
+def _padding(size: int) -> str:
+    return FILLER * (size // len(FILLER))
+
+
+if __name__ == "__main__":
+    main()
