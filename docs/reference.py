@@ -12,8 +12,9 @@ import sys
 import types
 import typing
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +23,14 @@ from lightning.pytorch import Callback, Trainer
 
 from datamodules.prompts import PromptDataModule
 from datamodules.sources import PromptSource
+from docs.griffe_examples import EXAMPLE, block
 from qerl_pl.__main__ import COMMANDS, TRAINING, main
+from qerl_pl.cli.shipped import BASE_CONFIG
 from qerl_pl.cli.words import Parser
 from qerl_pl.module import QeRLModule
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.settings.trainer import UNUSABLE
 from qerl_pl.study.study_file import Study
 
 INTRODUCTION = """# Settings
@@ -46,8 +50,13 @@ def settings() -> str:
     text = INTRODUCTION
     text += f"\n## model\n\n{_meaning(QeRLModule)}\n\n{table(QeRLModule, 'model.', nested)}"
     text += f"\n## data\n\n{_meaning(PromptDataModule)}\n\n{table(PromptDataModule, 'data.', nested)}"
-    text += "\n## trainer\n\nLightning's; `configs/base.yaml` sets those that a run needs.\n\n"
-    text += table(Trainer, "trainer.", {})
+    text += "\n## trainer\n\nSettings of Lightning, with the defaults of `configs/base.yaml`.\n\n"
+    base = yaml.safe_load(BASE_CONFIG.read_text())["trainer"]
+    defaults = {
+        name: "see configs/base.yaml" if isinstance(value, dict | list) else value for name, value in base.items()
+    }
+    meanings = {name: f"leave it at {usable}: {instead}." for name, (usable, instead) in UNUSABLE.items()}
+    text += table(Trainer, "trainer.", {}, defaults=defaults, meanings=meanings)
     nested["WeightedReward"] = WeightedReward
     for title, place, package, kind in (
         ("Engines", "model.engine", "qerl_pl.rollout", _is_engine),
@@ -98,13 +107,22 @@ def found_in(package: str, kind: Kind) -> Iterator[tuple[str, Any]]:
                 yield f"{module.name}.{name}", value
 
 
-def table(value: Any, prefix: str, nested: dict[str, Any]) -> str:
+def table(
+    value: Any,
+    prefix: str,
+    nested: dict[str, Any],
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    meanings: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Table of the settings of a class or function, as the command line's parser sees them.
 
     Args:
         value: the class or function.
         prefix: begins every key, e.g. ``model.``.
         nested: gets the dataclasses that are values of settings, by name.
+        defaults: replace those of the constructor.
+        meanings: replace those of the docstring.
     """
     parser = Parser()
     add = parser.add_class_arguments if isinstance(value, type) else parser.add_function_arguments
@@ -115,8 +133,9 @@ def table(value: Any, prefix: str, nested: dict[str, Any]) -> str:
         if hint is None or action.default == SUPPRESS or action.dest in ("prompts", "completions"):
             continue  # an option --KEY.help, or what a reward is called with
         nested.update({each.__name__: each for each in _inside(hint) if is_dataclass(each)})  # pyright: ignore
-        default = "required" if action.required else f"`{_yaml(action.default)}`"
-        cells = (f"`{prefix}{action.dest}`", words(hint), default, action.help or "")
+        default = "required" if action.required else f"`{_yaml(defaults.get(action.dest, action.default))}`"
+        meaning = meanings.get(action.dest, action.help or "")
+        cells = (f"`{prefix}{action.dest}`", words(hint), default, meaning)
         rows += "|" + "|".join(f" {_cell(cell)} " for cell in cells) + "|\n"
     return HEAD + rows if rows else "No settings.\n"
 
@@ -146,11 +165,13 @@ def _inside(hint: Any) -> Iterator[Any]:
 def _section(path: str, value: Any, nested: dict[str, Any]) -> str:
     *package, name = path.split(".")
     named = f"`class_path: {path}`\n\n" if package else ""
-    return f"\n### {name}\n\n{named}{_meaning(value)}\n\n{table(value, '', nested)}"
+    example = EXAMPLE.search(inspect.getdoc(value) or "")
+    shown = f"\n{block(example[1])}" if example else ""
+    return f"\n### {name}\n\n{named}{_meaning(value)}\n\n{table(value, '', nested)}{shown}"
 
 
 def _meaning(value: Any) -> str:
-    return _escaped(re.split(r"\n+(?:Args|Attributes|Returns|Raises):", inspect.getdoc(value) or "")[0])
+    return _escaped(re.split(r"\n+(?:Args|Attributes|Returns|Raises|Example):", inspect.getdoc(value) or "")[0])
 
 
 def _yaml(value: Any) -> str:

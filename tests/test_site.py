@@ -12,8 +12,10 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import Abort
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
-from docs.hooks import PACKAGES, packages
+from docs.hooks import PACKAGES, on_page_markdown, packages
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,6 +87,25 @@ def test_nothing_is_loaded_from_the_network(site):
     assert len(pages) > 30
     loaded = r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:[^\"\s>]*)|<link[^>]+href=\"?(https?:[^\"\s>]*)"
     assert {found for page in pages for found in re.findall(loaded, page.read_text())} == set()
+
+
+def test_every_document_is_in_the_navigation():
+    named = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - set(named) == set(), "add it to mkdocs.yml"
+
+
+def test_links_to_source_lead_to_pages_of_the_site():
+    config = configuration()
+    names = ("docs/kernels.md", "LICENSE.md", "reference/qerl_pl.md", "reference/qerl_pl.kernels.md")
+    files = Files([File(name, "", "", use_directory_urls=False) for name in names])
+    page = Page(None, files.src_uris["docs/kernels.md"], config)
+    text = "[a](../qerl_pl/kernels) [b](../qerl_pl/kernels/costs.py) [c](../qerl_pl/module.py) [d](../LICENSE)"
+    found = on_page_markdown(f"{text} [e](study.md) [f](https://a.b/LICENSE)", page=page, config=config, files=files)
+    kernels = "../reference/qerl_pl.kernels.md"
+    assert found == (
+        f"[a]({kernels}) [b]({kernels}) [c](../reference/qerl_pl.md) [d](../LICENSE.md) [e](study.md) "
+        "[f](https://a.b/LICENSE)"
+    )
 
 
 @pytest.mark.parametrize("link", ["absent.md", "other.md#absent", "../qerl_pl/absent.py", "/other.md"])
