@@ -20,6 +20,7 @@ from qerl_pl.base.tokenizer import check_chat_template
 from qerl_pl.common import ranks
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
+from qerl_pl.rollout.stop import check_stop
 
 
 class PromptDataModule(LightningDataModule):
@@ -40,7 +41,11 @@ class PromptDataModule(LightningDataModule):
         question_template: text of the user turn; ``{question}`` is replaced by the question.
         template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
             the template does not read is refused.
-        show_prompt: number of prompts of each side to print as the policy gets them, special tokens included.
+        stop: strings that end a completion in training and evaluation, e.g. ``["</answer>"]``, in addition to the
+            model's end tokens; the string is part of the completion, which counts as finished. A string that cannot
+            act is refused.
+        show_prompt: number of prompts of each side to print as the policy gets them, special tokens included, with the
+            stop strings.
         held_out: number of training problems that are held out for validation; 0: the source's validation problems are
             used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
             share 13 consecutive words with one of them are removed.
@@ -66,6 +71,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: str | None = None,
         question_template: str = "{question}",
         template_arguments: dict[str, Any] | None = None,
+        stop: tuple[str, ...] = (),
         show_prompt: int = 0,
         held_out: int = 0,
         val_limit: int | None = None,
@@ -91,6 +97,7 @@ class PromptDataModule(LightningDataModule):
         self.system_prompt = system_prompt
         self.question_template = question_template
         self.template_arguments = dict(template_arguments or {})
+        self.stop = tuple(stop)
         self.show_prompt = show_prompt
         self.held_out = held_out
         self.val_limit = val_limit
@@ -109,6 +116,9 @@ class PromptDataModule(LightningDataModule):
             return
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
         check_chat_template(tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments)
+        check_stop(self.stop, tokenizer)
+        if self.show_prompt and self.stop:
+            rank_zero_info(f"data: completions also end at {', '.join(map(repr, self.stop))}")
         validation = self.source.validation()
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:

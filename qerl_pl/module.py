@@ -66,7 +66,7 @@ class QeRLModule(LightningModule):
         self.strict_loading = False  # checkpoints hold only the adapter; on_load_checkpoint checks its keys
         self.settings = ModuleSettings(**settings)
         self.engine = engine
-        self.sampling = self.settings.sampling
+        self.sampling = self.settings.rollouts
         dynamic = self.settings.dynamic_sampling
         self.rewards = ready_rewards(rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric)
         self.micro_batch_tokens = self.settings.first_micro_batch

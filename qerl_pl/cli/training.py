@@ -89,6 +89,7 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
+        parser.link_arguments("data.stop", "model.stop")
         # None marks an objective setting as not given, so that it follows from the preset and not from a default.
         parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
 

@@ -44,11 +44,12 @@ class Completion:
     """One completion that an engine sampled for a prompt."""
 
     tokens: tuple[int, ...]
-    """Sampled tokens, including the end-of-sequence token if there is one."""
+    """Sampled tokens, including the one that ends the completion if there is one."""
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats, at the sampling temperature, under the policy with its noise."""
     finished: bool
-    """False if the engine stopped at max_tokens; it is the engine's finish reason, not a search for an end token."""
+    """False if the engine stopped at max_tokens, and not at an end-of-sequence token or stop string; it is the
+    engine's finish reason, not a search for an end token."""
     text: str = ""
     """The tokens decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
 

@@ -31,6 +31,8 @@ class Sampling:
         temperature: divisor of the logits; 0 means greedy decoding.
         top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
         top_k: sample from this number of most likely tokens; 0 keeps all tokens.
+        stop: strings that end a completion, whose last token is the one that completes the string; it counts as
+            finished. Set ``data.stop``, which holds for training and evaluation.
 
     Raises:
         ValueError: a value is out of its range, or temperature is 0 with several completions per prompt.
@@ -41,6 +43,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_finite("sampling", temperature=self.temperature, top_p=self.top_p)

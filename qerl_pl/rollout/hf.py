@@ -11,6 +11,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,6 +26,7 @@ from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.rollout.stop import StopStrings, tokenizer_of
 
 
 class TransformersEngine:
@@ -177,19 +179,27 @@ class TransformersEngine:
             pad_token_id=0,
             use_cache=True,
         )
+        stop = StopStrings(sampling.stop, tokenizer_of(policy.base), prompts) if sampling.stop else None
         sequences = policy.causal_lm.generate(
             tokens,
             attention_mask=real.long(),
             generation_config=config,
             logits_processor=LogitsProcessorList([recorder]),
+            stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
         )
         logprobs = recorder.finish(sequences)
-        pairs = zip(sequences[:, tokens.shape[1] :].tolist(), logprobs.tolist(), strict=True)
-        return [self._completion(row, values) for row, values in pairs]
+        rows = zip(
+            sequences[:, tokens.shape[1] :].tolist(),
+            logprobs.tolist(),
+            [None] * len(prompts) if stop is None else stop.lengths,
+            strict=True,
+        )
+        return [self._completion(*row) for row in rows]
 
-    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
-        ends = [position for position, token in enumerate(tokens) if token in self._end_tokens]
-        length = ends[0] + 1 if ends else len(tokens)
+    def _completion(self, tokens: list[int], logprobs: list[float], stopped_at: int | None) -> Completion:
+        ends = [position + 1 for position, token in enumerate(tokens) if token in self._end_tokens]
+        ends += [] if stopped_at is None else [stopped_at]
+        length = min(ends, default=len(tokens))
         return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), finished=bool(ends))
 
     def _clean_norms(self, *, adapter: bool) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class ModuleSettings:
         dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
         max_unscored_share: stop the run if a larger share of completions could not be scored by any reward.
         max_prompt_tokens: tokens of the longest prompt (linked from the data module).
+        stop: strings that end a completion (linked from the data module).
         seed: seed of everything that is drawn (linked from seed_everything).
 
     Raises:
@@ -95,6 +96,7 @@ class ModuleSettings:
     dynamic_sampling: DynamicSampling | None = None
     max_unscored_share: float = 0.05
     max_prompt_tokens: int = 256
+    stop: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +109,9 @@ class ModuleSettings:
             gpu_memory=self.gpu_memory,
         )
         check_sampling(self.sampling)
+        for name, sampling in (("sampling", self.sampling), ("val_sampling", self.val_sampling)):
+            if sampling is not None and sampling.stop not in ((), self.stop):
+                raise ValueError(f"model.{name}.stop is {list(sampling.stop)}: set data.stop, which holds for both")
         check_micro_batch(
             self.micro_batch_tokens,
             prompt_tokens=self.max_prompt_tokens,
@@ -127,9 +132,15 @@ class ModuleSettings:
         return DTYPES[self.dtype]
 
     @property
+    def rollouts(self) -> Sampling:
+        """Sampling settings of training rollouts."""
+        return replace(self.sampling, stop=self.stop)
+
+    @property
     def evaluation(self) -> Sampling:
         """Sampling settings of evaluations."""
-        return self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
+        own = self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
+        return replace(own, stop=self.stop)
 
     @property
     def max_model_len(self) -> int:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
@@ -20,6 +26,7 @@ from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lo
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
+from qerl_pl.rollout.stop import StopStrings
 
 Chat = list[dict[str, str]]
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -69,6 +76,7 @@ def main(argv: list[str]) -> int:
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
                 arguments=config["data"].get("template_arguments") or {},
+                stop=config["data"].get("stop") or (),
             )
             chats[voice].append({"role": "assistant", "content": answered})
         print("> ", end="", flush=True)
@@ -111,6 +119,7 @@ def answer(
     temperature: float,
     max_tokens: int,
     arguments: Mapping[str, Any] = {},
+    stop: Sequence[str] = (),
 ) -> str:
     """Sample an answer to a chat and print it token by token.
 
@@ -122,6 +131,7 @@ def answer(
         temperature: 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
         arguments: further variables of the chat template.
+        stop: strings that end an answer.
 
     Returns:
         The text of the answer, without special tokens.
@@ -135,11 +145,14 @@ def answer(
         eos_token_id=end_tokens(policy.base, policy.config) or None,
         pad_token_id=0,
     )
+    rows = inputs.input_ids.tolist()
+    at_stop = StoppingCriteriaList([StopStrings(stop, tokenizer, rows)]) if stop else None
     with nullcontext() if adapter else policy.model.disable_adapter():
         tokens = policy.causal_lm.generate(
             inputs.input_ids,
             attention_mask=inputs.attention_mask,
             generation_config=config,
+            stopping_criteria=at_stop,
             streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
     return str(tokenizer.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)).strip()

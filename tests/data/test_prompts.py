@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,26 @@ def test_prompts_are_shown_as_the_policy_gets_them(tokenizer_path, caplog):
     assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=??[2J<|im_end|>" in caplog.text
     assert caplog.text.count("data: a train prompt of") == 1
     assert caplog.text.count("data: a validation prompt of") == 1
+
+
+def test_stop_strings_are_shown_with_the_prompts(tokenizer_path, caplog):
+    with caplog.at_level(logging.INFO):
+        module(tokenizer_path, problems(1), problems(1, start=50), show_prompt=1, stop=("</answer>", "\n\n"))
+    assert caplog.text.count("data: completions also end at '</answer>', '\\n\\n'") == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        (["ok", ""], "an empty string, which would end every completion"),
+        (["</a", "</answer>"], "'</answer>' and '</a', which ends completions before it"),
+        (["ok", "ok"], "a string twice"),
+        (["<|im_end|>"], "'<|im_end|>', the tokenizer's end token, which ends every completion already"),
+    ],
+)
+def test_a_stop_string_that_cannot_act_is_refused(tokenizer_path, stop, said):
+    with pytest.raises(ValueError, match="data.stop has " + re.escape(said)):
+        module(tokenizer_path, problems(1), problems(1, start=50), stop=stop)
 
 
 def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):

@@ -392,3 +392,12 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     assert json.loads((of_base / "test.json").read_text())["checkpoint"] is None
     assert len(list(of_base.glob("*/*.jsonl"))) == 3
     assert json.loads((of_policy / "test.json").read_text()) == whole, "the base's table replaced the policy's"
+
+
+@pytest.mark.slow
+def test_stop_strings_hold_in_training_and_evaluation_and_end_completions(run, tmp_path):
+    """Digits are single tokens of the quickstart's tokenizer, and a random policy samples some."""
+    stop = [*"0123456789"]
+    cli = run("fit", tmp_path / "run", "--trainer.max_steps", "4", "--data.stop", json.dumps(stop))
+    assert cli.model.sampling.stop == cli.model.settings.evaluation.stop == tuple(stop)
+    assert cli.trainer.callback_metrics["rollout/truncated_share"] < 0.9

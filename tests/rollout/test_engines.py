@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -96,6 +100,28 @@ class TestSampling:
             assert completion.finished == (completion.tokens[-1] in END_TOKENS)
             assert len(completion.tokens) == 8 or completion.finished
             assert len(completion.logprobs) == len(completion.tokens)
+
+    def test_a_stop_string_ends_a_completion_as_an_end_token_does(self, setup):
+        """The tokenizer's tokens are streamed as "w8", "w9"; the second string spans two tokens."""
+        plain = Sampling(60, max_tokens=12, temperature=1.5)
+        [whole] = setup.engine.generate(PROMPTS[1:2], plain, seed=4)
+        pairs = Counter(pair for completion in whole for pair in itertools.pairwise(completion.tokens))
+        first, second = next(
+            p for p, _ in pairs.most_common() if not END_TOKENS & {*p} and all(token > 9 for token in p)
+        )
+        stop = ("w11", f"w{first}w{second}")
+        [group] = setup.engine.generate(PROMPTS[1:2], replace(plain, stop=stop), seed=4)
+        num_stopped = 0
+        for completion, unstopped in zip(group, whole, strict=True):
+            text = ["".join(f"w{t}" for t in unstopped.tokens[:n]) for n in range(1, len(unstopped.tokens) + 1)]
+            found = next((n for n, each in enumerate(text, 1) if any(string in each for string in stop)), None)
+            length = len(unstopped.tokens) if found is None else found
+            assert completion.tokens == unstopped.tokens[:length]
+            assert completion.logprobs == pytest.approx(unstopped.logprobs[:length], abs=1e-4)
+            assert completion.finished == (unstopped.finished or found is not None)
+            num_stopped += found is not None
+        assert num_stopped > 2
+        assert setup.engine.generate(PROMPTS[1:2], plain, seed=4) == [whole]
 
     def test_a_completion_may_fill_the_context_to_the_last_token(self, setup):
         prompts = some_prompts(MAX_MODEL_LEN - 3)

@@ -20,6 +20,7 @@ from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.rollout.stop import tokenizer_of
 from qerl_pl.rollout.vllm import memory, requests, setup, worker
 from qerl_pl.rollout.vllm.launch import launch
 
@@ -171,6 +172,8 @@ class VLLMEngine:
         """
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
+        if sampling.stop:  # vLLM searches the text, and has no tokenizer by itself (skip_tokenizer_init)
+            self._running().llm_engine.output_processor.tokenizer = tokenizer_of(self._policy.base)
         copies = sampling.num_completions
         params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
         self._scheduler().take_logprobs()  # discards those of a call that failed

@@ -36,8 +36,11 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
             top_k=sampling.top_k,
             seed=seed,
             stop_token_ids=end_tokens,
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,  # in the text that is searched for stop strings
             logprobs=0,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
         )
         for seed in seeds
     ]
@@ -46,8 +49,11 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
 def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
     """Build a completion from the result of a sampling request and its tokens' log-probabilities in nats."""
     [sampled] = output.outputs
-    assert len(sampled.token_ids) == len(logprobs), (len(sampled.token_ids), len(logprobs))
-    return Completion(tuple(sampled.token_ids), tuple(logprobs), sampled.finish_reason == "stop")
+    tokens = tuple(sampled.token_ids)
+    if isinstance(sampled.stop_reason, str):  # the next step may have been running when the string was found
+        logprobs = logprobs[: len(tokens)]
+    assert len(tokens) == len(logprobs), (len(tokens), len(logprobs))
+    return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop")
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:

@@ -1,0 +1,75 @@
+"""End completions at strings, such as ``</answer>``, as if their last token were an end-of-sequence token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteria
+
+
+@cache
+def tokenizer_of(base: str) -> Any:  # vLLM's type for tokenizers has attributes that transformers' base class lacks
+    """Load the tokenizer of a checkpoint folder; cached, because a large one takes half a second."""
+    return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+
+
+def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse stop strings that cannot act.
+
+    Raises:
+        ValueError: a string is empty, cannot be written by the tokenizer's tokens, holds another one, which would end
+            the completion first, or is the token that ends every completion.
+    """
+    for text in stop:
+        if not text:
+            raise ValueError("data.stop has an empty string, which would end every completion at its first token")
+        if other := next((each for each in stop if each != text and each in text), None):
+            raise ValueError(
+                f"data.stop has {text!r} and {other!r}, which ends completions before it: remove the first"
+            )
+        if text == tokenizer.eos_token:
+            raise ValueError(f"data.stop has {text!r}, the tokenizer's end token, which ends every completion already")
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if text not in str(tokenizer.decode(ids, skip_special_tokens=False)):
+            raise ValueError(f"data.stop has {text!r}, which the tokens of {tokenizer.name_or_path} cannot write")
+    if len(set(stop)) < len(stop):
+        raise ValueError(f"data.stop has a string twice: {list(stop)}")
+
+
+class StopStrings(StoppingCriteria):
+    """Stopping criterion of transformers' ``generate`` that ends rows at strings; special tokens count as text.
+
+    Args:
+        stop: the strings.
+        tokenizer: of the model.
+        prompts: token ids of each row's prompt, without padding.
+    """
+
+    def __init__(
+        self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self._stop, self._tokenizer = tuple(stop), cast(Tokenizer, tokenizer.backend_tokenizer)
+        self._streams = [DecodeStream(ids=list(prompt), skip_special_tokens=False) for prompt in prompts]
+        self._tails = [""] * len(prompts)
+        self._kept = max(map(len, stop)) - 1  # characters that a later token may complete to a string
+        self._num_tokens = 0
+        self.lengths: list[int | None] = [None] * len(prompts)
+        """Tokens of each row's completion up to the end of a string; None: none was sampled."""
+
+    def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:  # the stub wants a BoolTensor
+        """Return which rows have ended, [B] bool, given all their tokens, [B, S] int64."""
+        self._num_tokens += 1
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if self.lengths[row] is not None:
+                continue
+            text = self._tails[row] + (self._streams[row].step(self._tokenizer, token) or "")
+            if any(each in text for each in self._stop):
+                self.lengths[row] = self._num_tokens
+            self._tails[row] = text[max(0, len(text) - self._kept) :]
+        return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
