@@ -39,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in (*inside, *OUTSIDE):
         if (ROOT / path).exists():
             found.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-    made = {"settings": settings(), "commands": commands(), **{name: api_page(name) for name in packages()}}
+    made = {"settings": settings(), "commands": commands(), "files": shipped_files()}
+    made |= {name: api_page(name) for name in packages()}
     texts = {f"reference/{name}.md": text for name, text in made.items()}
     texts["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
     for path, text in texts.items():
@@ -75,3 +76,14 @@ def api_page(name: str) -> str:
     files = sorted((ROOT / name).glob("[a-z]*.py"))
     heading = "\n    options:\n      show_root_heading: true\n      show_root_full_path: false\n"
     return f"# {name}\n\n" + "\n".join(f"::: {name}.{path.stem}{heading}" for path in files)
+
+
+def shipped_files() -> str:
+    """Markdown of the page that shows the shipped configurations and launch scripts."""
+    text = (
+        "# Shipped files\n\nConfigurations, which `-c` finds by name from any folder, and scripts that start a run.\n"
+    )
+    for path in (*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "docs" / "launch").glob("*.sh"))):
+        language = {".yaml": "yaml", ".sh": "bash"}[path.suffix]
+        text += f"\n## {path.relative_to(ROOT)}\n\n```{language}\n{path.read_text()}```\n"
+    return text

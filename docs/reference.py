@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, Trainer
 
 from datamodules.prompts import PromptDataModule
 from datamodules.sources import PromptSource
-from docs.griffe_examples import EXAMPLE, block
+from docs.griffe_classes import EXAMPLE, block
 from qerl_pl.__main__ import COMMANDS, TRAINING, main
 from qerl_pl.cli.shipped import BASE_CONFIG
 from qerl_pl.cli.words import Parser

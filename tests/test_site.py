@@ -24,6 +24,10 @@ def configuration(**changed: Any) -> MkDocsConfig:
     return load_config(str(ROOT / "mkdocs.yml"), **changed)
 
 
+def text_of(page: Path) -> str:
+    return re.sub(r"<[^>]+>", "", page.read_text())
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
@@ -46,8 +50,16 @@ def test_every_module_is_on_its_packages_page(site):
 
 
 @pytest.mark.slow
+def test_classes_show_their_fields_and_examples(site):
+    assert "answer: str" in text_of(site / "reference" / "qerl_pl.common.html")
+    callbacks = text_of(site / "reference" / "callbacks.html")
+    assert callbacks.count("For example:") > 20
+    assert "Example:" not in callbacks
+
+
+@pytest.mark.slow
 def test_every_setting_and_class_of_the_shipped_configurations_is_explained(site):
-    text = re.sub(r"<[^>]+>", "", (site / "reference" / "settings.html").read_text())
+    text = text_of(site / "reference" / "settings.html")
     keys, classes = set(), set()
 
     def note(value: object, key: str) -> None:
