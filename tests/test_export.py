@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
@@ -106,3 +111,49 @@ def test_a_part_of_the_output_path_that_is_a_file_is_said(tmp_path, capsys):
     run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
     assert export(run, run / "config.yaml" / "out") == 1
     assert "is a file and not a folder" in capsys.readouterr().err
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers every request as a hub does that does not know the user."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(params=["offline", "no network", "not logged in"])
+def hub_fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What is wrong with the hub; yields what is said of it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", request.param == "offline")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    if request.param != "not logged in":
+        yield "the hub cannot be reached"
+        return
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield "log in by `hf auth login`"
+        server.shutdown()
+
+
+def test_an_export_that_cannot_be_pushed_is_complete_and_says_how_to_push_it(tmp_path, capsys, hub_fault):
+    run = make_run(tmp_path / "run", "someone/model", torch.ones(4, 8))
+    output = tmp_path / "out"
+    assert command(["export", "--run", str(run), "--output", str(output), "--push", "someone/adapter"]) == 1
+    said = capsys.readouterr().err
+    assert hub_fault in said
+    assert f"hf upload someone/adapter {output}" in said
+    assert said.count("\n") == 1
+    assert {file.name for file in output.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_a_name_that_no_hub_has_is_refused_before_anything_is_written(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "someone/model", torch.ones(4, 8))
+    assert command(["export", "--run", str(run), "--output", str(tmp_path / "out"), "--push", "adapter"]) == 2
+    assert "--push is 'adapter'; expected OWNER/NAME" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

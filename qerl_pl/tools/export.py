@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qerl_pl.base.folder import base_folder
+from qerl_pl.base.hub import is_hub_name
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
@@ -22,8 +24,11 @@ from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.lora import LoraSettings, peft_config
+from qerl_pl.quant.files import CONFIG, read_json
+from qerl_pl.quant.text_part import has_vision
 from qerl_pl.tools.merge import MergedForm, export_merged
 from qerl_pl.tools.model_card import model_card
+from qerl_pl.tools.push import check_push_name, push
 
 
 def main(argv: list[str]) -> int:
@@ -40,24 +45,47 @@ def main(argv: list[str]) -> int:
         choices=get_args(MergedForm),
         help="write a whole model in this form, and how far it is from the policy that was trained (drift.json)",
     )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="also upload the folder to this repository of the Hugging Face hub, which is made private if it is new",
+    )
     options = parser.parse_args(argv)
     try:
+        if options.push is not None:
+            check_push_name(options.push)
         if options.merge is not None:
             drift = export_merged(options.run, options.output, options.merge, checkpoint=options.checkpoint)
             print(f"merged model ({options.merge}) written to {options.output}")
             print(drift or "the drift was not measured: the run kept no completions")
-            return 0
-        settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
+        else:
+            settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
+            print(f"adapter of rank {settings.rank} written to {options.output}")
+            if settings.train_norms:
+                print("it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
-    print(f"adapter of rank {settings.rank} written to {options.output}")
-    if settings.train_norms:
-        print("it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not")
+    return 0 if options.push is None else _push(options.output, options.push)
+
+
+def _push(folder: Path, name: str) -> int:
+    try:
+        print(f"pushed to {push(folder, name)}")
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _has_vision(base: str) -> bool:
+    """Return whether a base has a vision part, so that the adapter belongs to the copy of its text model."""
+    cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
+    file = Path(cached) if isinstance(cached, str) else Path(base) / CONFIG
+    return file.is_file() and has_vision(read_json(file))
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
@@ -85,7 +113,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     found = SafeCheckpointIO().load_checkpoint(path)
     adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be from a later start
     base = base_folder(model["base"], model.get("base_format"))
-    if quantization := quantization_of(model.get("quantize")):
+    quantization = quantization_of(model.get("quantize"))
+    if quantization or _has_vision(base):
         base = prepared_base(base, quantization=quantization)
     base = str(Path(base).resolve()) if Path(base).exists() else base
     temporary = output.with_name(output.name + ".tmp")

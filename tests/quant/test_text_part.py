@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from qerl_pl.__main__ import main as command
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import Quantization
 from qerl_pl.memory.shape import checkpoint_shape
@@ -22,6 +23,7 @@ from qerl_pl.quant.text_part import NOT_USED, text_name
 from tests.families import WHOLE, tiny_config, with_vision
 from tests.quant.published import compressed, edit_config
 from tests.rollout.conftest import save_dense
+from tests.test_export import make_run
 
 ROW = torch.arange(8, 40).unsqueeze(0)
 
@@ -68,6 +70,13 @@ def test_quantisation_reads_the_text_model_of_a_folder(whole, caplog):
     assert folder.name.startswith("whole-nvfp4-")
     assert logits_of(folder).isfinite().all()
     assert conversion_reasons(folder) == []
+
+
+def test_an_export_names_the_text_model_that_its_adapter_fits(whole, tmp_path):
+    run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128))
+    assert command(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == prepared_base(str(whole)) != str(whole)
 
 
 def test_a_checkpoint_by_tensor_names_of_transformers_5_is_the_same(whole, expected):
