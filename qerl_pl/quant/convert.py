@@ -14,11 +14,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint, model_config
-from qerl_pl.quant.loading import meta_model, tied_weights
+from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.nvfp4 import dequantize
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
@@ -51,7 +50,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
     stored = read_stored(checkpoint)
     groups = fused_packed(path, stored)
-    _check_complete(checkpoint, skeleton, stored)
+    check_complete(checkpoint, skeleton, packed=stored.packed)
     packed = {name for group in groups for name in group}
     dropped = {*stored.activations, *stored.cache}
     settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
@@ -143,16 +142,3 @@ def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
             raise ValueError(f"{name} is in FP8 with scales {list(scale.shape)} for {[rows, columns]}; expected blocks")
         args = QuantizationArgs(strategy="block", block_structure=[block, block])  # pyright: ignore[reportArgumentType]
     return dequantize_fp8(weight, scale, args=args, dtype=scale.dtype)
-
-
-def _check_complete(checkpoint: Checkpoint, skeleton: PreTrainedModel, stored: Stored) -> None:
-    tied = tied_weights(skeleton)
-    held = {*checkpoint.names(), *(f"{name}.weight" for name in stored.packed)}
-    wanted = {name for name, _ in skeleton.named_parameters()}
-    if missing := sorted(name for name in wanted - held if tied.get(name) not in held):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"{checkpoint.path} is half a checkpoint: {', '.join(missing[:3])}{more} missing")
-    if copies := [name for name in stored.packed if f"{name}.weight" in tied]:
-        raise ValueError(
-            f"{checkpoint.path}: {copies[0]} is packed and config.json ties it to {tied[copies[0] + '.weight']}"
-        )

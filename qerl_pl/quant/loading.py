@@ -7,7 +7,7 @@ the quantisation config is therefore followed without being read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -129,6 +129,29 @@ def _split(name: str) -> tuple[str, str]:
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
     """Map the names of tied parameters, e.g. lm_head.weight, to the names of the parameters that they are tied to."""
     return cast(Mapping[str, str], model.all_tied_weights_keys)
+
+
+def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
+    """Check by names that a checkpoint has every parameter of a model.
+
+    Args:
+        checkpoint: the checkpoint.
+        model: the model of its config.json, e.g. on the meta device.
+        packed: names of its packed linears.
+
+    Raises:
+        ValueError: parameters are missing, or a packed linear is tied to the embedding.
+    """
+    tied = tied_weights(model)
+    held = {*checkpoint.names(), *(f"{name}.weight" for name in packed)}
+    wanted = {name for name, _ in model.named_parameters()}
+    if missing := sorted(name for name in wanted - held if tied.get(name) not in held):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"{checkpoint.path} is half a checkpoint: {', '.join(missing[:3])}{more} missing")
+    if copies := [name for name in packed if f"{name}.weight" in tied]:
+        raise ValueError(
+            f"{checkpoint.path}: {copies[0]} is packed and config.json ties it to {tied[copies[0] + '.weight']}"
+        )
 
 
 def _fill(

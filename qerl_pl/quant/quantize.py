@@ -30,7 +30,7 @@ from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layer_errors import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.layouts import packed_weight, quantization_config
-from qerl_pl.quant.loading import meta_model
+from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
@@ -81,6 +81,7 @@ def quantize_checkpoint(
         raise ValueError(f"{model} is quantised already; expected a bf16, fp16 or fp32 checkpoint")
     load_tokenizer(checkpoint.path, config)
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
+    check_complete(checkpoint, skeleton)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
     if method in ("awq", "gptq"):

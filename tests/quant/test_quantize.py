@@ -22,6 +22,7 @@ from qerl_pl.quant.selection import fused_groups
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
 from tests.packed import quantize_nvfp4
+from tests.quant.published import rewrite
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
@@ -249,3 +250,17 @@ def test_files_have_the_permissions_of_any_new_file(make_checkpoint: Callable[..
 def test_a_bad_regular_expression_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
         quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["re:("])
+
+
+@pytest.mark.parametrize("name", ["layers.1.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight", "norm.weight"])
+def test_half_a_checkpoint_is_refused_and_nothing_is_written(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    path = make_checkpoint("qwen3")
+    tensors = read_all(path)
+    del tensors[f"model.{name}"]
+    rewrite(path, tensors)
+    with pytest.raises(ValueError, match=f"is half a checkpoint: model.{name} missing") as refused:
+        quantize_checkpoint(path, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("out*"))
