@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 WORDS, WARPS = 1024, 8  # 32-bit words of codes per program, warps per program
+TILE_BLOCKS, TILE_WARPS = 8, 4  # in tile order: k-blocks of a tile per program, warps per program
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,6 +49,34 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
         else:
             grid = (triton.cdiv(num_words, WORDS),)
             _nvfp4_kernel[grid](words, block_scale, global_scale, out, num_words, WORDS=WORDS, num_warps=WARPS)
+    return out
+
+
+def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise an NVFP4 weight in tile order (``quant/tile_order.py``), or some rows of one.
+
+    A program reads 512 contiguous bytes of codes for each of its k-blocks, and writes 64 rows of 256 bytes. Triton
+    exchanges values between threads through shared memory in between.
+
+    Args:
+        codes: [K / 16, 2 N] int32; the stride of the first dimension may be larger, that of the second is 1.
+        block_scale: [K / 16, N] uint8, the bits of float8_e4m3fn values; the same holds for its strides.
+        global_scale: [] fp64 on the same device.
+        dtype: dtype of the result.
+
+    Returns:
+        [N, K] of ``dtype``.
+    """
+    assert codes.stride(1) == block_scale.stride(1) == 1, (codes.stride(), block_scale.stride())
+    (blocks, rows), columns = block_scale.shape, 16 * block_scale.shape[0]
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    strides, grid = (codes.stride(0), block_scale.stride(0)), (rows // 64, triton.cdiv(blocks, TILE_BLOCKS), 1)
+    arguments = codes, block_scale, global_scale.double(), out, *strides
+    with torch.cuda.device_of(codes):
+        if codes.is_cuda and _are_aligned(codes, block_scale, out):
+            _compiled_tiles(dtype, codes.device, blocks)[grid](*arguments, blocks, TILE_BLOCKS)
+        else:
+            _tile_kernel[grid](*arguments, NUM_BLOCKS=blocks, BLOCKS=TILE_BLOCKS, num_warps=TILE_WARPS)
     return out
 
 
@@ -90,6 +119,13 @@ def _compiled_nvfp4(dtype: torch.dtype, _device: torch.device) -> CompiledKernel
     return _nvfp4_kernel.warmup(*signature, WORDS=WORDS, num_warps=WARPS, grid=(1,))
 
 
+@cache
+def _compiled_tiles(dtype: torch.dtype, _device: torch.device, blocks: int) -> CompiledKernel:
+    signature = torch.int32, torch.uint8, torch.float64, dtype, 128, 64  # strides are multiples of these
+    options = {"NUM_BLOCKS": blocks, "BLOCKS": TILE_BLOCKS, "num_warps": TILE_WARPS}
+    return _tile_kernel.warmup(*signature, **options, grid=(1,))
+
+
 @triton.jit
 def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * WORDS
@@ -108,6 +144,35 @@ def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.co
     value = ((packed[:, None] << (28 - 4 * column)[None, :]) >> 6) & -0x7E400000  # [WORDS, 8]
     value = value.to(tl.float32, bitcast=True) * 2.0**126
     _store(out, start, word, column, value * scale[:, None], inside)
+
+
+@triton.jit
+def _tile_kernel(
+    codes, block_scale, global_scale, out, codes_stride, scale_stride, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    tile = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCKS
+    block = first + tl.arange(0, BLOCKS).to(tl.int64)
+    inside = (block < NUM_BLOCKS)[:, None]
+    packed = tl.load(codes + block[:, None] * codes_stride + tile * 128 + tl.arange(0, 128)[None, :], mask=inside)
+    bits = tl.load(block_scale + block[:, None] * scale_stride + tile * 64 + tl.arange(0, 64)[None, :], mask=inside)
+    bits = bits.to(tl.int32)  # [BLOCKS, 64]; scale and value are computed as in ``_nvfp4_kernel``
+    scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
+    scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
+    scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
+    # The scale of output 8 j + g is at position 8 g + j, with j = 2 word + half.
+    scale = tl.reshape(scale, (BLOCKS, 8, 1, 4, 1, 2, 1))  # [block, g, c, word, odd, half, upper]
+    # Word (g, c, word) of a k-block has at nibble 4 odd + 2 half + upper output 16 word + 8 half + g, input
+    # 8 upper + 2 c + odd.
+    nibble = tl.arange(0, 8)
+    value = ((packed[:, :, None] << (28 - 4 * nibble)[None, None, :]) >> 6) & -0x7E400000  # [BLOCKS, 128, 8]
+    value = value.to(tl.float32, bitcast=True) * 2.0**126
+    value = (tl.reshape(value, (BLOCKS, 8, 4, 4, 2, 2, 2)) * scale).to(out.dtype.element_ty)
+    value = tl.permute(value, (3, 5, 1, 0, 6, 2, 4))  # [word, half, g, block, upper, c, odd]
+    value = tl.reshape(value, (64, BLOCKS * 16))
+    row, column = tile * 64 + tl.arange(0, 64), first * 16 + tl.arange(0, BLOCKS * 16)
+    place = out + row[:, None] * (NUM_BLOCKS * 16) + column[None, :]
+    tl.store(place, value, mask=(column < NUM_BLOCKS * 16)[None, :])
 
 
 @triton.jit

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.quant.formats import Format, PackedWeight, decode, unpack
+from qerl_pl.quant.tile_order import is_in_tile_order, to_row_order
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -81,11 +82,15 @@ def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``: bit for bit ``dequantize_reference``, rounded once."""
+    """Dequantise a weight in row order or in tile order to [N, K] of ``dtype``: bit for bit ``dequantize_reference``,
+    rounded once."""
     if weight.codes.is_cuda:
-        from qerl_pl.kernels.dequantize import dequantize_nvfp4  # needs Triton
+        from qerl_pl.kernels import dequantize as kernels  # needs Triton
 
-        return dequantize_nvfp4(weight.codes, weight.block_scale, weight.global_scale, dtype)
+        kernel = kernels.dequantize_tiles if is_in_tile_order(weight) else kernels.dequantize_nvfp4
+        return kernel(weight.codes, weight.block_scale, weight.global_scale, dtype)
+    if is_in_tile_order(weight):
+        weight = to_row_order(weight)
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)
 
 

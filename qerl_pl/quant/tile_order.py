@@ -1,0 +1,70 @@
+"""Tile order: the order of NVFP4 codes and scales in which the engine's kernels on Hopper read a weight.
+
+A checkpoint stores the codes of an output row next to each other (row order). The decoding kernels and Humming want the
+codes of 64 outputs x 16 inputs next to each other (`docs/kernels.md`; ``kernels.nvfp4_decode.fragments`` defines it).
+If trainer and engine are to use one copy of the base, it has to be in this order.
+
+A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are
+[K / 16, N]; in row order, codes are uint8. Rows of a larger weight, from a multiple of 64 to a multiple of 64, are a
+view of some of its columns, so linears that the engine has fused (q/k/v, gate/up) share one buffer with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qerl_pl.quant.formats import PackedWeight
+
+TILE = 64  # outputs whose codes of 16 inputs lie next to each other
+
+
+def is_in_tile_order(weight: PackedWeight) -> bool:
+    """Return whether a weight is in tile order and not in row order."""
+    return weight.codes.dtype == torch.int32
+
+
+def to_tile_order(weight: PackedWeight) -> PackedWeight:
+    """Copy an NVFP4 weight from row order to tile order.
+
+    Temporary memory is about twice that of the codes.
+
+    Raises:
+        ValueError: the number of outputs is not a multiple of 64.
+    """
+    outputs, blocks = weight.block_scale.shape
+    if outputs % TILE:
+        raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
+    tiles = outputs // TILE
+    # A byte holds inputs 2c and 2c + 1 of a k-block of 16; g is an output of 8; letters as in ``fragments``.
+    parts = weight.codes.view(tiles, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
+    lower, upper = parts.unbind(5)  # inputs 2c, 2c + 1 and inputs 2c + 8, 2c + 9
+    even, odd = (lower & 0xF) | (upper << 4), (lower >> 4) | (upper & 0xF0)  # [tile, word, half, g, k-block, c]
+    words = torch.stack([even, odd]).permute(5, 1, 4, 6, 2, 0, 3)  # [k-block, tile, g, c, word, odd, half]
+    scales = weight.block_scale.view(tiles, 8, 8, blocks).permute(3, 0, 2, 1)  # [k-block, tile, g, 8s]
+    return PackedWeight(
+        words.reshape(blocks, -1).view(torch.int32), scales.reshape(blocks, outputs), weight.global_scale
+    )
+
+
+def to_row_order(weight: PackedWeight) -> PackedWeight:
+    """Copy an NVFP4 weight from tile order back to row order; the inverse of ``to_tile_order``."""
+    blocks, outputs = weight.block_scale.shape
+    parts = weight.codes.contiguous().view(torch.uint8).view(blocks, outputs // TILE, 8, 4, 4, 2, 2)
+    even, odd = parts.unbind(5)  # [k-block, tile, g, c, word, half]
+    both = torch.stack([(even & 0xF) | (odd << 4), (even >> 4) | (odd & 0xF0)])  # lower, upper
+    codes = both.permute(2, 5, 6, 3, 1, 0, 4).reshape(outputs, -1)  # [tile, word, half, g, k-block, upper, c]
+    scales = weight.block_scale.reshape(blocks, outputs // TILE, 8, 8).permute(1, 3, 2, 0).reshape(outputs, blocks)
+    return PackedWeight(codes, scales, weight.global_scale)
+
+
+def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -> PackedWeight:
+    """Return rows of a weight in tile order as views of its memory.
+
+    Args:
+        weight: in tile order.
+        start, stop: first row, and the row after the last one: multiples of 64.
+        global_scale: [] of these rows.
+    """
+    assert start % TILE == stop % TILE == 0, (start, stop)
+    return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], global_scale)
