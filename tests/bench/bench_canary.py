@@ -22,9 +22,10 @@ from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.tiny import make_tokenizer
-from tests.bench.checkpoints import FORMATS, write_random_checkpoint
-from tests.bench.harness import DEVICE, SIZES, emit
+from tests.bench.harness import DEVICE, emit
 from tests.callbacks.faults import FAULTS, Instead
+from tests.random_checkpoints import FORMATS, write_random_checkpoint
+from tests.random_models import SIZES
 
 TRAINED_STD = 1e-3  # of B: a few hundred steps of AdamW at 1e-5, not all in one direction
 NUM_TOKENS = 160  # the canary's

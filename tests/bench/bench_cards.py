@@ -21,7 +21,8 @@ from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.collate import micro_batches
 from tests.bench.bench_model import DTYPE, clear, draw, last_columns, ours, step
-from tests.bench.harness import CUDA, DEVICE, RANK, emit, model_config, parser_with, random_model, reset_peak, timed
+from tests.bench.harness import CUDA, DEVICE, RANK, emit, parser_with, reset_peak, timed
+from tests.random_models import model_config, random_model
 
 GIB = 2**30
 AWAY = ("CUDA, libraries", "engine's base", "engine's adapter", "engine's state, CUDA graphs", "optimizer state")

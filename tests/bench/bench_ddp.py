@@ -2,9 +2,7 @@
 
 Random weights, through train.py, once for each number of GPUs; the runs start together and take turns to train. The
 batch is to fill the engines of all GPUs: choose prompts x 8 of at least max-num-seqs x GPUs, else a lone GPU samples
-more rows at a time, which costs it little. Prints a line for each run, with its curves, and one that compares each with
-the first: how much faster it is, how many completions of the first rollout are the same, and how far the curves are
-from one another.
+more rows at a time, which costs it little. Prints a line for each run, with its curves.
 """
 
 from __future__ import annotations
@@ -15,17 +13,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.tools.curves import Curve, read_curves
+from qerl_pl.tools.curves import read_curves
 from tests.bench.bench_grpo import GROUP, model_settings
-from tests.bench.checkpoints import written_apart
 from tests.bench.harness import CUDA, DEVICE, DTYPE, PHASES, decoding_kernel, emit, parser_with
 from tests.bench.together import run_together
+from tests.random_checkpoints import written_apart
 
 PROMPT_TOKENS = 320
 CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "gap/mean_abs")
@@ -75,10 +73,9 @@ def folder_of(args: argparse.Namespace, gpus: int) -> Path:
     return args.folder / f"ddp-{gpus}"
 
 
-def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], list[str]]:
-    """Print a run's line; returns seconds a step, the curves and the completions of the first rollout."""
-    folder = folder_of(args, gpus)
-    curves = read_curves(folder)
+def read(args: argparse.Namespace, gpus: int) -> None:
+    """Print a run's line."""
+    curves = read_curves(folder_of(args, gpus))
     steps = curves["time/step_s"].values[1:]  # the first is a warm-up
     phases = {name: median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
     names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
@@ -86,22 +83,10 @@ def read(args: argparse.Namespace, gpus: int) -> tuple[float, dict[str, Curve], 
     shape |= {"gpus": gpus, "decoding_kernel": decoding_kernel("auto", "nvfp4", DTYPE)}
     found = {name: curves[name].values for name in CURVES}
     emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found)
-    rows = (folder / "completions" / "train-000000.jsonl").read_text().splitlines()
-    return median(steps), curves, [json.loads(row)["completion"] for row in rows]
-
-
-def compare(first: tuple[float, dict[str, Curve], list[str]], other: tuple[float, dict[str, Curve], list[str]]) -> None:
-    """Print how a run differs from the first one."""
-    equal = mean(one == two for one, two in zip(first[2], other[2], strict=True))
-    apart = {
-        name: max(abs(a - b) for a, b in zip(first[1][name].values, other[1][name].values, strict=True))
-        for name in CURVES
-    }
-    emit("ddp/speedup", {}, DEVICE, speedup=first[0] / other[0], equal_completions=equal, largest_difference=apart)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """A run for each number of GPUs, and the comparisons."""
+    """A run for each number of GPUs."""
     parser = parser_with(__doc__, "--size", "--folder", "--eager", "--micro-batch-tokens")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, torch.cuda.device_count() if CUDA else 2])
     parser.add_argument("--prompts", type=int, default=64 if CUDA else 4)
@@ -113,9 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     base = written_apart(args.folder, args.size, "nvfp4")
     numbers = sorted(set(args.gpus))
     run_together({f"{gpus} GPUs": (prepare(args, str(base), gpus), {}) for gpus in numbers}, stdout=sys.stderr)
-    first, *others = [read(args, gpus) for gpus in numbers]
-    for other in others:
-        compare(first, other)
+    for gpus in numbers:
+        read(args, gpus)
 
 
 if __name__ == "__main__":

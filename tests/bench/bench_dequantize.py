@@ -18,19 +18,9 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight, quantize
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
-from tests.bench.harness import (
-    CUDA,
-    DEVICE,
-    check,
-    device_seconds,
-    emit,
-    linear_shapes,
-    parser_with,
-    random_weight,
-    relative_error,
-    timed,
-)
+from tests.bench.harness import CUDA, DEVICE, check, device_seconds, emit, parser_with, relative_error, timed
 from tests.bench.rivals import compressed_tensors_dequantize, nf4_dequantize, nf4_quantize
+from tests.random_models import linear_shapes, random_weight
 
 
 def num_bytes(weight: PackedWeight) -> int:
@@ -48,14 +38,12 @@ def contenders(weights: list[PackedWeight]) -> dict[str, Callable[[], object]]:
 
         return all_of_them
 
-    found: dict[str, Callable[[], object]] = {
-        "nvfp4": over(NVFP4.dequantize, [(weight, torch.bfloat16) for weight in weights])
-    }
     dense = [NVFP4.dequantize(weight, torch.bfloat16) for weight in weights]
-    ours = [quantize(weight, NF4) for weight in dense]
-    found["nf4"] = over(NF4.dequantize, [(weight, torch.bfloat16) for weight in ours])
-    if importlib.util.find_spec("compressed_tensors"):
-        found["compressed-tensors"] = over(compressed_tensors_dequantize, [(weight,) for weight in weights])
+    found = {
+        "nvfp4": over(NVFP4.dequantize, [(weight, torch.bfloat16) for weight in weights]),
+        "nf4": over(NF4.dequantize, [(quantize(weight, NF4), torch.bfloat16) for weight in dense]),
+        "compressed-tensors": over(compressed_tensors_dequantize, [(weight,) for weight in weights]),
+    }
     if importlib.util.find_spec("bitsandbytes"):
         found["bitsandbytes-nf4"] = over(nf4_dequantize, [nf4_quantize(weight) for weight in dense])
     return found
@@ -66,8 +54,7 @@ def errors(weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
     exact = dequantize_reference(weight)
     ours = NVFP4.dequantize(weight, torch.bfloat16)
     yield "nvfp4", float(not torch.equal(ours, exact.bfloat16())), 0
-    if importlib.util.find_spec("compressed_tensors"):
-        yield "compressed-tensors", relative_error(compressed_tensors_dequantize(weight), exact), 2**-7
+    yield "compressed-tensors", relative_error(compressed_tensors_dequantize(weight), exact), 2**-7
     if importlib.util.find_spec("bitsandbytes"):
         yield "bitsandbytes-nf4", relative_error(nf4_dequantize(*nf4_quantize(ours)), exact), 0.2
 

@@ -19,8 +19,9 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.bench.checkpoints import FORMATS, written_apart
-from tests.bench.harness import CUDA, DEVICE, RANK, SIZES, captured, emit, keep, parser_with, run_apart, timed
+from tests.bench.harness import CUDA, DEVICE, RANK, captured, emit, keep, parser_with, run_apart, timed
+from tests.random_checkpoints import FORMATS, written_apart
+from tests.random_models import SIZES
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (8, 8)
 PARTS = {"head": "_fp32_head", "aqn-norm": "_fp32_norms"}  # to the engine's private switches

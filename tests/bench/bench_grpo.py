@@ -37,21 +37,10 @@ from lightning.pytorch import Callback
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.curves import Curve, read_curves
-from tests.bench.checkpoints import written_apart
-from tests.bench.harness import (
-    CUDA,
-    DECODING_KERNELS,
-    DEVICE,
-    DTYPE,
-    PHASES,
-    RANK,
-    child_environment,
-    decoding_kernel,
-    emit,
-    kept,
-    parser_with,
-)
+from tests.bench import harness
+from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
 from tests.bench.together import is_together
+from tests.random_checkpoints import written_apart
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
@@ -118,7 +107,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": STAGES}
     aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": args.group * args.prompts, "enforce_eager": args.eager}
-    engine["decoding_kernel"] = decoding_kernel(args.decoding_kernel, args.base, DTYPE)
+    engine["decoding_kernel"] = harness.decoding_kernel(args.decoding_kernel, args.base, DTYPE)
     trainer = {"max_steps": args.steps * args.updates, "limit_val_batches": 0}
     own = [{"class_path": "tests.bench.bench_grpo.Lengths", "init_args": {"mean": args.mean}}] if args.mean else []
     turn = [{"class_path": "tests.bench.together.Turn"}]
@@ -148,7 +137,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     start, errors = time.perf_counter(), deque[str](maxlen=LAST_ERRORS)
     with capped(args.cap), peak_memory() as peak:
         process = subprocess.Popen(
-            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=child_environment()
+            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=harness.child_environment()
         )
         assert process.stderr is not None
         reader = threading.Thread(target=pass_on, args=(process.stderr, errors), daemon=True)
@@ -161,17 +150,17 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         reason = memory_reason(errors) if args.cap else None
         if reason is None:
             raise SystemExit(f"the run ended with {process.returncode}")
-        emit("grpo/too-small", shape_of(args), "bfloat16", output=args.output, reason=reason)
+        harness.emit("grpo/too-small", shape_of(args), "bfloat16", output=args.output, reason=reason)
         return
     curves = read_curves(folder / "run")
-    phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in PHASES if f"time/{phase}_s" in curves}
+    phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in harness.PHASES if f"time/{phase}_s" in curves}
     steps = curves["time/step_s"].values[1:] if "time/step_s" in curves else []  # the first is a warm-up
     if not steps or not (finished or args.limit):
         raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after the first")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
     if is_together():  # what the GPU's driver counts is everybody's
         memory, peak = {}, {"bytes": None}
-    emit(
+    harness.emit(
         "recipe/step" if args.mean else "grpo/step",
         shape_of(args),
         "bfloat16",
@@ -250,7 +239,7 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.mean:
         names += "group", "mean", "updates", "plain"
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
-    return {**shape, "decoding_kernel": decoding_kernel(args.decoding_kernel, args.base, DTYPE)}
+    return {**shape, "decoding_kernel": harness.decoding_kernel(args.decoding_kernel, args.base, DTYPE)}
 
 
 @contextmanager
@@ -288,7 +277,7 @@ def capped(gib: float | None) -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> None:
     """One run of train.py, unless ``--output`` has it."""
-    parser = parser_with(__doc__, "--size", "--folder", "--output", "--eager", "--micro-batch-tokens")
+    parser = harness.parser_with(__doc__, "--size", "--folder", "--output", "--eager", "--micro-batch-tokens")
     parser.add_argument("--base", default="nvfp4", choices=["nvfp4", "bf16"])
     parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")
     parser.add_argument("--prompts", type=int, default=1)
@@ -301,12 +290,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
     parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)
-    parser.add_argument("--decoding-kernel", default="auto", choices=DECODING_KERNELS, help="of an NVFP4 base")
+    parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of an NVFP4 base")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
     if args.aqn and args.steps < STAGES:
         parser.error(f"--aqn has {STAGES} stages of noise: expected at least so many --steps, not {args.steps}")
-    if any(line["shape"] == shape_of(args) for line in kept(args.output)):
+    if any(line["shape"] == shape_of(args) for line in harness.kept(args.output)):
         return
     base = written_apart(args.folder, args.size, args.base)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from qerl_pl.kernels import lora
 from tests.bench.bench_schedules import COMPUTE, LOCKS, random_linear
-from tests.bench.harness import FUSED, RANK, captured, check, emit, linear_shapes, relative_error, timed
+from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
+from tests.random_models import FUSED, linear_shapes
 
 REPLAYS = 8
 Add = Callable[["Linear", Tensor, Tensor], Tensor]

@@ -19,23 +19,10 @@ from torch import Tensor, nn
 from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
-from tests.bench.harness import (
-    CUDA,
-    DEVICE,
-    PROJECTION_INPUTS,
-    RANK,
-    check,
-    dense_linear,
-    device_seconds,
-    emit,
-    linear_shapes,
-    parser_with,
-    random_weight,
-    relative_error,
-    timed,
-)
+from tests.bench.harness import CUDA, DEVICE, RANK, check, device_seconds, emit, parser_with, relative_error, timed
 from tests.bench.rivals import DecompressingLinear, Lora, nf4_linear
 from tests.packed import frozen_linear
+from tests.random_models import PROJECTION_INPUTS, dense_linear, linear_shapes, random_weight
 
 Wrap = Callable[[PackedWeight], nn.Module]
 
@@ -65,9 +52,8 @@ def bases() -> dict[str, Wrap]:
         "bf16": lambda weight: adapted(dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
         "nvfp4+lora": separate(frozen_linear),
         "bf16+lora": separate(lambda weight: dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
+        "compressed-tensors+lora": separate(DecompressingLinear),
     }
-    if importlib.util.find_spec("compressed_tensors"):
-        found["compressed-tensors+lora"] = separate(DecompressingLinear)
     if importlib.util.find_spec("bitsandbytes"):
         found["bitsandbytes-nf4+lora"] = separate(lambda weight: nf4_linear(NVFP4.dequantize(weight, torch.bfloat16)))
     return found

@@ -32,20 +32,9 @@ from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
-from tests.bench.harness import (
-    CUDA,
-    DEVICE,
-    RANK,
-    check,
-    densify,
-    emit,
-    model_config,
-    parser_with,
-    random_model,
-    relative_error,
-    reset_peak,
-    timed,
-)
+from tests.bench import harness
+from tests.bench.harness import CUDA, DEVICE, RANK
+from tests.random_models import densify, model_config, random_model
 
 DTYPE = torch.bfloat16
 Build = Callable[[Qwen2Config], Policy]
@@ -104,6 +93,15 @@ def step(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     return stats.logprobs.detach()
 
 
+def measured(
+    policy: Policy, batch: tuple[Tensor, Tensor], held: int, *, repeats: int, warmups: int
+) -> tuple[list[float], int]:
+    """Seconds of steps, sorted, and the most bytes that they took on top of those that were held before."""
+    harness.reset_peak()
+    [seconds] = harness.timed({"step": lambda: step(policy, *batch)}, repeats=repeats, warmups=warmups).values()
+    return seconds, torch.cuda.max_memory_allocated() - held
+
+
 def errors(size: str) -> Iterator[tuple[str, float, float]]:
     """Two blocks on an NVFP4 base against the same weights dense, in our layers, in PEFT's, and in fp32."""
     config = model_config(size, num_layers=2)
@@ -128,11 +126,12 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
     same = outcome(ours(dense, gradient_checkpointing=True), DTYPE)
     stock = outcome(peft(dense, fp32=False), DTYPE)
     exact = outcome(ours(dense.float(), gradient_checkpointing=True), torch.float32)
-    yield "packed base against dense base", relative_error(packed[0], same[0]), 1e-6
-    yield "its gradient", relative_error(packed[1], same[1]), 2**-8  # the attention's backward adds up in any order
+    yield "packed base against dense base", harness.relative_error(packed[0], same[0]), 1e-6
+    # The attention's backward adds up in any order.
+    yield "its gradient", harness.relative_error(packed[1], same[1]), 2**-8
     for name, found in (("nvfp4", packed), ("bf16+peft", stock)):
-        yield f"{name} against fp32", relative_error(found[0], exact[0]), 0.02
-        yield f"{name}'s gradient against fp32", relative_error(found[1], exact[1]), 0.05
+        yield f"{name} against fp32", harness.relative_error(found[0], exact[0]), 0.02
+        yield f"{name}'s gradient against fp32", harness.relative_error(found[1], exact[1]), 0.05
 
 
 def last_columns(mask: Tensor) -> Tensor:
@@ -148,11 +147,10 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
     for name in names:
         clear()
         policy = builds[name](config)
-        held = reset_peak()
-        seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=2)[name]
-        peak = torch.cuda.max_memory_allocated() - held
+        held = torch.cuda.memory_allocated()
+        seconds, peak = measured(policy, batch, held, repeats=repeats, warmups=2)
         speeds[name] = tokens / median(seconds)
-        emit(
+        harness.emit(
             f"step/{name}",
             {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
             "bfloat16",
@@ -200,9 +198,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
             try:
                 policy.set_recompute(how)
                 clear()
-                reset_peak()
-                seconds = timed({name: lambda policy=policy: step(policy, *batch)}, repeats=repeats, warmups=1)[name]
-                peak = torch.cuda.max_memory_allocated() - held
+                seconds, peak = measured(policy, batch, held, repeats=repeats, warmups=1)
                 found = gradients(policy, *batch)
             except torch.OutOfMemoryError as error:
                 policy.zero_grad()
@@ -215,7 +211,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 + max(parts.blocks_kept(shape, tokens, DTYPE.itemsize, how=how, **options))
                 + parts.block_backward(shape, tokens, DTYPE.itemsize, fused=fused)
             )
-            emit(
+            harness.emit(
                 name,
                 {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
                 "bfloat16",
@@ -226,8 +222,8 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 peak_error=predicted / peak - 1 if peak else None,
                 predicted_time=time_per_token(how, config.num_hidden_layers, tokens, fused=fused),
                 resident_bytes=held,
-                logprob_error=relative_error(found[0], exact[0]),
-                gradient_error=relative_error(found[1], exact[1]),
+                logprob_error=harness.relative_error(found[0], exact[0]),
+                gradient_error=harness.relative_error(found[1], exact[1]),
             )
         del policy
 
@@ -249,7 +245,7 @@ def clear() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = parser_with(__doc__)
+    parser = harness.parser_with(__doc__)
     parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if CUDA else ["tiny"])
     parser.add_argument("--tokens", type=int, default=16384 if CUDA else 256)
     parser.add_argument("--repeats", type=int, default=3)
@@ -262,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
             run_rungs(size, args.tokens, args.repeats, args.only)
         return
     first = args.sizes[0]
-    check(errors(first))
+    harness.check(errors(first))
     for size in args.sizes:
         names = ["bf16+peft", "nvfp4"] if size != first else ["bf16+peft", *(n for n in variants() if n != "bf16+peft")]
         run_step(size, args.tokens, names, args.repeats)

@@ -4,7 +4,7 @@ Every process measures one base at every number of sequences, with the adapter a
 CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at temperature 1 with log-probabilities,
 which is what a rollout is. Each line has the speed of decoding, prompts left out, and its roof: what the memory's
 measured bandwidth would allow, if a step read every weight and every cached key and value once and nothing else took
-time. With ``--profile`` there is one more line: what the GPU spends a decoding step on.
+time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import argparse
 import subprocess
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -33,29 +30,13 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm.worker import linear_kernels
-from tests.bench.checkpoints import FORMATS, written_apart
-from tests.bench.harness import (
-    CUDA,
-    DECODING_KERNELS,
-    DEVICE,
-    DTYPE,
-    RANK,
-    SIZES,
-    check,
-    decoding_kernel,
-    emit,
-    keep,
-    kept,
-    model_config,
-    pack_linears,
-    parser_with,
-    run_apart,
-    timed,
-)
+from tests.bench import harness
+from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
 from tests.bench.together import is_together, turn
+from tests.random_checkpoints import FORMATS, written_apart
+from tests.random_models import SIZES, model_config, pack_linears
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
-PROFILED_TOKENS, PROFILED_NAMES = (64 if CUDA else 16), 25
 DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
 
 
@@ -81,7 +62,7 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
     warnings.filterwarnings("ignore", message="Unsupported layer type")
     dummy = args.path.endswith(DUMMY)
     policy = shell_policy(args.path, size, args.rank, format_of(base))
-    kernel = decoding_kernel(args.decoding_kernel, base, DTYPE)
+    kernel = harness.decoding_kernel(args.decoding_kernel, base, DTYPE)
     engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
     if dummy:
         engine._arguments["load_format"] = "dummy"
@@ -112,7 +93,7 @@ def measure_started(
         [row] = engine.score(prompts(1))
         [without] = engine.score(prompts(1), adapter=False)
         finite = torch.tensor([*row, *without]).isfinite().all()
-        check([("the number of scores that are not finite", float(not finite), 0)])
+        harness.check([("the number of scores that are not finite", float(not finite), 0)])
     for count in args.sequences:
 
         def seconds(new_tokens: int, seed: int, *, adapter: bool, count: int = count) -> tuple[float, int]:
@@ -129,7 +110,7 @@ def measure_started(
             for adapter, found in runs.items():
                 found.append(seconds(NEW_TOKENS, 1 + repeat, adapter=adapter))
         for adapter, found in runs.items():
-            emit(
+            harness.emit(
                 "rollout/generate",
                 shape_of(args, size, base, count, adapter=adapter),
                 "bfloat16",
@@ -140,9 +121,6 @@ def measure_started(
                 prefill_s=prefill[adapter],
                 start_s=start_s,
             )
-        if args.profile:
-            run = partial(engine.generate, prompts(count), Sampling(1, PROFILED_TOKENS), seed=1)
-            profile(run, shape_of(args, size, base, count, adapter=True))
 
 
 def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> dict[str, object]:
@@ -154,7 +132,7 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
         "adapter": "ours" if adapter else "none",
         "sequences": count,
         "kv": args.kv_cache_dtype,
-        "decoding": decoding_kernel(args.decoding_kernel, base, DTYPE),
+        "decoding": harness.decoding_kernel(args.decoding_kernel, base, DTYPE),
     }
 
 
@@ -176,44 +154,28 @@ def bandwidth() -> float:
     """Bytes per second that a copy reads and writes."""
     source = torch.zeros(2**30 if CUDA else 2**26, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    [seconds] = timed({"copy": lambda: target.copy_(source)}, repeats=5).values()
+    [seconds] = harness.timed({"copy": lambda: target.copy_(source)}, repeats=5).values()
     return 2 * source.nbytes / seconds[0]
-
-
-def profile(run: Callable[[], object], shape: dict[str, object]) -> None:
-    """Print what a decoding step took on the GPU, by kernel: the most expensive ones."""
-    start = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run()
-    took = time.perf_counter() - start
-    total = Counter[str]()
-    for event in trace.key_averages():
-        total[event.key[:80]] += event.self_device_time_total  # names of templates begin alike
-    busy = sum(total.values()) * 1e-6 / took
-    kernels = {name: us / PROFILED_TOKENS for name, us in total.most_common(PROFILED_NAMES)}
-    emit("rollout/kernels", shape, "bfloat16", busy_share=busy, step_us=1e6 * took / PROFILED_TOKENS, us=kernels)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure what ``--output`` lacks, each engine in a process of its own."""
-    parser = parser_with(__doc__, "--folder", "--output")
+    parser = harness.parser_with(__doc__, "--folder", "--output")
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["7B", "32B"] if CUDA else ["tiny"])
     parser.add_argument("--bases", nargs="*", choices=FORMATS, default=["nvfp4", "bf16"])
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--sequences", nargs="*", type=int, default=[8, 64, 256] if CUDA else [4])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--decoding-kernel", default="auto", choices=DECODING_KERNELS, help="of NVFP4 bases")
+    parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of NVFP4 bases")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="say what a decoding step spends its time on")
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.path:
         measure(args, args.sizes[0], args.bases[0])
         return
-    done = [line["shape"] for line in kept(args.output) if line["name"] == "rollout/generate"]
-    flags = {"--profile": args.profile and CUDA, "--adapter-only": args.adapter_only}
-    options = [flag for flag, wanted in flags.items() if wanted]
+    done = [line["shape"] for line in harness.kept(args.output) if line["name"] == "rollout/generate"]
+    options = ["--adapter-only"] if args.adapter_only else []
     for name in ("rank", "repeats", "kv_cache_dtype", "decoding_kernel"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     failed = []
@@ -221,8 +183,8 @@ def main(argv: list[str] | None = None) -> None:
         if left := [count for count in args.sequences if shape_of(args, size, base, count, adapter=True) not in done]:
             one = ["--sizes", size, "--bases", base, "--path", str(checkpoint(args.folder, size, base))]
             try:
-                for line in run_apart("bench_rollout", [*options, *one, "--sequences", *map(str, left)]):
-                    keep(line, args.output)
+                for line in harness.run_apart("bench_rollout", [*options, *one, "--sequences", *map(str, left)]):
+                    harness.keep(line, args.output)
             except subprocess.CalledProcessError:
                 failed.append((size, base))
     if failed:

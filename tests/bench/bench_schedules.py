@@ -21,7 +21,8 @@ from torch import Tensor
 from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
 from qerl_pl.rollout.vllm.humming import decoding_schedule
-from tests.bench.harness import FUSED, SIZES, captured, check, emit, linear_shapes, relative_error, timed
+from tests.bench.harness import captured, check, emit, relative_error, timed
+from tests.random_models import FUSED, SIZES, linear_shapes
 
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
 CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096

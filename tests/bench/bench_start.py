@@ -16,8 +16,8 @@ import torch
 
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.bench_rollout import checkpoint, format_of, shell_policy
-from tests.bench.checkpoints import FORMATS
 from tests.bench.harness import DTYPE, RANK, check, decoding_kernel, emit, keep, parser_with, run_apart
+from tests.random_checkpoints import FORMATS
 
 CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "HUMMING_CACHE_DIR"
 SETTINGS = {"first": (64, 512), "again": (64, 512), "other": (32, 768)}  # sequences, and tokens of one

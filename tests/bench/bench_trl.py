@@ -33,8 +33,8 @@ from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.vllm.setup import prepare_environment
 from tests.bench.bench_grpo import GROUP, PROMPT_TOKENS, coin, peak_memory
-from tests.bench.checkpoints import written_apart
 from tests.bench.harness import CUDA, DEVICE, RANK, emit, keep, kept, now, parser_with, run_apart
+from tests.random_checkpoints import written_apart
 
 NAME = "grpo/trl"
 PACKAGES = ("trl", "vllm", "transformers", "peft")
@@ -49,14 +49,6 @@ def reward(completion_ids: list[list[int]], **others: Any) -> list[float | None]
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Settings of TRL's GRPOConfig where they are not its defaults."""
     rows = GROUP * args.prompts
-    vllm = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": args.utilization,
-        "vllm_max_model_length": PROMPT_TOKENS + args.completion,
-        "vllm_enable_sleep_mode": args.sleep,
-        "generation_kwargs": {"ignore_eos": True},
-    }
     return {
         "output_dir": str(folder),
         "model_init_kwargs": {"dtype": "bfloat16"},
@@ -73,7 +65,12 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        **({"generation_kwargs": {"min_new_tokens": args.completion}} if args.no_vllm else vllm),
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": args.utilization,
+        "vllm_max_model_length": PROMPT_TOKENS + args.completion,
+        "vllm_enable_sleep_mode": args.sleep,
+        "generation_kwargs": {"ignore_eos": True},
     }
 
 
@@ -114,8 +111,7 @@ class Lines(TrainerCallback):
 
     def time_phases(self, trainer: Any) -> None:
         """Put a clock around the methods of a trainer that are phases."""
-        if not self._args.no_vllm:
-            self._time("sync", trainer.vllm_generation, "sync_weights")
+        self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
         self._time("reward", trainer, "_calculate_rewards")
         self._time("logprob", trainer, "_get_per_token_logps_and_entropies")
@@ -166,7 +162,7 @@ class Lines(TrainerCallback):
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """What tells a line from the others."""
-    names = "size", "prompts", "completion", "steps", "rows", "utilization", "sleep", "no_vllm"
+    names = "size", "prompts", "completion", "steps", "rows", "utilization", "sleep"
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
     return {**shape, "base": "bf16", "aqn": False}
 
@@ -180,7 +176,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=GROUP, help="completions of a micro-batch")
     parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
     parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory back during updates")
-    parser.add_argument("--no-vllm", action="store_true", help="sample with transformers")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timing in turns, result lines, shapes, random frozen models."""
+"""What the benchmarks share: options, timing in turns, processes, result lines."""
 
 from __future__ import annotations
 
@@ -14,57 +14,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight
-from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.loading import fill_computed_buffers
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
-from tests.packed import frozen_linear
+from tests.random_models import SIZES
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # of policies that a vLLM engine samples from
 
 
-class Size(NamedTuple):
-    """Dimensions of a Qwen2.5 model."""
-
-    hidden: int
-    inner: int
-    num_layers: int
-    num_heads: int
-    num_key_heads: int
-    vocabulary: int
-    tied: bool = False
-
-
-SIZES = {
-    "tiny": Size(128, 256, 2, 4, 2, 320, tied=True),  # for a CPU
-    "3B": Size(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "7B": Size(3584, 18944, 28, 28, 4, 152064),
-    "14B": Size(5120, 13824, 48, 40, 8, 152064),
-    "32B": Size(5120, 27648, 64, 40, 8, 152064),
-}
 RANK = 32
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  # of a step, as runs log them
 DECODING_KERNELS = ("auto", "native", "humming")
-PROJECTION_INPUTS = {  # the activation that each linear of a block reads
-    "q_proj": "attention",
-    "k_proj": "attention",
-    "v_proj": "attention",
-    "o_proj": "heads",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "gated",
-}
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "--size": {"choices": SIZES, "default": "7B" if CUDA else "tiny", "help": "of the model"},
     "--folder": {"type": Path, "default": Path(tempfile.gettempdir()) / "qerl-bench", "help": "of random checkpoints"},
@@ -81,101 +47,6 @@ def parser_with(description: str | None, *options: str) -> argparse.ArgumentPars
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
     return parser
-
-
-def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
-    """Make the configuration of one of ``SIZES``, with its own number of layers or another."""
-    size = SIZES[name]
-    return Qwen2Config(
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=num_layers or size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_key_heads,
-        vocab_size=size.vocabulary,
-        tie_word_embeddings=size.tied,
-    )
-
-
-FUSED = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-
-
-def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
-    """The linears of one block: name to (out, in)."""
-    size = SIZES[name]
-    hidden, inner, keys = size.hidden, size.inner, size.hidden // size.num_heads * size.num_key_heads
-    return {
-        "q_proj": (hidden, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
-
-
-def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
-    """NVFP4 of about 0.02 standard deviation; scales over four octaves."""
-    codes = torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=device)
-    scale = torch.randint(0x60, 0x7F, (rows, cols // 16), dtype=torch.uint8, device=device)
-    return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
-
-
-def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Put random NVFP4 linears in the place of dense ones, the head excepted; on the meta device they have no values.
-
-    Args:
-        model: with its linears on any device; changed in place.
-        dtype: of biases, which are 0.
-        device: of the new linears.
-    """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
-            weight = random_weight(module.out_features, module.in_features, device)
-            model.set_submodule(name, frozen_linear(weight, bias))
-
-
-def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A frozen random model, its linears packed as NVFP4, or dense for None; the head stays dense."""
-    assert fmt in (None, NVFP4)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if fmt:
-        pack_linears(model, dtype, device)
-    for name, module in model.named_modules():
-        for leaf, meta in list(module.named_parameters(recurse=False)):
-            if name == "lm_head" and config.tie_word_embeddings:
-                continue
-            value = torch.empty(meta.shape, dtype=dtype, device=device)
-            value = value.fill_(1.0) if "norm" in name else value.normal_(std=0.02)
-            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-    model.tie_weights()
-    fill_computed_buffers(model, device)
-    return model.requires_grad_(False)
-
-
-def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A frozen linear that holds these tensors."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta").requires_grad_(False)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
-
-
-def densify(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same model with dense linears of the same weights, in place."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, FrozenLinear):
-            model.set_submodule(name, dense_linear(module.dense(dtype), module.bias))
-    return model
 
 
 def timed(

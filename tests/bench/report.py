@@ -342,8 +342,8 @@ def _quarters(name: str, digits: int, scale: float = 1) -> Column:
     return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
 
 
-def _rows(kind: str, columns: Mapping[str, Column]) -> Table:
-    return Table(partial(_latest, [kind]), partial(rows_table, columns))
+def _rows(select: Callable[[list[Line]], list[Line]], columns: Mapping[str, Column]) -> Table:
+    return Table(select, partial(rows_table, columns))
 
 
 def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, label: str) -> Table:
@@ -353,39 +353,33 @@ def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, lab
 TABLES = {
     "rollouts": Table(rollouts, rollouts_table),
     "steps": Table(whole_steps, steps_table),
-    "memory": Table(
+    "memory": _rows(
         cards,
-        partial(
-            rows_table,
-            {
-                "model": _shape("model"),
-                "policy": _policy,
-                "completion": _shape("completion"),
-                "GPU memory, GiB": lambda line: f"{line['shape']['cap']:g}" if line["shape"]["cap"] else "whole",
-                "held, GiB": lambda line: _digits(taken_gib(line), 1) or "too small",
-                "planned, GiB": lambda line: _digits(line.get("logged", {}).get("predicted_peak_gib"), 1),
-                "step, s": _number("median_s", 1),
-            },
-        ),
+        {
+            "model": _shape("model"),
+            "policy": _policy,
+            "completion": _shape("completion"),
+            "GPU memory, GiB": lambda line: f"{line['shape']['cap']:g}" if line["shape"]["cap"] else "whole",
+            "held, GiB": lambda line: _digits(taken_gib(line), 1) or "too small",
+            "planned, GiB": lambda line: _digits(line.get("logged", {}).get("predicted_peak_gib"), 1),
+            "step, s": _number("median_s", 1),
+        },
     ),
-    "long_run": Table(
+    "long_run": _rows(
         lambda lines: [line for line in _of_kind("grpo/step", lines) if line.get("quarters")][-1:],
-        partial(
-            rows_table,
-            {
-                "model": _shape("model"),
-                "completion": _shape("completion"),
-                "steps": lambda line: line["steps_done"],
-                "step, s": _quarters("step_s", 2),
-                "GPU, GiB": _quarters("gpu_bytes", 2, 1 / GIB),
-                "host, GiB": _quarters("host_bytes", 2, 1 / GIB),
-                "open files": _quarters("files", 0),
-            },
-        ),
+        {
+            "model": _shape("model"),
+            "completion": _shape("completion"),
+            "steps": lambda line: line["steps_done"],
+            "step, s": _quarters("step_s", 2),
+            "GPU, GiB": _quarters("gpu_bytes", 2, 1 / GIB),
+            "host, GiB": _quarters("host_bytes", 2, 1 / GIB),
+            "open files": _quarters("files", 0),
+        },
     ),
     "ranks": Table(partial(_latest, ["ddp/step"]), ranks_table),
     "pass": _rows(
-        "step/",
+        partial(_latest, ["step/"]),
         {
             "policy": _variant,
             "model": _shape("model"),
@@ -405,11 +399,11 @@ TABLES = {
     ),
     "linears": _pivot(["linears/"], _variant, _shape("tokens"), _number("device_s", 2, 1e3), "tokens"),
     "dequantize": _rows(
-        "dequantize/",
+        partial(_latest, ["dequantize/"]),
         {"format": _variant, "GB/s": _number("gb_per_s", 0), "kernels, us": _number("device_s", 0, 1e6)},
     ),
     "logprobs": _rows(
-        "logprobs/",
+        partial(_latest, ["logprobs/"]),
         {
             "variant": _variant,
             "tokens": _shape("tokens"),
@@ -433,7 +427,7 @@ TABLES = {
         _number("median_s", 1, 1e6),
         "tokens",
     ),
-    "start": _rows("start/", {"start": _variant, "seconds": _number("median_s", 1)}),
+    "start": _rows(partial(_latest, ["start/"]), {"start": _variant, "seconds": _number("median_s", 1)}),
 }
 
 

@@ -10,7 +10,8 @@ import torch
 
 from qerl_pl.kernels import costs, lora_hopper, nvfp4_batch, nvfp4_decode
 from tests.bench import bench_constants
-from tests.bench.harness import FUSED, RANK, linear_shapes
+from tests.bench.harness import RANK
+from tests.random_models import FUSED, linear_shapes
 
 CHOICES = "b3814bbc88adecad"
 """Digest of the schedules below. If it changes, engines run other schedules: measure them with bench_schedules."""

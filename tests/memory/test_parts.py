@@ -21,8 +21,9 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
-from tests.bench.harness import RANK, model_config
+from tests.bench.harness import RANK
 from tests.memory.conftest import LiveBytes, policy_of, small_config
+from tests.random_models import model_config
 from tests.reference.elementwise import REFERENCE
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "model.jsonl"

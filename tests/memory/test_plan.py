@@ -20,8 +20,8 @@ from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from tests.bench.harness import SIZES, model_config
 from tests.memory.conftest import small_config
+from tests.random_models import SIZES, model_config
 
 GIB = 2**30
 SHAPES = {name: config_shape(model_config(name), NVFP4, torch.bfloat16) for name in ("3B", "7B", "32B")}

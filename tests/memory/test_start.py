@@ -22,7 +22,7 @@ from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.bench.harness import model_config
+from tests.random_models import model_config
 
 GIB = 2**30
 SHAPE = config_shape(model_config("7B"), NVFP4, torch.bfloat16)

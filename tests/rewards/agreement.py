@@ -1,7 +1,7 @@
 """How often the scorers agree with labels: docs/scorers.md.
 
     python -m tests.rewards.agreement > docs/results/scorers.jsonl
-    python -m tests.bench.bench_verifier --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
+    python -m tests.rewards.hanging --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
     python -m tests.rewards.agreement --write
 
 One JSON line per set and scorer: its confusion table, and the cases that are scored otherwise than labelled. The second

@@ -1,4 +1,4 @@
-"""Random checkpoints of real shapes, written on the device that draws them: python -m tests.bench.checkpoints FOLDER
+"""Random checkpoints of real shapes, written on the device that draws them: python -m tests.random_checkpoints FOLDER
 
 Speed and memory do not depend on the weights. Linears are drawn as NVFP4 (the dense form is the same weights rounded
 to bf16), so that the formats of one size hold one model. The tokenizer is the tiny policy's: bytes.
@@ -21,7 +21,8 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
-from tests.bench.harness import DEVICE, SIZES, model_config, random_weight
+from tests.bench.harness import DEVICE
+from tests.random_models import SIZES, model_config, random_weight
 
 SHARD_BYTES = 4 * 2**30
 FORMATS = ("nvfp4", "bf16")
@@ -66,7 +67,7 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
 def written_apart(folder: Path, size: str, fmt: str) -> Path:
     """``write_random_checkpoint`` in a process of its own, so that nothing of it stays on the GPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.bench.checkpoints", str(folder), "--size", size, "--format", fmt]
+    command = [sys.executable, "-m", "tests.random_checkpoints", str(folder), "--size", size, "--format", fmt]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.strip().splitlines()[-1])
 

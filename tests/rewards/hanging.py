@@ -1,4 +1,4 @@
-"""Verification of many rows, some of which hang, with workers killed meanwhile: python -m tests.bench.bench_verifier
+"""Verification of many rows, some of which hang, with workers killed meanwhile: python -m tests.rewards.hanging
 
 For the numbers of docs/scorers.md: --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
 Prints one JSON line, and none (with exit status 1) if a row is lost or misjudged, a process is left behind, or a row
