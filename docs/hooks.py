@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
 PUBLISHED = (".md", ".png", ".svg", ".js", ".css")
 PACKAGES = ("qerl_pl", "callbacks", "datamodules")
+API = tuple(f"reference/{name}" for name in PACKAGES)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -49,7 +50,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change links to Python files and packages, and to LICENSE, to their pages in the site."""
+    """Change links to Python files and packages, and to LICENSE, to their pages in the site.
+
+    The search puts the page of error messages first and the API last.
+    """
+    path = page.file.src_uri
+    page.meta["search"] = {"boost": 0.3 if path.startswith(API) else 4 if path.endswith("troubleshooting.md") else 1}
     return re.sub(r"(\]\()([^)#:]+)(?=[)#])", lambda link: link[1] + _target(link[2], page.file, files), markdown)
 
 

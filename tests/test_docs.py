@@ -189,7 +189,7 @@ def test_the_messages_of_the_troubleshooting_page_are_the_programs():
     sources = [path for name in ("qerl_pl", "callbacks", "datamodules") for path in (ROOT / name).rglob("*.py")]
     printed = {message(node) for path in sources for node in ast.walk(ast.parse(path.read_text()))}
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    quoted = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)]
+    quoted = [text.strip() for _, text in re.findall(r"^#### (`+)(.*)\1$", page, re.MULTILINE)]
     assert len(quoted) > 40
     for text in quoted:
         pieces = [piece.strip() for piece in re.split(r"\.{3}(?!\.)", text)]

@@ -1,7 +1,8 @@
-"""The documentation site: it builds without a warning and without network, and says what the program does."""
+"""The documentation site: it builds without a warning, needs no network, and says what the program does."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from docs.hooks import PACKAGES, on_page_markdown, packages
+from tests.browser import browser_tab, chromium
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,6 +101,24 @@ def test_nothing_is_loaded_from_the_network(site):
     assert len(pages) > 30
     loaded = r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:[^\"\s>]*)|<link[^>]+href=\"?(https?:[^\"\s>]*)"
     assert {found for page in pages for found in re.findall(loaded, page.read_text())} == set()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(chromium() is None, reason="needs a Chromium")
+def test_the_search_finds_an_error_message_on_pages_opened_as_files(site, tmp_path):
+    async def first_result() -> str:
+        async with browser_tab(tmp_path / "profile") as tab:
+            await tab.open((site / "index.html").as_uri())
+            field = "document.querySelector('input.md-search__input')"
+            await tab.wait_for(f"{field} != null && document.readyState == 'complete'")
+            await tab.value(f"{field}.focus()")
+            await tab.call("Input.insertText", text="no group had a signal")
+            await tab.wait_for("document.querySelectorAll('.md-search-result__link').length > 1")
+            assert tab.errors == []
+            assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
+            return await tab.value("document.querySelector('.md-search-result__link').href")
+
+    assert "troubleshooting.html" in asyncio.run(first_result())
 
 
 def test_every_document_is_in_the_navigation():
