@@ -7,9 +7,9 @@ p = softmax(z):
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
 
-The first does not depend on the loss. Forward therefore multiplies it by the head while the logits exist, and backward
-scales the result, [T, H], by the loss's gradients. Recomputing the logits in backward would cost a third matrix product
-with the head; only an entropy that the loss depends on, as with an entropy bonus, needs it.
+The first does not depend on the loss. On a GPU, forward therefore multiplies it by the head while the logits exist, and
+backward scales the result, [T, H], by the loss's gradients. Recomputing the logits in backward, as on other devices,
+would cost a third matrix product with the head; an entropy that the loss depends on needs it everywhere.
 
 On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` do the work on [R, V] between the matrix products; the
 functions ``statistics_reference`` and ``logit_gradient_reference`` here define their results.
@@ -34,13 +34,14 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     logit_cap: float | None = None,
+    slope_in_forward: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of given tokens, and the entropy of the distribution at each token's position.
 
-    Both results are differentiable with respect to ``hidden``.
-    Matrix products take inputs of their own dtype and accumulate in fp32; the logits of bf16 and fp16 inputs are not
-    rounded (``fp32_logits``), as in the rollout engines. All else is computed in fp32 (fp64 for fp64 inputs).
+    Both results are differentiable with respect to ``hidden``. Matrix products take inputs of their own dtype and
+    accumulate in fp32; the logits of bf16 and fp16 inputs are not rounded (``fp32_logits``), as in the rollout engines.
+    All else is computed in fp32 (fp64 for fp64 inputs).
 
     Args:
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
@@ -49,6 +50,8 @@ def token_logprobs(
         temperature: divides the logits, as in sampling.
         logit_cap: the model's soft cap c: logits l become c tanh(l / c) before the temperature divides them; None: it
             has none.
+        slope_in_forward: take the gradient of the log-probabilities in forward and not in backward, if ``hidden``
+            requires one; None means on a GPU.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
             other devices need about twice as many and a small part of the head in fp32.
 
@@ -62,18 +65,26 @@ def token_logprobs(
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
     rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix product
     with torch.autocast(hidden.device.type, enabled=False):
-        return _TokenLogprobs.apply(hidden, weight, targets, temperature, logit_cap, rows)
+        early = hidden.requires_grad and (hidden.is_cuda if slope_in_forward is None else slope_in_forward)
+        return _TokenLogprobs.apply(hidden, weight, targets, temperature, logit_cap, rows, early)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Autograd node that keeps the gradient of the log-probabilities, [T, H], and recomputes logits for entropies."""
+    """Autograd node that keeps no logits: backward uses the gradient that forward took, or recomputes them."""
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, logit_cap: float | None, rows: int
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        logit_cap: float | None,
+        rows: int,
+        early: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
-        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # d logprobs / d hidden, [T, H]
+        slope = torch.empty_like(hidden) if early else None  # d logprobs / d hidden, [T, H]
         statistics, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, rows):
             logits = soft_capped(fp32_logits(hidden[part], weight), logit_cap)
@@ -92,19 +103,21 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, entropy, log_partition, slope = ctx.saved_tensors
-        if d_logprobs is None:
+        if d_logprobs is None or slope is None:
             d_hidden = torch.zeros_like(hidden)
         else:
             d_hidden = torch.mul(slope, d_logprobs.unsqueeze(1), out=torch.empty_like(hidden))
-        if d_entropy is not None:
+            d_logprobs = None
+        if d_logprobs is not None or d_entropy is not None:
             _, logit_gradient = _row_functions(hidden)
-            zeros = torch.zeros_like(entropy)
+            d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
             for part in _chunks(hidden, ctx.rows):
                 logits = soft_capped(fp32_logits(hidden[part], weight), ctx.logit_cap)
                 statistics = targets[part], ctx.temperature, entropy[part], log_partition[part]
-                d_logits = logit_gradient(logits, *statistics, zeros[part], d_entropy[part], hidden.dtype)
+                upstream = d_logprobs[part], None if d_entropy is None else d_entropy[part]
+                d_logits = logit_gradient(logits, *statistics, *upstream, hidden.dtype)
                 d_hidden[part] += _uncapped(d_logits, logits, ctx.logit_cap) @ weight
-        return d_hidden, None, None, None, None, None
+        return d_hidden, None, None, None, None, None, None
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

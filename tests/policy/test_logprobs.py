@@ -41,15 +41,15 @@ def draw(seed: int, tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     cap=st.sampled_from([None, 0.8, 30.0]),
     upstream=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)]),
+    early=st.booleans(),
 )
 def test_values_and_gradients_equal_the_naive_way(
-    seed, tokens, hidden_size, vocabulary, rows, temperature, cap, upstream
+    seed, tokens, hidden_size, vocabulary, rows, temperature, cap, upstream, early
 ):
     hidden, weight, targets = draw(seed, tokens, hidden_size, vocabulary)
     hidden.requires_grad_()
-    found = token_logprobs(
-        hidden, weight, targets, temperature=temperature, logit_cap=cap, chunk_bytes=8 * vocabulary * rows
-    )
+    options = {"logit_cap": cap, "slope_in_forward": early, "chunk_bytes": 8 * vocabulary * rows}
+    found = token_logprobs(hidden, weight, targets, temperature=temperature, **options)
     expected = naive(hidden, weight, targets, temperature, cap)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     each = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -67,11 +67,12 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(both, [hidden.requires_grad_()])
 
 
-def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated():
+@pytest.mark.parametrize("early", [False, True])
+def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated(early):
     hidden, weight, targets = draw(1, 6, 4, 9)
     hidden.requires_grad_()
     for index in range(2):
-        outputs = token_logprobs(hidden, weight, targets)
+        outputs = token_logprobs(hidden, weight, targets, slope_in_forward=early)
         expected = naive(hidden, weight, targets, 1.0)
         gradients = [torch.autograd.grad(pair[index].sum(), hidden) for pair in (outputs, expected)]
         torch.testing.assert_close(*gradients)
@@ -105,7 +106,8 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept():
+@pytest.mark.parametrize("early", [False, True])
+def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept(early):
     tokens, hidden_size, vocabulary, rows = 60, 4, 101, 3
     hidden, weight, targets = draw(3, tokens, hidden_size, vocabulary)
     saved: list[Tensor] = []
@@ -116,13 +118,14 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept():
                 hidden,
                 weight,
                 targets,
+                slope_in_forward=early,
                 chunk_bytes=8 * vocabulary * rows,
             )
         loss = logprobs.sum() + entropy.sum()
         torch.autograd.grad(loss, hidden)
     assert largest.elements == max(rows * vocabulary, vocabulary * hidden_size)
     new = [tensor for tensor in saved if all(tensor.data_ptr() != t.data_ptr() for t in (hidden, weight, targets))]
-    assert sum(tensor.numel() for tensor in new) <= 2 * tokens + hidden.numel()
+    assert sum(tensor.numel() for tensor in new) <= 2 * tokens + early * hidden.numel()
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -137,14 +140,15 @@ def test_logits_of_half_precision_are_not_rounded(rows, dtype, with_bias):
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_half_precision_the_gradient_alone_is_rounded(dtype):
+def test_of_half_precision_the_gradient_alone_is_rounded(dtype, early):
     hidden, weight, targets = draw(4, 50, 64, 200)
     hidden, weight = (hidden / 4).to(dtype), (weight / 4).to(dtype)
     exact_hidden = hidden.double().requires_grad_()
     exact = naive(exact_hidden, weight.double(), targets, 1.0)
     (exact_gradient,) = torch.autograd.grad(exact[0].sum(), exact_hidden)
-    found = token_logprobs(hidden.requires_grad_(), weight, targets)
+    found = token_logprobs(hidden.requires_grad_(), weight, targets, slope_in_forward=early)
     (gradient,) = torch.autograd.grad(found[0].sum(), hidden)
     assert found[0].dtype == found[1].dtype == torch.float32
     assert gradient.dtype == dtype
