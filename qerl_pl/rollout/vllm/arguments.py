@@ -46,8 +46,9 @@ def llm_arguments(
     from qerl_pl.rollout.vllm.loader import register_loader
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
-    unpacked = policy.packed_linears() if lacks(policy.packed_format) else {}
-    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, fp32_norms=fp32_norms)
+    linears = policy.packed_linears()
+    unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
+    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, fp32_norms=fp32_norms)
     arguments["hf_overrides"] = overrides = query_scaling(policy.config)
     if fp32_head and dtype != torch.float32:
         overrides["head_dtype"] = "float32"

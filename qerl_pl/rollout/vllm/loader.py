@@ -17,13 +17,17 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qerl_pl.base.family import FAMILIES
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.rollout.vllm import norms
+from qerl_pl.rollout.vllm import base_weights, norms
 
 LOAD_FORMAT = "with_trainer"
 
 
 def register_loader(
-    shared: Mapping[str, Tensor], unpacked: Mapping[str, FrozenLinear], *, fp32_norms: bool = True
+    shared: Mapping[str, Tensor],
+    unpacked: Mapping[str, FrozenLinear],
+    packed: Mapping[str, FrozenLinear] | None = None,
+    *,
+    fp32_norms: bool = True,
 ) -> str:
     """Register a model loader with vLLM that reads safetensors files and takes other weights from the trainer.
 
@@ -32,6 +36,7 @@ def register_loader(
             while the engine runs. Tensors whose shape, dtype or device differs from vLLM's are not shared; vLLM pads
             vocabularies to a multiple of 64.
         unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold dense.
+        packed: the trainer's packed linears by name, which vLLM reads from the checkpoint again: both must be equal.
         fp32_norms: keep the weights of block norms in fp32 for every compute dtype.
 
     Returns:
@@ -53,6 +58,7 @@ def register_loader(
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
+            base_weights.check_same_base(model, packed or {}, model_config.model)
             if fp32_norms:
                 norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             parameters = dict(model.named_parameters())
