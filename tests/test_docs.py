@@ -15,6 +15,7 @@ import yaml
 
 import train
 from docs.make_tables import filled
+from docs.support_table import NOTES, table
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.__main__ import main as command
 
@@ -213,3 +214,19 @@ def test_the_kernels_page_names_constants_and_functions_that_exist():
     assert all(hasattr(costs, name) for name in constants), constants
     functions = set(re.findall(r"`([a-z_]+_(?:schedule|linear|reference)|fragments|shrink|add_lora)`", text))
     assert all(f"def {name}(" in sources for name in functions), functions
+
+
+def test_the_table_of_families_is_what_tests_noted():
+    [shown] = re.findall(r"<!-- support -->\n(.*?)\n\nVersions", (ROOT / "README.md").read_text(), re.DOTALL)
+    made = table(NOTES).splitlines()
+    assert len(shown.splitlines()) > 2
+    assert [row for row in shown.splitlines() if row not in made] == []
+
+
+def test_the_table_of_families_says_what_was_not_run(tmp_path):
+    notes = tmp_path / "notes.jsonl"
+    assert "| `llama` | not run | not run |" in table(notes)
+    note = {"family": "llama", "capability": "quantise", "on": "CPU", "vllm": "0.32.0"}
+    notes.write_text("".join(json.dumps({**note, "on": on}) + "\n" for on in ("Hopper", "CPU", "CPU")))
+    assert "| `llama` | CPU, Hopper | not run |" in table(notes)
+    assert "CPU: 0.32.0; Hopper: 0.32.0." in table(notes)

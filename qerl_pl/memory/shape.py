@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
+from qerl_pl.base.layers import head_dims, layer_configs
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
@@ -132,8 +133,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
     embeddings = [model.get_input_embeddings(), *([] if config.tie_word_embeddings else [head])]
     embedding_bytes = sum(module.get_parameter("weight").nbytes for module in embeddings)
     heads = config.num_attention_heads
-    per_layer = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
-    widths = [getattr(layer, "head_dim", None) or config.hidden_size // heads for layer in per_layer]
+    widths, per_layer = head_dims(config), layer_configs(config)
     family = FAMILIES[config.model_type]
     other_bytes = sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim == 1)
     return ModelShape(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
+from qerl_pl.base.layers import head_dims
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
@@ -150,8 +151,8 @@ def pack_file(
             moments = stream.second_moments(file.block, written, [group[0] for group in groups])
         if method == "awq":
             config = skeleton.config
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            folds = fold_block(file.block, written, moments, fmt, family=FAMILIES[config.model_type], head_dim=head_dim)
+            family, head_dim = FAMILIES[config.model_type], head_dims(config)[0]
+            folds = fold_block(file.block, written, moments, fmt, family=family, head_dim=head_dim)
     layers = []
     for group in groups:
         weights = {name: written.pop(f"{name}.weight").to(device) for name in group}

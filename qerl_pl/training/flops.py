@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.base.layers import head_dims
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.linear import FrozenLinear
 
@@ -51,7 +52,7 @@ class ModelSize:
     head: int
     """Weights of the output head, which only sampled tokens pass."""
     attention: int
-    """Layers times heads times the dimension of a head."""
+    """Heads times the dimension of a head, summed over the layers."""
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
@@ -60,14 +61,11 @@ class ModelSize:
         linears = [module for module in policy.model.modules() if isinstance(module, nn.Linear | FrozenLinear)]
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
         everything = sum(linear.in_features * linear.out_features for linear in linears if linear is not head)
-        width = config.num_attention_heads * (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
         return cls(
             frozen=everything - adapter,  # PEFT's matrices are linears too
             adapter=adapter,
             head=config.hidden_size * config.vocab_size,
-            attention=config.num_hidden_layers * width,
+            attention=config.num_attention_heads * sum(head_dims(config)),
         )
 
 

@@ -1,0 +1,19 @@
+"""Sizes of a model's attention layers, which in some families (Gemma 4) differ from layer to layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+def layer_configs(config: PretrainedConfig) -> list[Any]:
+    """Return the configuration that holds for each layer: the model's own, unless its layers differ."""
+    own = getattr(config, "per_layer_config", None)  # older versions of transformers have none
+    return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
+
+
+def head_dims(config: PretrainedConfig) -> list[int]:
+    """Return the dimension of a head in each layer."""
+    by_default = config.hidden_size // config.num_attention_heads
+    return [getattr(layer, "head_dim", None) or by_default for layer in layer_configs(config)]

