@@ -80,6 +80,17 @@ def test_a_card_has_what_the_run_measured_and_its_checks_found(tmp_path):
     assert "- Ledger: It did not run" in card
 
 
+@pytest.mark.parametrize("target", ["k_proj", "q_proj"])
+def test_an_adapter_of_keys_that_serve_as_values_is_said_to_need_merging_for_vllm(
+    tmp_path, capsys, monkeypatch, target
+):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "gemma4_text", "attention_k_eq_v": True}))
+    monkeypatch.setitem(IDENTITY, "lora.targets", [target])
+    assert export(make_run(tmp_path / "run", str(tmp_path / "base"), torch.ones(4, 8)), tmp_path / "out") == 0
+    assert ("adapts the keys alone" in capsys.readouterr().out) == (target == "k_proj")
+
+
 def test_a_base_that_is_a_name_stays_a_name(tmp_path):
     assert export(make_run(tmp_path / "run", "someone/model", torch.ones(4, 8)), tmp_path / "out") == 0
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())

@@ -172,7 +172,9 @@ def test_known_models_are_found_by_every_name_that_people_give_them() -> None:
      ("Qwen/Qwen2.5-32B-Instruct", 32.7639), ("Qwen/Qwen3-32B", 32.7621), ("meta-llama/Llama-3.1-8B-Instruct", 8.0303),
      ("meta-llama/Llama-3.2-1B-Instruct", 1.2358),
      ("mistralai/Mistral-7B-Instruct-v0.3", 7.2480), ("microsoft/phi-4", 14.6595), ("HuggingFaceTB/SmolLM3-3B", 3.0751),
-     ("google/gemma-3-1b-it", 0.9999), ("Qwen/Qwen2.5-3B-Instruct", 3.0859)],
+     ("google/gemma-3-1b-it", 0.9999), ("google/gemma-3-4b-it", 3.8803), ("google/gemma-3-12b-it", 11.7660),
+     ("google/gemma-3-27b-it", 27.0094), ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 23.5724),
+     ("Qwen/Qwen2.5-3B-Instruct", 3.0859)],
 )  # fmt: skip
 def test_known_models_have_as_many_weights_as_published(name: str, billions: float) -> None:
     assert name in KNOWN

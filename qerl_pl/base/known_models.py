@@ -48,7 +48,13 @@ KNOWN: Mapping[str, Sizes] = {
     "microsoft/phi-4": Sizes("phi3", 5120, 17920, 40, 40, 10, 128, 100352, False, 16384),
     "HuggingFaceTB/SmolLM3-3B": Sizes("smollm3", 2048, 11008, 36, 16, 4, 128, 128256, True, 65536),
     "ibm-granite/granite-3.3-8b-instruct": Sizes("granite", 4096, 12800, 40, 32, 8, 128, 49159, True, 131072),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": Sizes(
+        "mistral", 5120, 32768, 40, 32, 8, 128, 131072, False, 131072
+    ),
     "google/gemma-3-1b-it": Sizes("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262144, True, 32768),
+    "google/gemma-3-4b-it": Sizes("gemma3_text", 2560, 10240, 34, 8, 4, 256, 262208, True, 131072),
+    "google/gemma-3-12b-it": Sizes("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, True, 131072),
+    "google/gemma-3-27b-it": Sizes("gemma3_text", 5376, 21504, 62, 32, 16, 128, 262208, True, 131072),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -61,8 +62,8 @@ def main(argv: list[str]) -> int:
         else:
             settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
             print(f"adapter of rank {settings.rank} written to {options.output}")
-            if settings.train_norms:
-                print("it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not")
+            for line in _left_out_by_vllm(options.output, settings):
+                print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -70,6 +71,18 @@ def main(argv: list[str]) -> int:
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
     return 0 if options.push is None else _push(options.output, options.push)
+
+
+def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
+    """Yield a line for each part of an adapter that PEFT loads and vLLM's own LoRA loader leaves out."""
+    if settings.train_norms:
+        yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
+    config = Path(read_json(output / "adapter_config.json")["base_model_name_or_path"]) / CONFIG
+    if config.is_file() and "k_proj" in settings.targets and read_json(config).get("attention_k_eq_v"):
+        yield (
+            "in layers whose keys serve as values, vLLM's own LoRA loader adapts the keys alone: to serve it with "
+            "vLLM, export with --merge"
+        )
 
 
 def _push(folder: Path, name: str) -> int:

@@ -94,7 +94,7 @@ def test_attention_equals_its_definition_with_shared_key_heads(scale, window):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("head", [64, 128, 256, 512])
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_varlen_kernel_equals_the_definition(dtype, head, window):
     (q, k, v), starts = draw_attention(dtype, "cuda", head)
