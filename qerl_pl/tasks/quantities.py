@@ -15,7 +15,6 @@ Kind = Literal["given", "plus", "minus", "times", "divided", "sum", "difference"
 Split = Literal["train", "validation", "reach"]
 
 OF_ONE: tuple[Kind, ...] = ("plus", "minus", "times", "divided")  # of a quantity and a constant
-OF_TWO: tuple[Kind, ...] = ("sum", "difference")
 WEIGHTS: dict[Kind, int] = {"plus": 3, "minus": 3, "times": 2, "divided": 1, "sum": 3, "difference": 2}
 MAX_VALUE = 999
 GIVEN = range(2, 31)

@@ -38,7 +38,6 @@ from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, check_opera
 from qerl_pl.tools.problems import record as line_of
 
 RECORD = "pretrain.json"
-MAX_PROMPT_TOKENS = 512
 
 
 def main(argv: Sequence[str]) -> int:
