@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, draw_proble
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts with their solutions, some of a batch."""
+    """Prompts with their solutions: a part of a batch."""
 
     tokens: Tensor
     """[B, S] int32, padded on the right; batches pass through shared memory, of which containers have little."""
@@ -26,10 +26,11 @@ class Rows:
     """[B, S] bool, True on the solution's tokens, end token included."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batches(Dataset[list[Rows]]):
     """Batches of fresh problems, whose structures occur in neither the validation set nor the reach set.
 
-    Args:
+    Attributes:
         tokenizer: tokenizer of the policy.
         seed: seed of the problems.
         num_steps: number of batches.
@@ -39,24 +40,13 @@ class Batches(Dataset[list[Rows]]):
         micro_batch_tokens: most tokens of ``Rows``, padding included.
     """
 
-    def __init__(
-        self,
-        tokenizer: Qwen2Tokenizer,
-        *,
-        seed: int,
-        num_steps: int,
-        batch_size: int,
-        operations: tuple[int, int],
-        rare: float,
-        micro_batch_tokens: int,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.num_steps = num_steps
-        self.batch_size = batch_size
-        self.operations = operations
-        self.rare = rare
-        self.micro_batch_tokens = micro_batch_tokens
+    tokenizer: Qwen2Tokenizer = field(kw_only=False)
+    seed: int
+    num_steps: int
+    batch_size: int
+    operations: tuple[int, int]
+    rare: float
+    micro_batch_tokens: int
 
     def __len__(self) -> int:
         return self.num_steps
@@ -78,21 +68,21 @@ class Batches(Dataset[list[Rows]]):
 
 
 def pad_token(tokenizer: Qwen2Tokenizer) -> int:
-    """The padding token's number."""
+    """Return the number of the padding token."""
     token = tokenizer.pad_token_id
     assert isinstance(token, int)
     return token
 
 
 def prompts_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem]) -> list[list[int]]:
-    """Tokens of the chat prompts, generation header included."""
+    """Tokenise the questions as chat prompts, generation header included."""
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     texts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
     return tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def rows_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], *, micro_batch_tokens: int) -> list[Rows]:
-    """Prompts with solutions, those of similar length together, so that little is padding."""
+    """Tokenise prompts with solutions; rows hold problems of similar length, so that little is padding."""
     heads = prompts_of(tokenizer, problems)
     tails = tokenizer([problem.solution + END for problem in problems], add_special_tokens=False).input_ids
     pairs = sorted(zip(heads, tails, strict=True), key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
