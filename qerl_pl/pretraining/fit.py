@@ -1,4 +1,4 @@
-"""Supervised training of a policy from scratch, which goes on where it was interrupted."""
+"""Supervised training of a policy from scratch; an interrupted training continues from its last saved state."""
 
 from __future__ import annotations
 
@@ -163,14 +163,14 @@ def train(
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Linear warm-up, then linear decay to 0 at the end."""
+    """Compute the learning rate of a step: linear warm-up, then linear decay to 0 at the end."""
     return settings.learning_rate * min((step + 1) / settings.warmup_steps, 1 - step / settings.steps)
 
 
 def train_step(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Sequence[Rows], device: torch.device
 ) -> Tensor:
-    """One optimizer step; returns the mean loss over the solutions' tokens, in nats: [] fp32."""
+    """Do one optimizer step; returns the mean loss over the solutions' tokens, in nats: [] fp32."""
     num_tokens = sum(int(some.mask.sum()) for some in rows)
     total = torch.zeros((), device=device)
     for some in rows:
@@ -192,7 +192,7 @@ def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device) -> T
 
 @torch.no_grad()
 def reproduced(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.device) -> float:
-    """Share of the rows whose solution greedy decoding writes, to the token; one forward pass decides it."""
+    """Compute the share of rows whose whole solution is the most likely token at every position (greedy decoding)."""
     model.eval()
     right = num = 0
     for rows in batches:
@@ -238,14 +238,14 @@ def _save(path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer,
 def _restore(
     path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, settings: Settings, device: torch.device
 ) -> int:
-    """Steps done."""
+    """Load the saved state, if there is one; returns the number of finished steps."""
     if not path.exists():
         return 0
     found = torch.load(path, weights_only=True, map_location=device)
     if found["settings"] != settings.as_json():
         raise ValueError(
-            f"{path} is of an interrupted training with other settings ({found['settings']}); go on with those, or "
-            "remove its folder"
+            f"{path} is of an interrupted training with other settings ({found['settings']}); continue with those, "
+            "or remove its folder"
         )
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])

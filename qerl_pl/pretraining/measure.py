@@ -22,7 +22,7 @@ TOKENS_PER_OPERATION = 28  # of a worked solution; a line of large numbers has a
 
 
 class Measured(NamedTuple):
-    """Problems of one number of operations."""
+    """Pass rates on problems with one number of operations."""
 
     num_operations: int
     pass_at_1: float
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Problems of several numbers of operations, equally many of each."""
+    """Pass rates on problems with several numbers of operations, equally many of each."""
 
     operations: tuple[int, int]
     pass_at_1: float
@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
     @property
     def has_room(self) -> bool:
-        """Whether reinforcement learning has rewards to learn from, and much left to learn."""
+        """True if some, but not many, samples are right: RL has rewards to learn from, and much left to learn."""
         return PASS_AT_1[0] <= self.pass_at_1 <= PASS_AT_1[1] and self.pass_at_n > MIN_PASS_AT_N
 
 
@@ -56,13 +56,13 @@ def count_right(
     """Sample every problem at temperature 1 and count right answers: [P] int64.
 
     Args:
-        model: on the device that it samples on, in the dtype that it samples in.
-        tokenizer: of the model.
-        problems: P of them.
-        num_samples: completions of each.
-        seed: of the draws; equal arguments give equal counts on a CPU.
+        model: model, on the device and in the dtype for sampling.
+        tokenizer: tokenizer of the model.
+        problems: P problems.
+        num_samples: completions per problem.
+        seed: seed of sampling; equal arguments give equal counts on a CPU.
         batch_rows: completions sampled at once.
-        description: of the progress bar.
+        description: label of the progress bar.
     """
     rows = sorted(
         (place for place in range(len(problems)) for _ in range(num_samples)),
@@ -152,7 +152,7 @@ def measure(
 
 
 def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:
-    """The mean over the numbers of operations from one to another."""
+    """Average the pass rates over the numbers of operations from the first to the second, both included."""
     inside = [each for each in measured if operations[0] <= each.num_operations <= operations[1]]
     return Range(
         operations,
@@ -162,9 +162,14 @@ def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:
 
 
 def with_room(measured: Sequence[Measured], *, most: int = 4) -> Range | None:
-    """The range, of at most so many numbers of operations, that has room; None where none has.
+    """Choose a range of numbers of operations that leaves room for RL; None if there is none.
 
-    Of several the widest; of those the one whose pass@1 is nearest to the middle of what is wanted.
+    Of several ranges with ``has_room`` it is the widest; among equally wide ones, the one whose pass@1 is nearest to
+    the middle of ``PASS_AT_1``.
+
+    Args:
+        measured: pass rates by number of operations, in ascending order.
+        most: most numbers of operations in the range.
     """
     numbers = [each.num_operations for each in measured]
     ranges = [over(measured, (low, high)) for low in numbers for high in range(low, min(low + most, numbers[-1] + 1))]
@@ -187,7 +192,7 @@ def out_of_reach(
     num_samples: int,
     batch_rows: int,
 ) -> list[WordProblem]:
-    """Problems of the reach set, of so many operations, that no sample solves; of ``num_problems`` that are tried."""
+    """Draw ``num_problems`` problems of the reach set, and return those that no sample solves."""
     problems = draw_problems(
         num_problems, seed=derive_seed(seed, "pretrain/reach"), split="reach", operations=operations
     )

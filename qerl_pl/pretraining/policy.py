@@ -1,4 +1,4 @@
-"""Tokenizers and models of the policies that are made here, and the folder that they are written to."""
+"""Create the tokenizer and the model of a new policy, and write them to a folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2Tokenizer:
-    """A byte-level tokenizer: any text can be encoded. The tags are added tokens, not special: decoding keeps them.
+    """Create a byte-level tokenizer, which can encode any text. The tags are added tokens that decoding keeps.
 
     Args:
-        texts: what merges are learnt from; without any, a token is a byte of the text in normal form C.
-        vocab_size: most tokens before the control tokens and tags are added; few texts may need fewer.
+        texts: texts from which byte-pair merges are learnt; without any, a token is a byte of the text, which is
+            normalised to Unicode form C first.
+        vocab_size: largest number of tokens before the control tokens and tags are added; few texts may need fewer.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab, merges = {char: token for token, char in enumerate(alphabet)}, []
@@ -51,7 +52,7 @@ def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2
 
 
 def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Byte-pair vocabulary and merges within what Qwen2's tokenizer splits texts into."""
+    """Learn a byte-pair vocabulary and merges inside the pieces into which Qwen2's tokenizer splits texts."""
     backend = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
@@ -64,12 +65,14 @@ def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape: Any) -> Qwen2ForCausalLM:
-    """A Qwen2 model with random fp32 weights, a function of seed and purpose; the global streams are left alone.
+    """Create a Qwen2 model with random fp32 weights, which depend on seed and purpose alone.
+
+    The global random streams are left as they are.
 
     Args:
-        tokenizer: its end and padding tokens become the model's.
-        seed: of the weights.
-        purpose: what for; different purposes give unrelated weights.
+        tokenizer: tokenizer whose end and padding tokens become the model's.
+        seed: seed of the weights.
+        purpose: name of the use of this seed; different purposes give unrelated weights.
         shape: fields of Qwen2Config.
     """
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -87,7 +90,7 @@ def partial_folder(output: Path) -> Path:
 
 
 def check_place(output: Path) -> None:
-    """Refuse a place that the finished folder could not be put in, before any work is done.
+    """Refuse an output folder that cannot be written, before any work is done.
 
     Raises:
         ValueError: the folder is not empty.
@@ -104,10 +107,10 @@ def write_policy(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenize
     """Write the folder atomically: to a temporary folder, which is then renamed.
 
     Args:
-        output: the folder.
-        model: in the dtype that is written.
-        tokenizer: of the model.
-        texts: further files by name.
+        output: folder of the policy.
+        model: model, in the dtype in which it is written.
+        tokenizer: tokenizer of the model.
+        texts: content of further files by name.
     """
     partial = partial_folder(output)
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed

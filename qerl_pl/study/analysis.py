@@ -17,16 +17,16 @@ from qerl_pl.study.statistics import Comparison, Estimate, compare, holm, interq
 from qerl_pl.study.study_file import Run, Study
 
 Key = tuple[str, int]
-"""Stratum and seed: what two arms are paired by."""
-TINY_DIFFERENCE = 0.02  # of accuracy: the number of seeds that it takes is in the table
+"""Stratum and seed; runs of two arms with equal keys are a pair."""
+TINY_DIFFERENCE = 0.02  # difference in accuracy for which the table shows the required number of seeds
 
 
 class Group(NamedTuple):
-    """The finished runs of an arm at one point of the grid."""
+    """Finished runs of an arm at one point of the grid."""
 
     arm: str
     point: str
-    """The grid's values, without those that are strata."""
+    """Values of the grid's options, without the strata."""
     runs: dict[Key, dict[str, float]]
     """Readouts."""
     curves: dict[Key, Curves]
@@ -37,7 +37,7 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def strata(self, readout: str) -> list[list[float]]:
-        """The readout's values, stratum by stratum, in the order of the seeds."""
+        """Return the readout's values by stratum, in the order of the seeds."""
         found: dict[str, list[float]] = {}
         for (stratum, _), values in sorted(self.runs.items()):
             if readout in values:
@@ -46,14 +46,14 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One comparison of two groups by one readout."""
+    """Comparison of two groups in one readout."""
 
     one: Group
     other: Group
     readout: str
     comparison: Comparison
     adjusted: float
-    """Holm's p over the comparisons of this readout."""
+    """P-value with Holm's adjustment over all comparisons of this readout."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -84,7 +84,7 @@ def gather(study: Study) -> list[Group]:
 
 
 def _place(study: Study, run: Run) -> tuple[str, str]:
-    """Point and stratum of a run."""
+    """Return the point of the grid and the stratum of a run."""
     strata = study.analysis.strata
     parts = ([], [])
     for key, value in run.point.items():
@@ -93,7 +93,7 @@ def _place(study: Study, run: Run) -> tuple[str, str]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Every comparison of the study, at every point of the grid that both arms have."""
+    """Compare the study's pairs of arms in one readout, at every point of the grid that both arms have."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     found: list[tuple[Group, Group, Comparison]] = []
@@ -107,7 +107,7 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
-    """The first minus the second, of equal seeds, stratum by stratum; seeds that only one of them has are left out."""
+    """Compute the paired differences, first minus second, by stratum; seeds that only one of them has are left out."""
     found: dict[str, list[float]] = {}
     for key in sorted(one.runs.keys() & other.runs.keys()):
         if readout in one.runs[key] and readout in other.runs[key]:
@@ -116,23 +116,23 @@ def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """Every readout that a run has, in the order of first sight."""
+    """List the readouts that any run has, in order of first occurrence."""
     return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
 
 
 def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
-    """Every comparison by every readout, those that the study decides by first."""
+    """Compare in every readout, first in the one that decides the study."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> str:
-    """The whole analysis as Markdown.
+    """Format the whole analysis as Markdown.
 
     Args:
-        study: which runs there are to be, and what it decides by.
-        groups: from ``gather``.
-        judged: from ``all_compared``.
+        study: the study.
+        groups: result of ``gather``.
+        judged: result of ``all_compared``.
     """
     runs = study.runs()
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
@@ -191,7 +191,7 @@ def _comparisons(found: Sequence[Judged]) -> list[str]:
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the tables.
 
-    surprisal/ARM_POINT.json has the mean sampling entropy of a group's runs, in nats per token, rollout by rollout.
+    surprisal/ARM_POINT.json has the mean sampling entropy of a group's runs per rollout, in nats per token.
     """
     judged = all_compared(study, groups)
     text = tables(study, groups, judged)
@@ -208,7 +208,7 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     for group in groups:
         curves = [each[SURPRISAL].values for each in group.curves.values() if SURPRISAL in each]
         if curves:
-            together = zip(*curves, strict=False)  # as far as all of them went
+            together = zip(*curves, strict=False)  # as many rollouts as all of them have
             means = [sum(values) / len(values) for values in together]
             write_whole(folder / "surprisal" / f"{group.name.replace(' ', '_')}.json", json.dumps(means) + "\n")
     return text

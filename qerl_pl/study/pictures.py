@@ -36,7 +36,7 @@ def draw(study: Study, groups: Sequence[Group], folder: Path) -> list[Path]:
 
 
 def _curves(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """Mean over seeds, and the quarter of them above and below."""
+    """Plot means over seeds, shaded from the lower to the upper quartile."""
     tags = {
         "train/reward": "reward of the rollouts",
         study.analysis.validation: "accuracy on held-out problems",
@@ -59,14 +59,14 @@ def _curves(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
 
 
 def _together(group: Group, tag: str) -> tuple[list[int], np.ndarray]:
-    """Steps that every run logged, and [runs, steps] their values."""
+    """Return the steps that every run logged, and their values [runs, steps]."""
     runs = [dict(zip(c[tag].steps, c[tag].values, strict=True)) for c in group.curves.values() if tag in c]
     steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
     return steps, np.array([[run[step] for step in steps] for run in runs])
 
 
 def _entropy_by_reward(plt: Any, groups: Sequence[Group]) -> Any:
-    """Mean entropy against mean reward, over the steps."""
+    """Plot mean entropy against mean reward, one point per step."""
     figure, axis = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
     for group in groups:
         (steps, reward), (others, entropy) = _together(group, "train/reward"), _together(group, "policy/entropy")
@@ -81,7 +81,7 @@ def _entropy_by_reward(plt: Any, groups: Sequence[Group]) -> Any:
 
 
 def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """The comparisons that the study decides by, with their intervals; None where there are none yet."""
+    """Plot the comparisons that decide the study, with their intervals; None if there are none yet."""
     found = compared(study, groups, study.analysis.metric)
     if not found:
         return None
@@ -99,7 +99,7 @@ def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
 
 
 def _pass_at_k(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """One panel an evaluation: interquartile means over seeds with their intervals."""
+    """Plot interquartile means over seeds with their intervals, one panel per evaluation."""
     figure, axes = plt.subplots(
         1, len(study.evaluations), figsize=(5.5 * len(study.evaluations), 4), constrained_layout=True, squeeze=False
     )

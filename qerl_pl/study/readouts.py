@@ -1,4 +1,4 @@
-"""Numbers that sum up one run of a study, read from its event files."""
+"""Compute the readouts of a run, numbers that summarise it, from its event files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Curves = dict[str, Curve]
 
 
 def curves_of(run: Run) -> Curves:
-    """Every scalar of the run's training.
+    """Read every scalar that the run's training logged.
 
     Raises:
         ValueError: there is no event file that can be read.
@@ -26,10 +26,10 @@ def curves_of(run: Run) -> Curves:
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """The run's numbers by name; what was not logged is left out.
+    """Compute the run's readouts by name; a readout whose scalars were not logged is left out.
 
-    Areas are means over the steps of training. ``entropy at equal reward`` is added by ``at_equal_reward``: it depends
-    on the other runs.
+    Areas are means over the steps of training. ``analysis.gather`` adds ``entropy at equal reward``, which
+    depends on the other runs.
     """
     found: dict[str, float] = {}
     validation = study.analysis.validation
@@ -76,7 +76,7 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
 
 
 def area(curve: Curve) -> float:
-    """Mean height between the first and the last step, by trapezoids."""
+    """Compute the mean of a curve between its first and last step, by the trapezoidal rule."""
     if len(curve.steps) == 1:
         return curve.values[0]
     return float(np.trapezoid(curve.values, curve.steps) / (curve.steps[-1] - curve.steps[0]))

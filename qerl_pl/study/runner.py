@@ -1,4 +1,4 @@
-"""Runs of a study as processes, several at a time, which go on where they were interrupted."""
+"""Run a study: its runs are processes, several at a time, which continue where they were interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG_LINES = 12  # of a failed command that are shown
 
 @dataclass
 class Slot:
-    """A place for one run at a time."""
+    """Place for one of the runs that are executed at the same time."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -48,7 +48,10 @@ class Outcome(Exception):
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
-    """Places for runs, GPU by GPU in turn: ``jobs`` or ``study.jobs`` on each, or as many as memory and cores allow."""
+    """Create the slots of this machine, ordered so that consecutive slots are on different GPUs.
+
+    A GPU has ``jobs`` or ``study.jobs`` slots; if both are None, as many as its memory and the CPU cores allow.
+    """
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
         return [Slot(None) for _ in range(jobs or max(1, cores // 2))]
@@ -62,14 +65,14 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Works through some runs of a study.
+    """Executes runs of a study.
 
     Args:
-        study: all of it.
-        runs: those that this process works on; a cluster's array jobs have different ones.
-        slots: places for runs.
-        minutes: after which running processes are asked to stop at their next checkpoint; None: never.
-        words: the program and arguments that a command becomes.
+        study: the study.
+        runs: the runs for this process; the jobs of a cluster's array have different ones.
+        slots: slots for runs.
+        minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
+        words: function that makes a command line of a command.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that nobody else works on."""
+        """Assign to a slot the first waiting run that no other runner or process works on."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             lock = state.lock(run)
@@ -159,7 +162,7 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int) -> None:
-        """Note how a process ended."""
+        """Record how a process ended; a run that failed too often frees its slot."""
         run, name, seconds = slot.run, slot.command, time.monotonic() - slot.started
         assert run is not None
         slot.process = None
@@ -186,7 +189,7 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> None:
-        """Ask every process to stop at its next checkpoint, wait, and give up the work."""
+        """Ask every process to stop at its next checkpoint, wait for it, and raise ``Outcome``."""
         busy = [slot for slot in self.slots if slot.process is not None]
         for slot in busy:
             assert slot.process is not None

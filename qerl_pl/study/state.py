@@ -21,7 +21,7 @@ def seconds_done(run: Run) -> dict[str, float]:
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Seconds that starts took which did not end well, by command."""
+    """Return the seconds that failed or stopped starts took, by the name of the command."""
     return _read(run).get("spent", {})
 
 
@@ -31,7 +31,7 @@ def failure(run: Run) -> str | None:
 
 
 def is_finished(study: Study, run: Run) -> bool:
-    """Whether every command of the run ended well."""
+    """Return True if every command of the run succeeded."""
     return set(seconds_done(run)) >= {command.name for command in commands_of(study, run)}
 
 
@@ -41,10 +41,10 @@ def keep(run: Run, **changes: Any) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the run's -c files; to be called by the runner that holds the run alone.
+    """Write the run's -c files; the caller must hold the run's lock.
 
     Raises:
-        ValueError: as ``check_unchanged``.
+        ValueError: the study has changed the settings with which the run began.
     """
     _check(study, run)
     for path, text in files_of(study, run).items():
@@ -52,10 +52,10 @@ def write_files(study: Study, run: Run) -> None:
 
 
 def check_unchanged(study: Study) -> None:
-    """Refuse a study that has changed what some of its runs began with, before anything is started.
+    """Refuse a study whose settings are no longer those with which some of its runs began.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: names the file that differs.
     """
     for run in study.runs():
         _check(study, run)
@@ -73,7 +73,7 @@ def _check(study: Study, run: Run) -> None:
 
 
 def lock(run: Run) -> IO[str] | None:
-    """Hold the run for as long as this process lives or the file is open; None where another runner holds it."""
+    """Lock the run until the returned file is closed or this process ends; None if another runner holds the lock."""
     run.folder.mkdir(parents=True, exist_ok=True)
     file = (run.folder / LOCK).open("w")
     try:

@@ -1,6 +1,6 @@
-"""Interquartile means, paired differences and how many seeds a difference takes, by scipy.
+"""Interquartile means, paired differences, and the number of seeds that shows a difference, by scipy.
 
-Intervals are of 95 % and by the bootstrap, stratified where there are strata (arXiv 2108.13264, rliable).
+Intervals are 95 % bootstrap intervals, stratified if there are strata (arXiv 2108.13264, rliable).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_SEEDS = 10_000
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval, and of how many values."""
+    """Estimate with its 95 % interval and the number of values."""
 
     value: float
     low: float
@@ -39,10 +39,10 @@ class Comparison(NamedTuple):
 
 
 def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Mean of the middle half of all values; its bootstrap draws within each stratum.
+    """Estimate the mean of the middle half of all values; the bootstrap resamples within each stratum.
 
     Args:
-        strata: values of each; one stratum is the ordinary bootstrap.
+        strata: values of each stratum; with a single one this is the ordinary bootstrap.
     """
 
     def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
@@ -52,7 +52,7 @@ def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
 
 
 def mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Mean of all values; its bootstrap draws within each stratum."""
+    """Estimate the mean of all values; the bootstrap resamples within each stratum."""
 
     def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
         return np.concatenate(samples, axis=axis).mean(axis=axis)
@@ -83,7 +83,7 @@ def _estimate(strata: Sequence[Sequence[float]], statistic: Callable[..., Any]) 
 
 
 def compare(strata: Sequence[Sequence[float]]) -> Comparison:
-    """Judge paired differences.
+    """Estimate the mean of paired differences, and test whether it is 0.
 
     Args:
         strata: differences of each stratum.
@@ -106,9 +106,10 @@ def compare(strata: Sequence[Sequence[float]]) -> Comparison:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: family-wise error at most alpha where those up to alpha are rejected.
+    """Adjust p-values by Holm's step-down method.
 
-    NaNs stay, and do not count as tests.
+    Rejecting where the adjusted value is at most alpha has a family-wise error rate of at most alpha. NaNs stay, and
+    do not count as tests.
     """
     adjusted = [float("nan")] * len(p_values)
     order = sorted((place for place, p in enumerate(p_values) if p == p), key=p_values.__getitem__)
@@ -120,7 +121,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def power(difference: float, spread: float, num: int) -> float:
-    """Probability that a paired two-sided t test at 5 % sees a true difference with so many pairs."""
+    """Compute the power of a paired two-sided t test at the 5 % level for a true difference and a number of pairs."""
     shift = abs(difference) / spread * num**0.5
     limit = stats.t.ppf(1 - ALPHA / 2, num - 1)
     other = stats.nct.cdf(-limit, num - 1, shift) if shift < 5 else 0.0  # far out scipy gives NaN for this tail of 0
@@ -128,7 +129,7 @@ def power(difference: float, spread: float, num: int) -> float:
 
 
 def smallest_difference(spread: float, num: int) -> float:
-    """The true difference that is seen with 80 % probability."""
+    """Compute the true difference that ``num`` pairs show with a power of 80 %."""
     if spread == 0 or num < 2:
         return 0.0 if spread == 0 else float("nan")
     root: Any = optimize.brentq(lambda size: power(size * spread, spread, num) - POWER, 1e-3, 100)

@@ -1,4 +1,4 @@
-"""A study's file: arms, seeds, and the runs and commands that follow from it."""
+"""The file of a study, and the runs and commands that it defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 FIT = "fit"
 Settings = dict[str, Any]
-"""A piece of a configuration, as a -c file holds it."""
+"""Part of a configuration, with the keys of a -c file."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Analysis:
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
-        validation: the scalar that is the accuracy on held-out problems.
-        metric: the readout that the study decides by; see ``readouts``.
-        strata: options of the grid that are no arms of their own, e.g. [model.base]: runs at all their values are
-            taken together, paired by value and seed, and the bootstrap draws within each value.
+        validation: name of the scalar that is the accuracy on held-out problems.
+        metric: readout that decides the study; see ``readouts``.
+        strata: options of the grid whose values are pooled instead of compared, e.g. [model.base]: runs are paired by
+            value and seed, and the bootstrap resamples within each value.
     """
 
     comparisons: list[list[str]] | None = None
@@ -43,14 +43,17 @@ class Study:
     Attributes:
         output: folder of all runs, their analysis included.
         arms: the settings of each arm by its name, as in a -c file.
-        seeds: every arm is run with each (``seed_everything``), so arms are paired.
+        seeds: seeds (``seed_everything``); every arm is run with each of them, so that arms can be compared in pairs.
         config: -c files or shipped names that every run reads first, e.g. [configs/word_problems.yaml].
         settings: further settings of every run, as in a -c file.
-        grid: option to its values, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}: every arm is run at each.
-        evaluations: name to the settings of a ``test`` of each finished run, e.g. other problems or more samples.
+        grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
+            combination.
+        evaluations: settings by name of evaluations (``test``) of every finished run, e.g. with other problems or more
+            samples.
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
-        jobs: runs at a time on a GPU, or on a machine without one; null: as many as memory and cores allow.
-        attempts: starts of a run that fails, before it is reported as failed.
+        jobs: number of runs at the same time per GPU, or on a machine without one; null: as many as memory and cores
+            allow.
+        attempts: number of starts after which a failing run is given up.
         analysis: see ``Analysis``.
 
     Raises:
@@ -91,13 +94,13 @@ class Study:
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
-        """Pairs of arms: the first is compared with the second."""
+        """Pairs of arms, the first of which is compared with the second."""
         first, *others = self.arms
         given = self.analysis.comparisons
         return [(arm, first) for arm in others] if given is None else [(one, other) for one, other in given]
 
     def runs(self) -> list[Run]:
-        """Every run, those of one seed together: what is cut short is complete for the first seeds."""
+        """List every run, seed by seed, so that a study that is cut short is complete for its first seeds."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         found = []
         for seed, point, arm in itertools.product(self.seeds, points, self.arms):
@@ -122,7 +125,7 @@ class Run(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One process of a run: the training, or an evaluation of what it made."""
+    """Process of a run: its training, or an evaluation of the trained policy."""
 
     name: str
     arguments: list[str]
@@ -133,7 +136,7 @@ def read_study(path: Path, output: Path | None = None) -> Study:
 
     Args:
         path: YAML with the fields of ``Study``.
-        output: takes the place of the file's.
+        output: output folder instead of the file's.
 
     Raises:
         ValueError: the file is missing or no YAML, or a key or value is wrong.
@@ -168,7 +171,7 @@ def read_study(path: Path, output: Path | None = None) -> Study:
 
 
 def files_of(study: Study, run: Run) -> dict[Path, str]:
-    """The -c files of a run that its study writes, and their content."""
+    """Make the -c files of a run: their paths and contents."""
     found = {"settings": study.settings, "arm": study.arms[run.arm]}
     found |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
     return {run.folder / "study" / f"{name}.yaml": _dump(settings) for name, settings in found.items()}
@@ -196,7 +199,7 @@ def commands_of(study: Study, run: Run) -> list[Command]:
 
 
 def program(command: Command) -> list[str]:
-    """The words that start a process."""
+    """Make the command line of a command."""
     return [sys.executable, "-m", "qerl_pl", *command.arguments]
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a study whose event files say what it has to find."""
+"""The analysis of a study with event files from which the right results are known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def log(folder: Path, curves: dict[str, list[float]]) -> None:
 
 
 def finish(study: Study, run: Run) -> None:
-    """Write what a run leaves: rewards rise by 0.1 a step, entropies fall; the arm nvfp4 gains 0.1, others nothing."""
+    """Write the files of a finished run: rewards rise by 0.1 per step, entropies fall; only the arm nvfp4 gains 0.1."""
     noise = np.random.default_rng(run.seed).normal(0, 0.01) + run.seed
     own = np.random.default_rng(len(run.arm) + run.seed).normal(0, 0.002) + GAIN[run.arm]
     rewards = [0.1 * step + noise + own for step in range(11)]

@@ -1,4 +1,4 @@
-"""The whole chain in small: a policy is made, a study of it is killed and goes on, and is analysed."""
+"""The whole chain on a small scale: make a policy; start a study, kill it and continue it; analyse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as processes: several at a time, failures, kills, and nothing that is finished is run again."""
+"""Runs as processes: several at the same time, with failures and kills; finished commands never run again."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ while (done := len(place.read_text()) if place.exists() else 0) < 5:
     if stopped:
         sys.exit(143)
 """
-"""Does 5 steps, from a checkpoint after each, and stops after one when it is asked to, as ``fit`` does."""
+"""Does 5 steps with a checkpoint after each, and stops after a step on SIGTERM, as ``fit`` does."""
 
 
 def words(command: Command) -> list[str]:
-    """A small program in place of training: how it behaves is the arm's name."""
+    """Replace training by a small program whose behaviour is chosen by the arm's name."""
     folder = Path(command.arguments[command.arguments.index("--run_dir") + 1])
     behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in folder.parts)
     return [sys.executable, "-c", WORK, str(folder), behaviour.replace("-", " ")]

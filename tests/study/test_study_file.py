@@ -1,4 +1,4 @@
-"""A study's file, and the runs and commands that follow from it."""
+"""The file of a study, and the runs and commands that it defines."""
 
 from __future__ import annotations
 
