@@ -11,6 +11,8 @@ view of some of its columns, so linears that the engine has fused (q/k/v, gate/u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,3 +70,41 @@ def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -
     """
     assert start % TILE == stop % TILE == 0, (start, stop)
     return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], global_scale)
+
+
+def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """Copy weights in row order with the same K into one buffer in tile order; returns each as a view of the buffer.
+
+    Raises:
+        ValueError: a number of outputs is not a multiple of 64.
+    """
+    tiles = [to_tile_order(weight) for weight in weights]
+    codes = torch.cat([weight.codes for weight in tiles], dim=1)
+    scales = torch.cat([weight.block_scale for weight in tiles], dim=1)
+    views, start = [], 0
+    for weight in tiles:
+        stop = start + weight.block_scale.shape[1]
+        views.append(rows_of(PackedWeight(codes, scales, weight.global_scale), start, stop, weight.global_scale))
+        start = stop
+    return views
+
+
+def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
+    """Return the weight of which the given ones are all rows in this order, as ``fused`` made them; otherwise None."""
+    if not all(map(is_in_tile_order, views)):
+        return None
+    first, outputs = views[0], views[0].codes.stride(0) // 2
+    for tensors, width in (([view.codes for view in views], 2), ([view.block_scale for view in views], 1)):
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + tensor.shape[1])
+        places = [tensor.storage_offset() for tensor in tensors]
+        buffers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        strides = {tensor.stride() for tensor in tensors}
+        if places != starts[:-1] or starts[-1] != outputs * width or len(buffers) > 1 or len(strides) > 1:
+            return None
+    codes, scales = (
+        tensor.as_strided((len(tensor), width), (width, 1), 0)
+        for tensor, width in ((first.codes, 2 * outputs), (first.block_scale, outputs))
+    )
+    return PackedWeight(codes, scales, first.global_scale)

@@ -168,7 +168,11 @@ class RolloutEngine(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the tensors that the engine holds, to be compared with ``expected_fingerprint``."""
+        """Compute checksums of the tensors that the engine holds, to be compared with ``expected_fingerprint``.
+
+        Raises:
+            RuntimeError: the engine has weights of its own of the base, and they are not the policy's.
+        """
         ...
 
     def sleep(self) -> None:

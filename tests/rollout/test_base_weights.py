@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from qerl_pl.quant import formats, nvfp4
+from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy
 
+base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 pytestmark = pytest.mark.vllm
 CHANGES = {
     "a code": ("model.layers.1.mlp.up_proj.weight_packed", lambda codes: codes[3, 5].bitwise_xor_(1)),
@@ -29,6 +36,99 @@ def test_a_base_that_changes_between_trainer_and_engine_stops_the_start(checkpoi
     engine = make_engine("vllm")
     with pytest.raises(ValueError, match=rf"base has changed.*{name.split('.')[2]}.*start the run again"):
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="module")
+def started(checkpoints):
+    engine = make_engine("vllm")
+    engine.start(make_policy(checkpoints["nvfp4"]), max_model_len=MAX_MODEL_LEN)
+    yield engine
+    engine.close()
+
+
+def test_every_linear_of_the_engine_is_compared_with_the_trainers(started):
+    fused = 4 * started._policy.config.num_hidden_layers
+    assert started._call(base_weights.check_rows, started._policy.packed_linears()) == fused
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_base_that_is_overwritten_while_the_engine_runs_is_seen(started, side):
+    if side == "engine":
+        name = "model.layers.1.mlp.gate_up_proj.base_layer.weight"
+        weight = started._call(lambda worker: dict(worker.get_model().named_parameters())[name].data)
+        place = weight[len(weight) // 2]  # the first row of up_proj
+    else:
+        place = started._policy.packed_linears()["model.layers.1.mlp.up_proj"].codes[0]
+    kept = place.clone()
+    place.copy_(place.flip(0))
+    with pytest.raises(RuntimeError, match=r"trainer's base: 1 of 8 linears differ.*layers\.1\.mlp\.gate_up_proj"):
+        started.fingerprint()
+    place.copy_(kept)
+    started.fingerprint()
+
+
+def packed(outputs: int, inputs: int) -> FrozenLinear:
+    """A random one; its scales are as large as those of a whole group."""
+    linear = FrozenLinear(inputs, outputs)
+    linear.packed = formats.quantize(torch.randn(outputs, inputs), NVFP4, torch.tensor(2e-3, dtype=torch.float64))
+    return linear
+
+
+def test_the_trainers_linears_become_views_of_the_engines_weights():
+    """As vLLM would fuse them; one that vLLM would pad, and a group with such a number of outputs, stay."""
+    shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (128, 128), "out": (256, 128)}
+    linears = {f"a.{name}": packed(*shape) for name, shape in shapes.items()}
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
+    for _ in range(2):
+        base_weights.put_in_tile_order(linears)
+        assert all(torch.equal(linear.dense(torch.bfloat16), dense[name]) for name, linear in linears.items())
+        in_order = [name for name, linear in linears.items() if is_in_tile_order(linear.packed)]
+        assert in_order == ["a.q_proj", "a.k_proj", "a.v_proj", "a.out"]
+    group = [linears[f"a.{name}"].packed for name in ("q_proj", "k_proj", "v_proj")]
+    whole = whole_of(group)
+    assert whole is not None
+    assert torch.equal(nvfp4.dequantize(whole, torch.bfloat16), torch.cat([dense[name] for name in in_order[:3]]))
+    assert whole_of(group[:2]) is None
+    assert whole_of([group[1], group[0], group[2]]) is None
+    assert whole_of([linears["a.o_proj"].packed]) is None
+
+
+def test_gradients_are_those_of_the_other_order():
+    linears = {"out": packed(256, 128)}
+    x = torch.randn(3, 128, requires_grad=True)
+    [before] = torch.autograd.grad(linears["out"](x).square().sum(), x)
+    base_weights.put_in_tile_order(linears)
+    [after] = torch.autograd.grad(linears["out"](x).square().sum(), x)
+    assert torch.equal(before, after)
+
+
+class Converted(nn.Module):
+    """A linear of vLLM after its weights were converted."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.codes.clone(), requires_grad=False)
+        scales = weight.block_scale.view(torch.float8_e4m3fn).clone()
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        self.trainers_weight: PackedWeight | None = weight
+
+
+def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
+    linears = {"out": packed(256, 128)}
+    base_weights.put_in_tile_order(linears)
+    whole = whole_of([linears["out"].packed])
+    assert whole is not None
+    same, other, unknown = Converted(whole), Converted(whole), Converted(whole)
+    other.weight[0, 0] ^= 1
+    unknown.trainers_weight = None
+    assert base_weights.adopt(same)
+    assert same.weight.data_ptr() == whole.codes.data_ptr() == linears["out"].codes.data_ptr()
+    assert same.weight_scale.data_ptr() == whole.block_scale.data_ptr()
+    for layer in (other, unknown):
+        own = layer.weight.data_ptr()
+        assert not base_weights.adopt(layer)
+        assert layer.weight.data_ptr() == own
+    assert not hasattr(other, "trainers_weight")
 
 
 def _rewrite(base: Path, name: str, write) -> None:

@@ -1,18 +1,33 @@
-"""Check that trainer and engine, which read the same folder one after the other, compute with the same base."""
+"""The base that trainer and engine both compute with: a check that it is the same one, and one copy where possible.
+
+The trainer owns the memory, outside vLLM's pool, so neither sleeping, closing, a failed start nor another start of the
+engine can free or move it. For the native decoding kernels, the trainer's weights are put into their order before vLLM
+loads (``put_in_tile_order``). When vLLM has loaded and converted a linear, its parameters are set to the trainer's
+memory if that holds the same bits, and its own memory is freed (``adopt``). Otherwise each side keeps its copy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from qerl_pl.kernels.nvfp4_decode import BLOCK_OUTPUTS, K_BLOCK
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
-from qerl_pl.quant.tile_order import is_in_tile_order, to_row_order
+from qerl_pl.quant.selection import fused_groups
+from qerl_pl.quant.tile_order import TILE, fused, is_in_tile_order, rows_of, to_row_order, whole_of
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+ONE_COPY = False
+"""Whether trainer and engine use one copy of a base on which the native decoding kernels run."""
 
 
 class Fused(NamedTuple):
@@ -77,6 +92,125 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
             )
         compared += len(parts)
     return compared
+
+
+def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
+    """Put packed linears of the trainer into the order of the native decoding kernels, fused as vLLM fuses them.
+
+    Linears stay as they are if their format is not NVFP4, or if vLLM would pad them. A second call changes nothing.
+
+    Args:
+        linears: the trainer's packed linears by name.
+    """
+    for group in fused_groups(list(linears), present=linears.keys()).values():
+        parts = [linears[name] for name in group]
+        if _fits(parts) and not any(is_in_tile_order(part.packed) for part in parts):
+            for part, weight in zip(parts, fused([part.packed for part in parts]), strict=True):
+                part.packed = weight
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the memory of the other order; vLLM allocates without torch's allocator
+
+
+def lend(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
+    """Give vLLM's linears the trainer's weights, where these are in tile order, for ``adopt``."""
+    for _, layer, parts in fused_linears(model, linears):
+        layer.trainers_weight = whole_of([part.packed for part in parts])
+
+
+def adopt(layer: Any) -> bool:
+    """Set the parameters of a converted linear of vLLM to the trainer's memory if it holds the same bits.
+
+    Returns:
+        Whether it does; if not, both sides keep their copies.
+    """
+    lent = vars(layer).pop("trainers_weight", None)
+    if lent is None:
+        return False
+    weight, scales = layer.weight, layer.weight_scale
+    if not (torch.equal(weight, lent.codes) and torch.equal(scales.view(torch.uint8), lent.block_scale)):
+        return False
+    weight.data, scales.data = lent.codes, lent.block_scale.view(scales.dtype)
+    layer.weight_digest = _digest(layer)
+    return True
+
+
+def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
+    """Log how many bytes of the packed base exist once, if there is a packed base."""
+    if not linears:
+        return
+    size = sum(_size(linear) for linear in linears.values())
+    adopted = [
+        each.parts for each in fused_linears(worker.get_model(), linears) if hasattr(each.layer, "weight_digest")
+    ]
+    shared = sum(_size(part) for parts in adopted for part in parts)
+    if shared:
+        rank_zero_info(f"trainer and vLLM use one copy of {shared / 1e9:.3g} of {size / 1e9:.3g} GB of packed weights")
+    else:
+        rank_zero_info(
+            f"trainer and vLLM have a copy each of the base's {size / 1e9:.3g} GB of packed weights: vLLM's kernels "
+            "read another order here"
+        )
+
+
+def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
+    """Compare some rows of every packed linear in vLLM with the trainer's; of weights with one copy, a digest of all.
+
+    Args:
+        worker: vLLM's.
+        linears: the trainer's packed linears by name.
+
+    Returns:
+        Number of vLLM's linears that were compared; those whose order is unknown here are not.
+
+    Raises:
+        RuntimeError: a linear differs from the trainer's, or from what it was when it was loaded.
+    """
+    same = {}
+    for name, layer, parts in fused_linears(worker.get_model(), linears):
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "weight_digest"):
+            whole = whole_of([part.packed for part in parts])
+            is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
+            same[name] = (_digest(layer) == layer.weight_digest).all() & is_shared
+        elif weight is not None and weight.is_floating_point() and len(weight) == sum(p.out_features for p in parts):
+            rows = weight.detach().split([part.out_features for part in parts])
+            equal = [(_first_row(part, own.dtype) == own[0]).all() for part, own in zip(parts, rows, strict=True)]
+            same[name] = torch.stack(equal).all()
+    if same and not all(found := torch.stack([*same.values()]).tolist()):
+        wrong = [name for name, is_same in zip(same, found, strict=True) if not is_same]
+        listed = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
+        raise RuntimeError(
+            f"the rollout engine does not compute with the trainer's base: {len(wrong)} of {len(same)} linears differ "
+            f"from what was loaded: {listed}"
+        )
+    return len(same)
+
+
+def _first_row(linear: FrozenLinear, dtype: torch.dtype) -> Tensor:
+    weight = linear.packed
+    if is_in_tile_order(weight):
+        part = rows_of(weight, 0, TILE, weight.global_scale)
+    else:
+        part = PackedWeight(weight.codes[:1], weight.block_scale[:1], weight.global_scale)
+    return linear.fmt.dequantize(part, dtype)[0]
+
+
+def _digest(layer: Any) -> Tensor:
+    """Compute sums of the codes and of the bits of the scales, [2] int64."""
+    weight, scales = layer.weight.detach(), layer.weight_scale.detach().view(torch.uint8)
+    return torch.stack([weight.sum(dtype=torch.int64), scales.sum(dtype=torch.int64)])
+
+
+def _size(linear: FrozenLinear) -> int:
+    return linear.codes.nbytes + linear.block_scale.nbytes
+
+
+def _fits(parts: Sequence[FrozenLinear]) -> bool:
+    """Return whether the native kernels can run the linears as one, without padding."""
+    outputs, inputs = sum(part.out_features for part in parts), {part.in_features for part in parts}
+    whole = outputs % BLOCK_OUTPUTS == 0 and all(part.out_features % TILE == 0 for part in parts)
+    packed = all(part.fmt is NVFP4 for part in parts)
+    return packed and whole and len(inputs) == 1 and inputs.pop() % (8 * K_BLOCK) == 0
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:

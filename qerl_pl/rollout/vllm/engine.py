@@ -217,8 +217,9 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of vLLM's adapter slots and of the norm weights of its model."""
+        """Compute checksums of vLLM's adapter slots and of the norm weights of its model, after a check of its base."""
         known = self._policy.adapter_state() if self._running() else {}
+        self._call(worker.check_base, self._policy.packed_linears())
         slots = self._call(worker.read_adapter, self._policy.peft_config.r)
         held = {name: matrix for name, matrix in slots.items() if name in known or matrix.any()}
         return checksums(held | self._call(worker.live_norms))

@@ -63,6 +63,8 @@ def launch(
             from vllm import LLM
             from vllm.platforms import current_platform
 
+            from qerl_pl.rollout.vllm import base_weights
+
         plugin.register()
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
@@ -79,12 +81,16 @@ def launch(
         )
         if not on_cpu:
             setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
+        if base_weights.ONE_COPY and kernel == "native":
+            base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
             apart = patches.decoder_classes_apart()
             with uncounted, kernels, apart, setup.among_ranks() as more, watch.phase("vLLM"):
-                return Launched(LLM(**{**arguments, **more, **given}), on_cpu, owns_group)
+                llm = LLM(**{**arguments, **more, **given})
+            llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
+            return Launched(llm, on_cpu, owns_group)
         except BaseException:  # the next start must not find process groups of this one
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()

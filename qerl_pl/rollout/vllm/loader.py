@@ -59,6 +59,7 @@ def register_loader(
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
             base_weights.check_same_base(model, packed or {}, model_config.model)
+            base_weights.lend(model, packed or {})
             if fp32_norms:
                 norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             parameters = dict(model.named_parameters())

@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm import patches
+from qerl_pl.rollout.vllm import base_weights, patches
 from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
 from qerl_pl.rollout.vllm.setup import decoding_lacks
@@ -48,11 +48,13 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
-    """Convert a linear's weights to Humming's layout, and compile the native kernels if they support the linear."""
+    """Convert a linear's weights to Humming's layout; if the native kernels support it, compile them and use the
+    trainer's memory for the weights if that holds them in this layout."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
         layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
+        base_weights.adopt(layer)
 
 
 @cache

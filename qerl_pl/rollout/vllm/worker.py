@@ -18,6 +18,7 @@ from torch import Tensor
 from qerl_pl.base.family import FAMILIES
 from qerl_pl.noise.norm_noise import is_noise_norm
 from qerl_pl.policy.lora_product import scaled
+from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.common import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -111,6 +112,13 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
             name = type(getattr(scheme, "kernel", scheme)).__name__
             found[f"nvfp4_decode and {name}" if hasattr(module, "decoding") else name] += 1
     return dict(found)
+
+
+def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
+    """Compare vLLM's packed linears with the trainer's (``base_weights.check_rows``)."""
+    from qerl_pl.rollout.vllm.base_weights import check_rows
+
+    return check_rows(worker, linears)
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
