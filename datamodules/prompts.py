@@ -22,6 +22,8 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.rollout.stop import check_stop
 
+SHARED_WORDS = 13  # in a row, as in datamodules.decontaminate: then two problems are too alike
+
 
 class PromptDataModule(LightningDataModule):
     """Serves ``list[Prompt]``: shuffled and endless in training, once and in order in validation, test and prediction.
@@ -234,15 +236,15 @@ def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> t
     return kept, len(train) - len(kept)
 
 
-def hold_out(problems: Sequence[Problem], num: int, *, num_words: int = 13) -> tuple[list[Problem], list[Problem]]:
+def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
     """Split training problems into those that stay in training and those that are held out, each in their order.
 
     The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
+    Problems that share ``SHARED_WORDS`` consecutive words with a held-out one are in neither part.
 
     Args:
         problems: of training.
         num: number of distinct questions to hold out.
-        num_words: problems that share this many consecutive words with a held-out one are in neither part.
 
     Raises:
         ValueError: no training problem would be left.
@@ -263,7 +265,7 @@ def hold_out(problems: Sequence[Problem], num: int, *, num_words: int = 13) -> t
             held.setdefault(question, problem)
         else:
             rest.append(problem)
-    alike = {overlap.train_index for overlap in find_overlaps(rest, list(held.values()), num_words=num_words)}
+    alike = {overlap.train_index for overlap in find_overlaps(rest, list(held.values()), num_words=SHARED_WORDS)}
     kept = [problem for index, problem in enumerate(rest) if index not in alike]
     if not kept:
         raise ValueError(f"data.held_out is {num}: every other training problem resembles a held-out one; lower it")

@@ -18,7 +18,6 @@ def collate(
     scored: Tensor,
     advantages: Tensor,
     in_loss: Tensor,
-    pad_token: int = 0,
 ) -> Experience:
     """Build one right-padded batch from scored completions.
 
@@ -29,7 +28,6 @@ def collate(
         scored: [B] bool, False for rows that no reward could score.
         advantages: [B] fp32.
         in_loss: [B] bool, False for rows that are left out of the loss: unscored, or truncated and filtered.
-        pad_token: any valid token; no result depends on it.
 
     Raises:
         ValueError: the numbers of rows differ, or logprobs do not match their tokens.
@@ -41,7 +39,7 @@ def collate(
         )
     rows = list(zip(prompts, completions, strict=True))
     lengths = [len(prompt.tokens) + len(completion.tokens) for prompt, completion in rows]
-    tokens = torch.full((len(rows), max(lengths)), pad_token, dtype=torch.int64)  # [B, S]
+    tokens = torch.zeros((len(rows), max(lengths)), dtype=torch.int64)  # [B, S]; no result depends on padding
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     sampler_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for row, (prompt, completion) in enumerate(rows):
