@@ -21,12 +21,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel was installed into; built in a copy of the sources, without network."""
+    """The folder that the wheel was installed into; built of the files that Docker's build sees, without network."""
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    seen = tuple(name.removeprefix("!") for name in ignored if name.startswith("!"))
     for name in files.split("\0"):
-        if name and not name.startswith(("tests/", "docs/")) and (ROOT / name).is_file():
+        if name.startswith(seen) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     alone = ["--no-deps", "--no-index"]
