@@ -29,6 +29,8 @@ class Plan:
     """Maps a part's name to its bytes by moment; moments without the part are left out."""
     run: RunMemory
     """Settings that were planned, in which no choice is left open."""
+    shared: int = 0
+    """Bytes of the packed base that trainer and vLLM have in common."""
     why: str = ""
     """Explanation of the chosen ``gradient_checkpointing`` and its cost; empty if the settings named it."""
 
@@ -52,7 +54,9 @@ class Plan:
         cache, rollout, train = (size / 2**30 for size in (self.kv_cache_bytes, self.total("rollout"), self.train))
         return (
             f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB; "
-            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB" + (self.why and f"; {self.why}")
+            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB"
+            + (f", with one copy of {self.shared / 2**30:.1f} GiB of the base" if self.shared else "")
+            + (self.why and f"; {self.why}")
         )
 
     @property
@@ -81,7 +85,8 @@ def plan(shape: ModelShape, run: RunMemory) -> Plan:
     found |= _passes(shape, run, run.micro_batch_tokens)
     passes = [part for name, part in found.items() if name in PASSES]
     slack = {moment: int(parts.FRAGMENTATION * sum(part.get(moment, 0) for part in passes)) for moment in MOMENTS}
-    return Plan({name: part for name, part in {**found, "fragmentation": slack}.items() if any(part.values())}, run)
+    needed = {name: part for name, part in {**found, "fragmentation": slack}.items() if any(part.values())}
+    return Plan(needed, run, shared_base(shape, run))
 
 
 def _at(size: int, *moments: str) -> dict[str, int]:
@@ -116,13 +121,26 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
+    common = shared_base(shape, run)
+    # vLLM has a copy of its own while it loads, when there is neither a KV cache nor a forward pass.
+    loading = {"start": max(0, common - engine.kv_cache_bytes - largest)}
     return {
-        "engine's base": _at(base, *weights),
+        "engine's base": _at(base - common, *weights),
+        "engine's copy while it loads": loading,
         "engine's adapter": _at(slots, *weights),
         "KV cache": _at(engine.kv_cache_bytes, *awake),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
         "engine's passes": {"start": largest, "rollout": max(largest, checked)},
     }
+
+
+def shared_base(shape: ModelShape, run: RunMemory) -> int:
+    """Return the bytes of the packed base that trainer and vLLM have in common, which the part "base" counts.
+
+    vLLM's kernels that can read the trainer's memory compute in 16 bits.
+    """
+    engine = run.engine
+    return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:

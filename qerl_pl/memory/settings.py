@@ -31,6 +31,8 @@ class EngineMemory:
     enforce_eager: bool = False
     sleep_level: int = 0
     """Memory that the engine frees while it sleeps. 0: the KV cache; 1: weights and adapter as well."""
+    one_copy: bool = False
+    """Whether the engine uses the trainer's packed weights, as far as its kernels can read them."""
 
     def itemsize(self, policy_itemsize: int) -> int:
         """Return the bytes per value of the engine's compute dtype, given those of the policy's."""

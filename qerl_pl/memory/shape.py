@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.published import declared_layout
-from qerl_pl.quant.selection import is_ignored
+from qerl_pl.quant.selection import fused_groups, is_ignored
+from qerl_pl.quant.tile_order import fits
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class ModelShape:
     """Bytes of all linears except the head in vLLM, which holds NF4 weights dense, as it has no kernels for them."""
     engine_packed_bytes: int
     """Bytes of ``engine_linear_bytes`` that are packed, and so do not depend on vLLM's compute dtype."""
+    fitting_bytes: int
+    """Bytes of ``engine_packed_bytes`` that the native kernels can read from the trainer's memory."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -118,6 +122,7 @@ def checkpoint_shape(
 def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool]) -> ModelShape:
     config, head = model.config, model.get_output_embeddings()
     linear_bytes = dense_bytes = packed_bytes = largest_packed = 0
+    found: dict[str, FrozenLinear] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or module is head:
             continue
@@ -125,6 +130,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         if fmt is not None and is_packed(name):
             packed = FrozenLinear(module.in_features, module.out_features, fmt, device="meta")
             packed_bytes += sum(buffer.nbytes for buffer in packed.buffers())
+            found[name] = packed
             largest_packed = max(largest_packed, module.weight.numel())
         else:
             linear_bytes += module.weight.nbytes
@@ -153,6 +159,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
+        fitting_bytes=_fitting_bytes(found) if fmt is NVFP4 else 0,
         embedding_bytes=embedding_bytes,
         other_bytes=other_bytes,
         largest_packed=largest_packed,
@@ -168,3 +175,10 @@ def _widest_linears(blocks: nn.Module) -> dict[str, tuple[int, int]]:
             rows, columns = widest.get(leaf, (0, 0))
             widest[leaf] = max(rows, module.out_features), max(columns, module.in_features)
     return widest
+
+
+def _fitting_bytes(linears: Mapping[str, FrozenLinear]) -> int:
+    groups = fused_groups(list(linears), present=linears.keys()).values()
+    parts = ([linears[name] for name in group] for group in groups)
+    whole = (group for group in parts if fits([(linear.out_features, linear.in_features) for linear in group]))
+    return sum(linear.codes.nbytes + linear.block_scale.nbytes for group in whole for linear in group)

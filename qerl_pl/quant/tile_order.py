@@ -19,6 +19,14 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight
 
 TILE = 64  # outputs whose codes of 16 inputs lie next to each other
+WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the engine pads fused linears to multiples of these, with other bytes then
+
+
+def fits(shapes: Sequence[tuple[int, int]]) -> bool:
+    """Return whether linears of these shapes (N, K) can be fused in tile order as the engine has them, unpadded."""
+    outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
+    whole = sum(outputs) % WHOLE_OUTPUTS == 0 and all(rows % TILE == 0 for rows in outputs)
+    return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
 
 
 def is_in_tile_order(weight: PackedWeight) -> bool:

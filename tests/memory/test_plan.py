@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qerl_pl.memory.advice import LEVERS, advice, advice_text
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
-from qerl_pl.memory.plan import MOMENTS, TRAINING, plan
+from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.memory.speed import time_per_token
@@ -94,6 +94,34 @@ def test_the_engine_gives_back_what_its_sleep_level_says():
     assert train(0) - train(1) == shape.linear_bytes + shape.other_bytes + slots
     alone = plan(shape, HALVES)
     assert "engine's base" not in alone.parts
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_base_that_trainer_and_engine_have_in_common_counts_once(level: int):
+    def planned(one_copy: bool, dtype: str = "auto") -> Plan:
+        engine = EngineMemory(kv_cache_bytes=7 * GIB, sleep_level=level, one_copy=one_copy, dtype=dtype)
+        return plan(SHAPES["7B"], replace(HALVES, engine=engine))
+
+    one, two, shape = planned(one_copy=True), planned(one_copy=False), SHAPES["7B"]
+    assert 0.99 * shape.engine_packed_bytes < shape.fitting_bytes < shape.engine_packed_bytes, "all but tensor scales"
+    assert two.total("rollout") - one.total("rollout") == shape.fitting_bytes
+    assert two.train - one.train == (0 if level else shape.fitting_bytes)
+    assert "one copy of 3.4 GiB" in one.summary()
+    assert "copy" not in two.summary()
+    wide = planned(one_copy=True, dtype="float32")
+    assert wide.total("rollout") == planned(one_copy=False, dtype="float32").total("rollout")
+
+
+def test_while_vllm_loads_it_has_a_copy_of_its_own():
+    engine = EngineMemory(kv_cache_bytes=2**20, max_num_seqs=1, max_num_batched_tokens=64, one_copy=True)
+    small = plan(SHAPES["7B"], replace(HALVES, engine=engine))
+    assert small.total("start") >= SHAPES["7B"].base_bytes + SHAPES["7B"].fitting_bytes
+
+
+def test_linears_that_the_engine_would_pad_have_two_copies():
+    shape = config_shape(small_config(), NVFP4, torch.bfloat16)
+    assert shape.fitting_bytes < shape.engine_packed_bytes
+    assert config_shape(small_config(), None, torch.bfloat16).fitting_bytes == 0
 
 
 def test_embeddings_that_are_shared_count_once():

@@ -16,18 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
-from qerl_pl.kernels.nvfp4_decode import BLOCK_OUTPUTS, K_BLOCK
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 from qerl_pl.quant.selection import fused_groups
-from qerl_pl.quant.tile_order import TILE, fused, is_in_tile_order, rows_of, to_row_order, whole_of
+from qerl_pl.quant.tile_order import TILE, fits, fused, is_in_tile_order, rows_of, to_row_order, whole_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
-
-ONE_COPY = False
-"""Whether trainer and engine use one copy of a base on which the native decoding kernels run."""
 
 
 class Fused(NamedTuple):
@@ -206,11 +202,7 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _fits(parts: Sequence[FrozenLinear]) -> bool:
-    """Return whether the native kernels can run the linears as one, without padding."""
-    outputs, inputs = sum(part.out_features for part in parts), {part.in_features for part in parts}
-    whole = outputs % BLOCK_OUTPUTS == 0 and all(part.out_features % TILE == 0 for part in parts)
-    packed = all(part.fmt is NVFP4 for part in parts)
-    return packed and whole and len(inputs) == 1 and inputs.pop() % (8 * K_BLOCK) == 0
+    return all(part.fmt is NVFP4 for part in parts) and fits([(part.out_features, part.in_features) for part in parts])
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:

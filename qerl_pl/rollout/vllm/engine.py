@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -105,8 +105,8 @@ class VLLMEngine:
     @property
     def memory(self) -> EngineMemory:
         """Settings that decide how much memory the engine takes."""
-        names = {field.name for field in fields(EngineMemory)}
-        given = {name: value for name, value in self._arguments.items() if name in names}
+        given = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
+        given["one_copy"] = setup.one_copy(self.decoding_kernel)
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     batch_tokens = 0  # ``memory`` describes the KV cache

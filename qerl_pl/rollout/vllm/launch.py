@@ -81,7 +81,7 @@ def launch(
         )
         if not on_cpu:
             setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
-        if base_weights.ONE_COPY and kernel == "native":
+        if setup.ONE_COPY and kernel == "native":
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:

@@ -32,6 +32,9 @@ DEFAULT_ENVIRONMENT = {
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors, of ModelOpt
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
+ONE_COPY = False
+"""Whether trainer and engine use one copy of a base on which the native decoding kernels run."""
+
 
 def prepare_environment() -> None:
     """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
@@ -113,6 +116,11 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
         "bfloat16 as compute dtype": dtype == torch.bfloat16,
     }
     return [what for what, found in needs.items() if not found]
+
+
+def one_copy(wanted: Literal["auto", "native", "humming"]) -> bool:
+    """Return whether trainer and engine will use one copy of the packed weights if base and dtype allow it."""
+    return ONE_COPY and decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
 
 
 def log_decoding_lacks(dtype: torch.dtype) -> None:
