@@ -29,13 +29,13 @@ FORMATS = ("nvfp4", "bf16")
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """A Qwen2.5-shaped checkpoint that vLLM and the trainer load; nothing is done where there is one already.
+    """Write a Qwen2.5-shaped checkpoint that vLLM and the trainer load, unless it exists already.
 
     Args:
-        folder: it gets the name SIZE-FMT in there.
+        folder: parent folder; the checkpoint's name is SIZE-FMT.
         size: one of ``SIZES``.
         fmt: one of ``FORMATS``.
-        num_layers: instead of the size's own.
+        num_layers: number of blocks instead of the size's own.
     """
     path = folder / f"{size}-{fmt}"
     if path.exists():
@@ -65,7 +65,7 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
 
 
 def written_apart(folder: Path, size: str, fmt: str) -> Path:
-    """``write_random_checkpoint`` in a process of its own, so that nothing of it stays on the GPU."""
+    """Call ``write_random_checkpoint`` in a process of its own, so that it leaves nothing on the GPU."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.random_checkpoints", str(folder), "--size", size, "--format", fmt]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -97,7 +97,7 @@ def _tensors(config: PretrainedConfig, fmt: str) -> Iterator[tuple[str, Tensor]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write one and print where."""
+    """Write a checkpoint and print its path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", default="tiny", choices=SIZES)

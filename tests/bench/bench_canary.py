@@ -1,8 +1,8 @@
-"""What the canary's three comparisons give for healthy and for broken engines: python -m tests.bench.bench_canary
+"""Differences that the canary measures for healthy and for broken engines: python -m tests.bench.bench_canary
 
-A random base and an adapter of the size that training gives it, several of them. One JSON line a state of the engine,
-with the mean differences in nats (least, median, greatest over the adapters); checksums, which see most of these
-faults, are left out. The tolerance of ``callbacks/canary.py`` belongs between the healthy lines and the others.
+Engines have a random base and, in turn, several adapters of the size of trained ones. One JSON line per state of the
+engine has the mean differences in nats: the least, the median and the greatest over the adapters. Checksums, which see
+most of these faults, are left out. The tolerance of ``callbacks/canary.py`` has to be between healthy and broken ones.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def fitted(variant: Variant, gemm_s: GemmTime) -> tuple[float, float]:
 
 
 def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
-    """The constants of the batch GEMM, from its times."""
+    """Compute the constants of the batch GEMM from its times."""
     fits = {tokens: fitted(Variant(tokens, 4), gemm_s) for tokens in costs.K_BLOCK_CYCLES}
     for tokens, (cycles, _) in fits.items():
         yield Constant(f"K_BLOCK_CYCLES[{tokens}]", costs.K_BLOCK_CYCLES[tokens], cycles)
@@ -80,7 +80,7 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
 
 
 def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
-    """The constants of x A^T, from its seconds for a number of slices and K inputs."""
+    """Compute the constants of x A^T from its seconds for a number of slices and K inputs."""
     for slices, (constant, per_input) in costs.SHRINK_TILE_S.items():
         slope, rest = linear_regression(DEPTHS, [shrink_s(slices, inputs) for inputs in DEPTHS])
         yield Constant(f"SHRINK_TILE_S[{slices}] constant", constant, rest)
@@ -129,7 +129,7 @@ def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
 
 
 def gpu_constants() -> Iterator[Constant]:
-    """The constants that the driver knows: the number of SMs, and how many clusters of each size run at a time."""
+    """Ask the driver for the number of SMs, and for the number of clusters of each size that run at the same time."""
     device = torch.device("cuda", torch.cuda.current_device())
     yield Constant("SMS", costs.SMS, torch.cuda.get_device_properties(device).multi_processor_count)
     driver: Any = import_module("cuda.bindings.driver")

@@ -30,13 +30,13 @@ CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "ga
 
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Share of even tokens: something of every token, so that a few other ones change a reward by little."""
+    """Reward: the share of even tokens. It depends on every token, so a few other tokens change it by little."""
     del prompts
     return [sum(token % 2 == 0 for token in row.tokens) / len(row.tokens) for row in completions]
 
 
 def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> dict[str, Any]:
-    """What differs from configs/base.yaml."""
+    """Make the settings that differ from configs/base.yaml."""
     source = {"num_train": 4 * args.prompts, "num_validation": gpus}
     engine = {"max_num_seqs": args.max_num_seqs, "enforce_eager": args.eager}
     return {
@@ -86,7 +86,7 @@ def read(args: argparse.Namespace, gpus: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """A run for each number of GPUs."""
+    """Do a run for each number of GPUs, and print its line."""
     parser = parser_with(__doc__, "--size", "--folder", "--eager", "--micro-batch-tokens")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, torch.cuda.device_count() if CUDA else 2])
     parser.add_argument("--prompts", type=int, default=64 if CUDA else 4)

@@ -1,4 +1,4 @@
-"""What exact arithmetic costs in a decoding step of vLLM: python -m tests.bench.bench_exact
+"""Cost of exact arithmetic in a decoding step of vLLM: python -m tests.bench.bench_exact
 
 An engine computes logits in fp32 and keeps the weights of the norms, which adaptive quantization noise changes by
 little, in fp32. It is measured against engines that round one of the two to bf16, as vLLM does. Each engine has a

@@ -2,8 +2,8 @@
 
 The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long as they may be (random weights hardly
 ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
-process holds all but so much of the GPU's memory: what the run gets is a smaller card, and a card that was too small is
-a result. Results are appended to ``--output``, and what is there already is not measured again.
+process holds all but so much of the GPU's memory, as if the GPU were smaller; that it was too small is a result, too.
+Results are appended to ``--output``, and what is there already is not measured again.
 
 With ``--mean`` the completions are as long as a recipe's: each has a limit of its own, drawn once from a lognormal
 distribution with this mean that ends at ``--completion``, the same for every base and setting. GSM8K's steps are
@@ -48,7 +48,7 @@ LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's ref
 
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """A reward of 0 or 1 for each completion, by its tokens."""
+    """Reward of 0 or 1 for each completion, by a hash of its tokens."""
     del prompts
     return [float(zlib.crc32(str(completion.tokens).encode()) & 1) for completion in completions]
 
@@ -99,7 +99,7 @@ def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], 
 
 
 def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any]:
-    """What differs from configs/base.yaml."""
+    """Make the settings that differ from configs/base.yaml."""
     rows = folder / "problems.jsonl"
     problems = [{"question": f"{index:03} " + "what is it " * 20, "answer": "1"} for index in range(32)]
     rows.write_text("\n".join(json.dumps(problem) for problem in problems))
@@ -126,7 +126,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
 
 
 def run(args: argparse.Namespace, base: str, folder: Path) -> None:
-    """Train in a process of its own, and print the line.
+    """Train in a process of its own, and print the line of results.
 
     Raises:
         SystemExit: the run failed for another reason than memory, or came to the end of no step but the first.
@@ -179,20 +179,20 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
 
 
 def pass_on(stream: IO[str], last: deque[str]) -> None:
-    """What a process says, to where this one complains, and the end of it to a list."""
+    """Copy the lines of a stream to stderr, and the last ones to a list."""
     for line in stream:
         sys.stderr.write(line)
         last.append(line.strip())
 
 
 def memory_reason(errors: Iterable[str]) -> str | None:
-    """The last error of a run, if it is of the GPU's memory."""
+    """Return the last error in the output of a run if it says that the GPU's memory is too small, else None."""
     raised = [line for line in errors if re.match(r"(\[rank\d+\]: )?[\w.]*Error: ", line)]
     return raised[-1] if raised and any(word in raised[-1] for word in TOO_SMALL) else None
 
 
 class Usage(NamedTuple):
-    """What a process uses at one time."""
+    """Resources that a process uses at one time."""
 
     time: float
     """In seconds since the epoch."""
@@ -205,7 +205,7 @@ class Usage(NamedTuple):
 
 
 def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
-    """Wait for a process, or kill it after so many seconds; what it used, twice a second."""
+    """Wait for a process, or kill it after ``limit_s`` seconds; returns what it used, twice per second."""
     start, found = time.perf_counter(), []
     watched = psutil.Process(process.pid)
     while process.poll() is None:
@@ -233,7 +233,7 @@ def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, l
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What tells a line from the others."""
+    """Make the settings by which lines are told apart."""
     names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
     names += "micro_batch_tokens", "eager"
     if args.mean:
@@ -244,7 +244,7 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """The most that the GPU's used memory grew by, whoever allocates it, sampled every 5 ms."""
+    """Measure the most by which the GPU's used memory grows, of all processes, every 5 ms."""
     found = {"bytes": 0}
     if not CUDA:
         yield found
@@ -266,7 +266,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
 
 @contextmanager
 def capped(gib: float | None) -> Iterator[None]:
-    """Leave so much of the GPU's memory free for other processes."""
+    """Leave other processes ``gib`` GiB of the GPU's memory, by holding the rest."""
     ballast = None
     if gib and CUDA:
         ballast = torch.empty(torch.cuda.mem_get_info()[0] - int(gib * 2**30), dtype=torch.uint8, device=DEVICE)
@@ -276,7 +276,7 @@ def capped(gib: float | None) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One run of train.py, unless ``--output`` has it."""
+    """Do one run of train.py, unless ``--output`` has its line."""
     parser = harness.parser_with(__doc__, "--size", "--folder", "--output", "--eager", "--micro-batch-tokens")
     parser.add_argument("--base", default="nvfp4", choices=["nvfp4", "bf16"])
     parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")

@@ -29,16 +29,16 @@ Add = Callable[["Linear", Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """A fused NVFP4 linear and its adapter."""
+    """Fused NVFP4 linear and its adapter."""
 
     operands: tuple[Any, ...]
-    """Of the engine's operator, after x."""
+    """Operands of the engine's operator after x."""
     a: list[Tensor]
     b: list[Tensor]
 
 
 def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
-    """The fused linears of a block, by name; their kernels are ready."""
+    """Make the fused linears of a block, by name, and prepare their kernels."""
     shapes, layer = linear_shapes(size), {}
     for name, parts in FUSED.items():
         widths, inputs = [shapes[part][0] for part in parts], shapes[parts[0]][1]
@@ -52,7 +52,7 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
 
 
 def variants() -> dict[str, Add]:
-    """Who multiplies by base and adapter: of a linear, its input and an index for each token."""
+    """Name the ways to multiply by base and adapter: functions of a linear, its input and an index per token."""
     native: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
     import_module("qerl_pl.rollout.vllm.patches").humming_schedules()
     import_module("qerl_pl.rollout.vllm.humming").load_operators()
@@ -76,7 +76,7 @@ def variants() -> dict[str, Add]:
 
 
 def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Tensor) -> Tensor:
-    """[T, H] through all layers; tanh stands where norms and attention would, and keeps it finite."""
+    """Compute all layers for x [T, H]; tanh replaces norms and attention, and keeps values finite."""
     for layer in layers:
         heads = add(layer["qkv"], x, indices)[:, : x.shape[1]].tanh()
         gate, up = add(layer["gate_up"], add(layer["o"], heads, indices).tanh(), indices).chunk(2, dim=1)

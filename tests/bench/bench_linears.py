@@ -1,4 +1,4 @@
-"""The linears of one 7B block with LoRA, forward and backward: python -m tests.bench.bench_linears
+"""Forward and backward of the linears of one 7B block with LoRA: python -m tests.bench.bench_linears
 
 Linears that read one activation in the model read one here. ``ratio`` is the median over that of ``bf16``, the same
 LoRA on a dense base. ``*+lora`` bases carry PEFT's formula with the adapter in bf16, as a graph of separate nodes.
@@ -28,7 +28,7 @@ Wrap = Callable[[PackedWeight], nn.Module]
 
 
 def adapted(base: nn.Module) -> LoraLinear:
-    """Ours around a base, B not zero."""
+    """Put this repository's LoRA layer around a base, with B not zero."""
     config = LoraConfig(r=RANK, lora_alpha=RANK)
     layer = LoraLinear(base, "default", config, r=RANK, lora_alpha=RANK).to(DEVICE)
     nn.init.normal_(layer.lora_B["default"].get_parameter("weight"), std=0.01)
@@ -36,7 +36,7 @@ def adapted(base: nn.Module) -> LoraLinear:
 
 
 def separate(make: Wrap) -> Wrap:
-    """Other bases with a LoRA of separate nodes."""
+    """Put PEFT's formula around the base that ``make`` makes."""
 
     def wrap(weight: PackedWeight) -> nn.Module:
         rows, cols = weight.codes.shape[0], 2 * weight.codes.shape[1]
@@ -46,7 +46,7 @@ def separate(make: Wrap) -> Wrap:
 
 
 def bases() -> dict[str, Wrap]:
-    """By name; what is not installed does not compete."""
+    """Name the layers that are compared; bitsandbytes is left out where it is not installed."""
     found: dict[str, Wrap] = {
         "nvfp4": lambda weight: adapted(frozen_linear(weight)),
         "bf16": lambda weight: adapted(dense_linear(NVFP4.dequantize(weight, torch.bfloat16))),
@@ -60,7 +60,7 @@ def bases() -> dict[str, Wrap]:
 
 
 def errors(wrap: Wrap, weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
-    """Output and input gradient against fp64, adapter included."""
+    """Compare output and input gradient with fp64, adapter included."""
     layer = wrap(weight)
     parameters = {name.split(".")[0][-1].lower(): p for name, p in layer.named_parameters() if p.requires_grad}
     exact = dequantize_reference(weight).double() + parameters["b"].double() @ parameters["a"].double()
@@ -73,7 +73,7 @@ def errors(wrap: Wrap, weight: PackedWeight) -> Iterator[tuple[str, float, float
 
 
 def block_pass(layers: dict[str, nn.Module], activations: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    """Forward and backward through the linears of a block."""
+    """Do forward and backward through the linears of a block."""
     outputs = [layers[name](activations[source]) for name, source in PROJECTION_INPUTS.items()]
     torch.autograd.backward(outputs, [gradients[name] for name in PROJECTION_INPUTS])
     for tensor in (*activations.values(), *(p for layer in layers.values() for p in layer.parameters())):

@@ -41,13 +41,13 @@ Build = Callable[[Qwen2Config], Policy]
 
 
 def ours(model: PreTrainedModel, **settings: Any) -> Policy:
-    """Our layers on a base."""
+    """Make a policy with this repository's LoRA layers on a base."""
     lora = LoraSettings(rank=RANK, alpha=RANK)
     return make_policy(model, base="random", dtype=DTYPE, lora=lora, seed=0, **settings).to(DEVICE)
 
 
 def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
-    """PEFT's layers on a base."""
+    """Make a policy with PEFT's LoRA layers on a base."""
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config, autocast_adapter_dtype=fp32)
     assert isinstance(adapted, PeftModel)
@@ -57,7 +57,7 @@ def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
 
 
 def variants() -> dict[str, Build]:
-    """By name; each builds its own model."""
+    """Name the policies that are compared, each by a function that builds it from a configuration."""
 
     def base(config: Qwen2Config, *, packed: bool) -> PreTrainedModel:
         return random_model(config, NVFP4 if packed else None, dtype=DTYPE, device=DEVICE)
@@ -74,7 +74,7 @@ def variants() -> dict[str, Build]:
 
 
 def draw(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """[B, S] rows of lengths spread from a quarter to seven quarters of their mean; an eighth of the mean is prompt."""
+    """Draw tokens and mask [B, S]; rows have a quarter to seven quarters of the mean length, prompts an eighth."""
     rows = max(1, tokens // 2048)
     mean = tokens // rows
     lengths = torch.linspace(0.25, 1.75, rows).mul(mean).round().long() if rows > 1 else torch.tensor([tokens])
@@ -86,7 +86,7 @@ def draw(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def step(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Forward and backward; gradients are dropped. Returns the log-probabilities."""
+    """Do forward and backward, and drop the gradients; returns the log-probabilities."""
     stats = policy.token_stats(tokens, mask, temperature=1.0)
     (stats.logprobs.sum() / mask.sum()).backward()
     policy.zero_grad()
@@ -103,7 +103,7 @@ def measured(
 
 
 def errors(size: str) -> Iterator[tuple[str, float, float]]:
-    """Two blocks on an NVFP4 base against the same weights dense, in our layers, in PEFT's, and in fp32."""
+    """Compare two blocks on an NVFP4 base with the same weights dense: in our layers, in PEFT's, and in fp32."""
     config = model_config(size, num_layers=2)
     tokens, mask = draw(600, config.vocab_size)
     model = random_model(config, NVFP4, dtype=DTYPE, device=DEVICE)
@@ -135,12 +135,12 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
 
 
 def last_columns(mask: Tensor) -> Tensor:
-    """[B] of the last True of each row."""
+    """Return the column of the last True of each row, [B]."""
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
 
 
 def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
-    """Whole models, one after the other: two of the largest do not fit together."""
+    """Measure whole models one after the other, because two of the largest do not fit together."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     builds, speeds = variants(), {}
@@ -164,13 +164,13 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
 
 
 def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
-    """Every rung of gradient checkpointing on one model, from the least memory to the most, plain and fused.
+    """Measure every way of gradient checkpointing on one model, from the least memory to the most, plain and fused.
 
     Args:
-        size: of the model.
-        tokens: of a pass.
-        repeats: of each measurement.
-        only: of the rungs by name, such as ``fused-none``; none: all.
+        size: name of the model's size.
+        tokens: tokens per pass.
+        repeats: number of samples.
+        only: names of the ways to measure, such as ``fused-none``; empty: all.
     """
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
@@ -229,7 +229,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
 
 
 def gradients(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a step, and all its gradients as one vector."""
+    """Compute log-probabilities of a step, and all its gradients as one vector."""
     stats = policy.token_stats(tokens, mask, temperature=1.0)
     (stats.logprobs.sum() / mask.sum()).backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
@@ -238,7 +238,7 @@ def gradients(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 
 def clear() -> None:
-    """Give unused memory back."""
+    """Return unused memory to the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -124,7 +124,7 @@ def measure_started(
 
 
 def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> dict[str, object]:
-    """What tells a line from the others."""
+    """Make the settings by which lines are told apart."""
     return {
         "model": size,
         "base": base,
@@ -137,7 +137,7 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
 
 
 def format_of(base: str) -> Format | None:
-    """Format of the packed base; None is dense."""
+    """Return the format of a packed base; None is dense."""
     return NVFP4 if base == "nvfp4" else None
 
 

@@ -110,7 +110,7 @@ class Lines(TrainerCallback):
         self._phases: list[dict[str, float]] = []
 
     def time_phases(self, trainer: Any) -> None:
-        """Put a clock around the methods of a trainer that are phases."""
+        """Replace the methods of a trainer that are phases by timed ones."""
         self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
         self._time("reward", trainer, "_calculate_rewards")
@@ -161,14 +161,14 @@ class Lines(TrainerCallback):
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What tells a line from the others."""
+    """Make the settings by which lines are told apart."""
     names = "size", "prompts", "completion", "steps", "rows", "utilization", "sleep"
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
     return {**shape, "base": "bf16", "aqn": False}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One run of TRL, unless ``--output`` has all its steps."""
+    """Do one run of TRL, unless ``--output`` has all its steps."""
     parser = parser_with(__doc__, "--size", "--folder", "--output")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--completion", type=int, default=2048 if CUDA else 32)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timing in turns, processes, result lines."""
+"""Parts that benchmarks share: options, timing in turns, processes, result lines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def parser_with(description: str | None, *options: str) -> argparse.ArgumentPars
 def timed(
     variants: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1, warmups: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each variant, sorted. They take turns, so that a change of the machine's state hits them all.
+    """Measure the seconds of each variant, sorted; they take turns, so that changes of the machine affect all of them.
 
     Args:
         variants: what to run.
@@ -74,14 +74,14 @@ def timed(
 
 
 def now() -> float:
-    """Seconds, once the GPU has done what it was given."""
+    """Read the clock, in seconds, after all work of the GPU is finished."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """All that a run launches as one CUDA graph, after a run that compiles it; without a GPU, the run itself."""
+    """Capture a function's launches as one CUDA graph, after a call that compiles it; on a CPU, return the function."""
     if not CUDA:
         return run
     run()
@@ -92,7 +92,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None:
-    """Seconds that the kernels of one run take on the device, launch gaps left out; None without a GPU."""
+    """Measure the seconds that the kernels of one run take, without the gaps between launches; None without a GPU."""
     if not CUDA:
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -110,7 +110,7 @@ def reset_peak() -> int:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of ``exact``, in fp64."""
+    """Divide the norm of the difference by the norm of ``exact``, in fp64."""
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
@@ -130,7 +130,7 @@ def check(errors: Iterable[tuple[str, float, float]]) -> None:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], base: str, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """What an engine decodes with, by its option; a base that is not "nvfp4" has no choice, and vLLM's kernels."""
+    """Return the kernel that an engine decodes with, by its option; bases other than "nvfp4" have vLLM's kernels."""
     return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 
 

@@ -32,12 +32,12 @@ PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-n
 
 
 class Table(NamedTuple):
-    """The answer to one question."""
+    """Table that answers one question."""
 
     select: Callable[[list[Line]], list[Line]]
-    """The lines that it is made of, out of all."""
+    """Choose the lines of the table out of all lines."""
     markdown: Callable[[list[Line]], str]
-    """Makes the table of them."""
+    """Make the table from these lines."""
 
 
 def results() -> list[Line]:
@@ -92,7 +92,7 @@ def headline_table(lines: list[Line]) -> str:
 
 
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], tuple[Line, Line]]:
-    """The last engines of two kinds that were measured at one commit, by model and number of sequences.
+    """Find the last two engines of two kinds that one commit measured, by model and number of sequences.
 
     Args:
         lines: of ``bench_rollout``; engines with other than the usual settings are left out.
@@ -134,7 +134,7 @@ def rollouts_table(lines: list[Line]) -> str:
 
 
 def whole_steps(lines: list[Line]) -> list[Line]:
-    """The last run of each model and policy on a whole GPU, by size; no long runs."""
+    """Choose the last run of each model and policy on a whole GPU, sorted by size, without long runs."""
     runs = [
         line
         for line in _of_kind("grpo/", lines)
@@ -168,7 +168,7 @@ def steps_table(lines: list[Line]) -> str:
 
 
 def cards(lines: list[Line]) -> list[Line]:
-    """The last run of each model, policy and memory limit for which there is a plan, and those that were refused."""
+    """Choose the last run of each model, policy and memory limit that has a plan, and those that were refused."""
 
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
@@ -231,7 +231,7 @@ def rows_table(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Format Markdown."""
+    """Format a Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [header, ["---"] * len(header), *rows])
 
 
@@ -325,7 +325,7 @@ def _phase(name: str) -> Column:
 
 
 def _median(scale: float) -> Column:
-    """Format the median and the range."""
+    """Make a column with the median and the range."""
 
     def show(line: Line) -> str:
         low, high = (f"{scale * end:.4g}" for end in line["spread_s"])

@@ -1,4 +1,4 @@
-"""What others do with the same weights: compressed-tensors, bitsandbytes' NF4, a LoRA of separate nodes."""
+"""Implementations of other libraries for the same weights: compressed-tensors, bitsandbytes' NF4, PEFT's formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lora(nn.Module):
 
 
 class DecompressingLinear(nn.Module):
-    """What QeRL trains with: compressed-tensors' decompressor in every forward; autograd keeps the dense weight."""
+    """Linear of the published QeRL code: compressed-tensors decompresses in every forward, and autograd keeps it."""
 
     def __init__(self, weight: PackedWeight) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class DecompressingLinear(nn.Module):
 
 
 def compressed_tensors_dequantize(weight: PackedWeight) -> Tensor:
-    """[N, K] bf16 by the library's decompressor."""
+    """Decompress to [N, K] bf16 by the library."""
     from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 
     tensors = {
@@ -57,21 +57,21 @@ def _scheme() -> Any:
 
 
 def nf4_quantize(dense: Tensor) -> tuple[Tensor, Any]:
-    """bitsandbytes' packed weight and its state: blocks of 64, scales not quantised again."""
+    """Quantise by bitsandbytes in blocks of 64, whose scales are not quantised again; returns weight and state."""
     from bitsandbytes.functional import quantize_4bit
 
     return quantize_4bit(dense, quant_type="nf4", blocksize=64, compress_statistics=False)
 
 
 def nf4_dequantize(packed: Tensor, state: Any) -> Tensor:
-    """[N, K] in the dtype that was quantised."""
+    """Dequantise to [N, K] in the original dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, state)
 
 
 def nf4_linear(dense: Tensor) -> nn.Module:
-    """bitsandbytes' linear with a bf16 compute dtype."""
+    """Make bitsandbytes' linear with a bf16 compute dtype."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     rows, cols = dense.shape

@@ -31,14 +31,14 @@ WARNED = "RuntimeWarning: out of memory with 16384 tokens in a pass: going on wi
 
 
 def rollout(base: str, rate: float, commit: str, **shape: Any) -> Line:
-    """8 sequences of 7B with an adapter."""
+    """Line of 8 sequences of 7B with an adapter."""
     shape = {"model": "7B", "base": base, "rank": 32, "adapter": "ours", "kv": "auto", **shape}
     seconds = {"median_s": 1.0, "tokens_per_s": rate, "decoded_per_s": rate, "roof_per_s": 2 * rate}
     return {"name": "rollout/generate", "shape": {"sequences": 8, **shape}, "commit": commit, **seconds}
 
 
 def step(base: str, seconds: float, commit: str, *, finished: bool = True, **shape: Any) -> Line:
-    """A whole step of 7B that took as many GiB as seconds."""
+    """Line of a whole step of 7B that took as many GiB as seconds."""
     usual = {"model": "7B", "base": base, "aqn": False, "prompts": 1, "completion": 64, "steps": 3, "cap": None}
     logged = {"peak_gib": seconds, "predicted_peak_gib": seconds}
     times = {"median_s": seconds, "spread_s": [seconds, seconds], "phases_s": {}, "gap": 0.1}

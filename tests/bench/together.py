@@ -30,7 +30,7 @@ VARIABLE = "BENCH_TOGETHER"
 
 
 def is_together() -> bool:
-    """Whether other programs hold memory of the GPU while this one is measured."""
+    """Return True if other programs hold memory of the GPU while this one is measured."""
     return VARIABLE in os.environ
 
 
@@ -50,7 +50,7 @@ def turn() -> Iterator[None]:
 
 
 class Turn(Callback):
-    """A training run is ready with the engines of all its ranks, and its turn lasts to its end."""
+    """Takes a turn for a training run, from when the engines of all ranks run to the end of training."""
 
     def __init__(self) -> None:
         self._turn = ExitStack()
@@ -68,7 +68,7 @@ class Turn(Callback):
 
 
 def program(command: str) -> tuple[list[str], dict[str, str]]:
-    """Of ``NAME=value ... module arguments``: what to run, and the variables of its environment."""
+    """Split ``NAME=value ... module arguments`` into a command line and variables of its environment."""
     words = shlex.split(command)
     named = list(takewhile(lambda word: "=" in word, words))
     module, *arguments = words[len(named) :]
@@ -78,7 +78,7 @@ def program(command: str) -> tuple[list[str], dict[str, str]]:
 def run_together(
     programs: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], *, stdout: TextIO | None = None
 ) -> None:
-    """Start all, let them go when they are ready, wait for them.
+    """Start all programs, let them measure once all are ready, and wait for their end.
 
     Args:
         programs: name -> command line, and variables of its environment beside the present ones.
@@ -105,7 +105,7 @@ def run_together(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run them."""
+    """Run the commands."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commands", nargs="+", metavar="'bench_rollout --sizes 7B'")
     run_together({command: program(command) for command in parser.parse_args(argv).commands})

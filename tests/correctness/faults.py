@@ -83,7 +83,7 @@ class Watch(Callback):
 def settings(
     base: Path, folder: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None
 ) -> dict[str, Any]:
-    """What differs from the quickstart."""
+    """Make the settings that differ from the quickstart's."""
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     if noise:
         callbacks += yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())["trainer"]["callbacks+"]
@@ -98,7 +98,7 @@ def settings(
 
 
 def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None) -> dict[str, Any]:
-    """What a run says, and in which rollout."""
+    """Do a run; returns whether it stopped or warned, in which rollout, and with which words."""
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         folder = Path(name)
         changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts, fault=fault)

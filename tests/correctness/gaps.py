@@ -29,7 +29,7 @@ CAUSES = ("kernel", "decode", "noise", "staleness")
 
 
 class Setting(NamedTuple):
-    """What one run changes in the quickstart."""
+    """Changes of one run to the quickstart's settings."""
 
     name: str
     dtype: str = "float32"
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dict[str, Curve]:
-    """The curves of one run, in a process of its own."""
+    """Do one run in a process of its own; returns its curves."""
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     for callback in callbacks:
         if callback["class_path"] == "callbacks.ledger.MismatchLedger":
@@ -91,7 +91,7 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
 
 
 def summarize(curves: dict[str, Curve]) -> dict[str, Any]:
-    """What the gap is made of, over the rollouts without noise ("quiet") and over those with it ("noisy")."""
+    """Summarise the gap and its parts over the rollouts without noise ("quiet") and over those with it ("noisy")."""
     sigma = curves["aqn/sigma"].values if "aqn/sigma" in curves else [0.0] * len(curves["gap/k1"].values)
     steps = {name: [step for step, value in enumerate(sigma) if (value > 0) == noisy] for name, noisy in STAGES.items()}
     stages = {name: summarize_steps(curves, chosen) for name, chosen in steps.items() if chosen}
@@ -132,7 +132,7 @@ def summarize_steps(curves: dict[str, Curve], steps: Sequence[int]) -> dict[str,
 
 
 def bounds(setting: Setting, found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """What may not be exceeded: (what, value, bound), nats."""
+    """List the limits of a setting: (what, value, bound) in nats."""
     limits = []
     fp32 = setting.dtype == "float32"
     for name, summary in ((name, found[name]) for name in STAGES if name in found):

@@ -34,7 +34,7 @@ def document() -> str:
 
 
 def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
-    """Table of the gap and its parts per run, and what is said about them."""
+    """Make the table of the gap and its parts per run, and the numbers of the text below it."""
     stages = [(result, name, result[name]) for result in results for name in STAGES if name in result]
     fp32 = [(result, name, summary) for result, name, summary in stages if result["dtype"] == "float32"]
     quiet = [summary for result, name, summary in fp32 if name == "quiet" and result["shape"]["temperature"] == 1]
@@ -58,7 +58,7 @@ def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
 
 
 def canary_tables(results: Sequence[Line]) -> str:
-    """What the canary's comparisons give for healthy and for broken engines, a table per run of ``bench_canary``."""
+    """Make a table of the canary's comparisons for healthy and broken engines per run of ``bench_canary``."""
     runs: dict[tuple[str, str], list[Line]] = {}
     for result in results:
         runs.setdefault((result["device"], result["commit"]), []).append(result)
@@ -78,7 +78,7 @@ def canary_tables(results: Sequence[Line]) -> str:
 
 
 def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
-    """What happened to every fault and to healthy rollouts, and what the checks cost."""
+    """Summarise which faults were noticed, how healthy rollouts fared, and the cost of the checks."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
     found = {(line["name"], line["shape"]["engine"]): line for line in faults}
