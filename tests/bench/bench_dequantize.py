@@ -18,6 +18,7 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight, quantize
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
+from qerl_pl.quant.tile_order import to_tile_order
 from tests.bench.harness import CUDA, DEVICE, check, device_seconds, emit, parser_with, relative_error, timed
 from tests.bench.rivals import compressed_tensors_dequantize, nf4_dequantize, nf4_quantize
 from tests.random_models import linear_shapes, random_weight
@@ -41,6 +42,7 @@ def contenders(weights: list[PackedWeight]) -> dict[str, Callable[[], object]]:
     dense = [NVFP4.dequantize(weight, torch.bfloat16) for weight in weights]
     found = {
         "nvfp4": over(NVFP4.dequantize, [(weight, torch.bfloat16) for weight in weights]),
+        "nvfp4-tile-order": over(NVFP4.dequantize, [(to_tile_order(weight), torch.bfloat16) for weight in weights]),
         "nf4": over(NF4.dequantize, [(quantize(weight, NF4), torch.bfloat16) for weight in dense]),
         "compressed-tensors": over(compressed_tensors_dequantize, [(weight,) for weight in weights]),
     }
@@ -54,6 +56,8 @@ def errors(weight: PackedWeight) -> Iterator[tuple[str, float, float]]:
     exact = dequantize_reference(weight)
     ours = NVFP4.dequantize(weight, torch.bfloat16)
     yield "nvfp4", float(not torch.equal(ours, exact.bfloat16())), 0
+    tiles = NVFP4.dequantize(to_tile_order(weight), torch.bfloat16)
+    yield "nvfp4-tile-order", float(not torch.equal(tiles, exact.bfloat16())), 0
     yield "compressed-tensors", relative_error(compressed_tensors_dequantize(weight), exact), 2**-7
     if importlib.util.find_spec("bitsandbytes"):
         yield "bitsandbytes-nf4", relative_error(nf4_dequantize(*nf4_quantize(ours)), exact), 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from qerl_pl.kernels import hopper
 from qerl_pl.quant import formats, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
@@ -65,6 +69,20 @@ def test_a_base_that_is_overwritten_while_the_engine_runs_is_seen(started, side)
         started.fingerprint()
     place.copy_(kept)
     started.fingerprint()
+
+
+def test_two_copies_are_logged(started, caplog):
+    with caplog.at_level(logging.INFO):
+        started._call(base_weights.log_copies, started._policy.packed_linears())
+        started._call(base_weights.log_copies, {})
+    assert caplog.text.count("have a copy each of the base's") == 1
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [("auto", False), ("humming", False), ("native", True)])
+def test_two_copies_are_planned_where_the_native_kernels_do_not_run(monkeypatch, kernel, expected):
+    monkeypatch.setattr(vllm_setup, "ONE_COPY", True)
+    monkeypatch.setattr(hopper, "is_available", lambda device: False)
+    assert VLLMEngine(decoding_kernel=kernel).memory.one_copy == expected
 
 
 def packed(outputs: int, inputs: int) -> FrozenLinear:

@@ -123,6 +123,8 @@ def adopt(layer: Any) -> bool:
     if lent is None:
         return False
     weight, scales = layer.weight, layer.weight_scale
+    if weight.dtype != lent.codes.dtype or scales.element_size() != 1:
+        return False
     if not (torch.equal(weight, lent.codes) and torch.equal(scales.view(torch.uint8), lent.block_scale)):
         return False
     weight.data, scales.data = lent.codes, lent.block_scale.view(scales.dtype)

@@ -1,0 +1,104 @@
+"""One copy of the packed base on Hopper: the engine computes with the trainer's memory, and never frees or moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from qerl_pl.kernels import hopper
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import memory as vllm_memory
+from qerl_pl.rollout.vllm import setup as vllm_setup
+from qerl_pl.rollout.vllm import worker as vllm_worker
+from tests.rollout.conftest import (
+    MAX_MODEL_LEN,
+    assert_sampled_by_its_policy,
+    make_policy,
+    random_adapter,
+    save_dense,
+    some_prompts,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
+]
+PROMPTS = some_prompts(1, 40, 70)
+SAMPLING = Sampling(num_completions=2, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Iterator[VLLMEngine]:
+    folder = tmp_path_factory.mktemp("unpadded")
+    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    policy = make_policy(str(folder / "nvfp4"), dtype=torch.bfloat16).cuda()
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    row_order = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
+    engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=64, enforce_eager=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_setup, "ONE_COPY", True)
+        engine.start(policy, max_model_len=MAX_MODEL_LEN)
+        assert_unchanged(engine, row_order)
+        yield engine
+        engine.close()
+        assert_unchanged(engine, row_order, policy)
+
+
+def assert_unchanged(engine: VLLMEngine, row_order: dict[str, torch.Tensor], policy=None) -> None:
+    linears = (policy or engine._policy).packed_linears()
+    assert all(torch.equal(linears[name].dense(torch.bfloat16), dense) for name, dense in row_order.items())
+
+
+def test_vllm_computes_with_the_trainers_memory(engine):
+    codes = {linear.codes.untyped_storage().data_ptr() for linear in engine._policy.packed_linears().values()}
+    parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
+    words = [weight for weight in parameters.values() if weight.dtype == torch.int32]
+    assert {weight.data_ptr() for weight in words} == codes
+    assert len(words) == len(codes) == 8
+    assert engine._call(vllm_worker.check_base, engine._policy.packed_linears()) == 8
+    assert not any(vllm_memory.is_inside(weight) for weight in words)
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+def test_what_is_sampled_is_what_the_trainer_says(engine, copies):
+    assert_sampled_by_its_policy(engine, PROMPTS, Sampling(num_completions=copies, max_tokens=12))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_trainer_computes_the_same_while_the_engine_sleeps(engine, level):
+    engine.sleep_level = level
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in engine._policy.packed_linears().items()}
+    held = engine.fingerprint()
+    engine.sleep()
+    assert_unchanged(engine, dense)
+    engine.wake()
+    assert engine.fingerprint() == held
+    assert_unchanged(engine, dense)
+
+
+def test_a_closed_engine_and_a_start_that_fails_leave_the_trainers_base_alone(engine):
+    policy = engine._policy
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
+    engine.close()
+    assert_unchanged(engine, dense, policy)
+    with pytest.raises(ValueError, match=r"(?i)cache"):
+        VLLMEngine(kv_cache_bytes=1024, enforce_eager=True).start(policy, max_model_len=MAX_MODEL_LEN)
+    assert_unchanged(engine, dense, policy)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert engine._call(vllm_worker.check_base, policy.packed_linears()) == 8
+    assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
+
+
+def test_a_base_that_is_overwritten_is_seen(engine):
+    codes = engine._policy.packed_linears()["model.layers.1.mlp.up_proj"].codes
+    codes[3, 5] ^= 1
+    with pytest.raises(RuntimeError, match=r"1 of 8 linears.*gate_up_proj"):
+        engine.fingerprint()
+    codes[3, 5] ^= 1
+    engine.fingerprint()
