@@ -10,8 +10,10 @@ from typing import get_args
 import torch
 
 from qerl_pl.quant.calibration import read_calibration
+from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
 from qerl_pl.quant.quantize import FormatName, Method, quantize_checkpoint
+from qerl_pl.quant.text_part import NOT_USED, has_vision
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         calibration=calibration,
         device=arguments.device,
     )
+    if has_vision(read_json(arguments.model / CONFIG)):
+        print(f"{arguments.model}: {NOT_USED}")
     worst = max(layers, key=lambda layer: layer.weight_error)
     print(f"{len(layers)} linears packed; relative weight error at most {worst.weight_error:.4f} ({worst.name})")
     if calibration is not None:
