@@ -11,14 +11,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.base.family import Family
+from qerl_pl.base.family import FAMILIES, Family
+from qerl_pl.base.layers import head_dims
 from qerl_pl.quant.awq import apply_scales, best_scales, fold_block
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
+from tests.families import NAMES, tiny_config
 from tests.quant.outliers import layer_with_outliers
+from tests.rollout.conftest import save_dense
 
 TOKENS = torch.arange(40).view(2, 20)
 
@@ -72,6 +75,32 @@ def test_folding_leaves_the_dense_model_alone_bit_for_bit(
         assert not torch.equal(folded.get_parameter(name), model.get_parameter(name))
     with torch.no_grad():
         assert torch.equal(folded(TOKENS).logits, before)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_folds_of_each_family_leave_its_dense_model_alone(tmp_path: Path, family: str) -> None:
+    save_dense(tmp_path, tiny_config(family))
+    file, described = tmp_path / "model.safetensors", FAMILIES[family]
+    tensors = load_file(file)
+    firsts = [f"model.layers.{number}.{group[0]}" for number in range(2) for group, _ in described.scale_sources]
+    moments = {name: small_weights_on_large_inputs(tensors[f"{name}.weight"]) for name in firsts}
+
+    def logits() -> Tensor:
+        save_file(tensors, file, metadata={"format": "pt"})
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        with torch.no_grad():
+            return model(TOKENS).logits
+
+    before, num_folds = logits(), 0
+    for number, dim in enumerate(head_dims(tiny_config(family))):
+        block = f"model.layers.{number}"
+        own = {name: moment for name, moment in moments.items() if name.startswith(f"{block}.")}
+        part = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{block}.")}
+        folds = fold_block(block, part, own, NVFP4, family=described, head_dim=dim)
+        num_folds += sum(fold.smallest != fold.largest for fold in folds)
+        tensors |= part
+    assert num_folds > 2
+    torch.testing.assert_close(logits(), before, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
