@@ -39,7 +39,9 @@ class SyncCanary(Callback):
     The checks run after every training rollout, before the update, and before every batch of an evaluation:
 
     1. Checksums. The engine's adapter slots and norms are read back and compared with the trainer's adapter and its
-       norms with the current noise. This is exact in every dtype, however small the last update was.
+       norms with the current noise. This is exact in every dtype, however small the last update was. vLLM also
+       compares a row of each of its packed linears with the trainer's; if both use one copy, a digest of all of it with
+       that at the start.
     2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: with cached prefixes
        of an older policy, or without any adapter. Early in a run B is near 0, so scores cannot tell such policies
        apart. Therefore a few tokens are sampled, a random adapter is loaded, tokens are sampled again after the same

@@ -18,6 +18,8 @@ class FrozenLinear(nn.Module):
     bias is converted. The product is computed in the dtype of x. Autograd keeps only the packed weight, neither x nor a
     dense copy, with or without gradient checkpointing.
 
+    An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
+
     The values of a new layer are zero, or do not exist on the meta device; assign ``packed`` and ``bias``.
 
     Args:

@@ -19,7 +19,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
-from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy
+from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 pytestmark = pytest.mark.vllm
@@ -71,6 +71,22 @@ def test_a_base_that_is_overwritten_while_the_engine_runs_is_seen(started, side)
     started.fingerprint()
 
 
+def test_an_engine_of_its_own_copy_agrees_with_a_trainer_in_tile_order(started, checkpoints):
+    policy, tokens = make_policy(checkpoints["nvfp4"]), some_prompts(40)[0]
+    base_weights.put_in_tile_order(policy.packed_linears())
+    tiles = [name for name, linear in policy.packed_linears().items() if is_in_tile_order(linear.packed)]
+    assert tiles
+    model = started._call(lambda worker: worker.get_model())
+    assert started._call(base_weights.check_rows, policy.packed_linears()) == 8
+    with torch.no_grad():
+        row = torch.tensor([tokens])
+        scores = policy.model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(started.score([tokens])[0]), scores, atol=1e-4, rtol=0)
+    base_weights.lend(model, policy.packed_linears())
+    lent = [each for each in base_weights.fused_linears(model, policy.packed_linears()) if each.layer.trainers_weight]
+    assert len(lent) == len({name.rpartition(".")[0] for name in tiles})
+
+
 def test_two_copies_are_logged(started, caplog):
     with caplog.at_level(logging.INFO):
         started._call(base_weights.log_copies, started._policy.packed_linears())
@@ -109,6 +125,19 @@ def test_the_trainers_linears_become_views_of_the_engines_weights():
     assert whole_of(group[:2]) is None
     assert whole_of([group[1], group[0], group[2]]) is None
     assert whole_of([linears["a.o_proj"].packed]) is None
+
+
+def test_linears_that_were_moved_apart_are_fused_again():
+    """As by moving a module to another device and back."""
+    linears = {f"a.{name}": packed(rows, 128) for name, rows in {"gate_proj": 128, "up_proj": 128}.items()}
+    dense = [linear.dense(torch.bfloat16) for linear in linears.values()]
+    base_weights.put_in_tile_order(linears)
+    for linear in linears.values():
+        linear._apply(torch.clone)
+    assert whole_of([linear.packed for linear in linears.values()]) is None
+    base_weights.put_in_tile_order(linears)
+    assert whole_of([linear.packed for linear in linears.values()]) is not None
+    assert all(torch.equal(a.dense(torch.bfloat16), b) for a, b in zip(linears.values(), dense, strict=True))
 
 
 def test_gradients_are_those_of_the_other_order():

@@ -100,8 +100,10 @@ def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
     """
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
-        if _fits(parts) and not any(is_in_tile_order(part.packed) for part in parts):
-            for part, weight in zip(parts, fused([part.packed for part in parts]), strict=True):
+        weights = [part.packed for part in parts]
+        if _fits(parts) and whole_of(weights) is None:
+            rows = [to_row_order(weight) if is_in_tile_order(weight) else weight for weight in weights]
+            for part, weight in zip(parts, fused(rows), strict=True):
                 part.packed = weight
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the memory of the other order; vLLM allocates without torch's allocator
