@@ -125,7 +125,7 @@ def adopt(layer: Any) -> bool:
     if lent is None:
         return False
     weight, scales = layer.weight, layer.weight_scale
-    if weight.dtype != lent.codes.dtype or scales.element_size() != 1:
+    if (weight.dtype, weight.device) != (lent.codes.dtype, lent.codes.device) or scales.element_size() != 1:
         return False
     if not (torch.equal(weight, lent.codes) and torch.equal(scales.view(torch.uint8), lent.block_scale)):
         return False
@@ -174,7 +174,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
             same[name] = (_digest(layer) == layer.weight_digest).all() & is_shared
         elif weight is not None and weight.is_floating_point() and len(weight) == sum(p.out_features for p in parts):
             rows = weight.detach().split([part.out_features for part in parts])
-            equal = [(_first_row(part, own.dtype) == own[0]).all() for part, own in zip(parts, rows, strict=True)]
+            equal = [(_first_row(part, own) == own[0]).all() for part, own in zip(parts, rows, strict=True)]
             same[name] = torch.stack(equal).all()
     if same and not all(found := torch.stack([*same.values()]).tolist()):
         wrong = [name for name, is_same in zip(same, found, strict=True) if not is_same]
@@ -186,13 +186,14 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
     return len(same)
 
 
-def _first_row(linear: FrozenLinear, dtype: torch.dtype) -> Tensor:
+def _first_row(linear: FrozenLinear, like: Tensor) -> Tensor:
+    """Dequantise the first row to the dtype and device of a tensor."""
     weight = linear.packed
     if is_in_tile_order(weight):
         part = rows_of(weight, 0, TILE, weight.global_scale)
     else:
         part = PackedWeight(weight.codes[:1], weight.block_scale[:1], weight.global_scale)
-    return linear.fmt.dequantize(part, dtype)[0]
+    return linear.fmt.dequantize(part, like.dtype)[0].to(like.device)
 
 
 def _digest(layer: Any) -> Tensor:
@@ -217,5 +218,6 @@ def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
 
 def _is_same(weight: PackedWeight, codes: Tensor, block_scale: Tensor, divisor: Tensor | None) -> bool:
     weight = to_row_order(weight) if is_in_tile_order(weight) else weight
-    same = torch.equal(weight.codes, codes) and torch.equal(weight.block_scale, block_scale)
-    return same and (divisor is None or bool(scale_divisor(weight.global_scale) == divisor))
+    own_codes, own_scales = weight.codes.to(codes.device), weight.block_scale.to(codes.device)
+    same = torch.equal(own_codes, codes) and torch.equal(own_scales, block_scale)
+    return same and (divisor is None or scale_divisor(weight.global_scale).item() == divisor.item())
