@@ -1,0 +1,38 @@
+"""The notebook, run from its first cell to its last."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+
+
+def test_it_is_kept_without_results():
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells if cell.cell_type == "code")
+    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QERL_STEPS", "10")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    texts = ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells]
+    [answers] = [text for text in texts if "[policy]" in text]
+    assert answers.count("[base]") == 2
+    [curves] = [cell for cell in notebook.cells if "read_curves" in cell.source]
+    assert any("image/png" in output.get("data", {}) for output in curves.outputs)
+    assert (tmp_path / "runs" / "notebook" / "page.html").stat().st_size > 10_000
