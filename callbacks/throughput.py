@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import largest, over_ranks, total
 from qerl_pl.module import QeRLModule
+from qerl_pl.policy.shared_prompts import reused_tokens
 from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 
 
@@ -76,9 +77,12 @@ class Throughput(Callback):
             costs["memory/process_bytes"] = float(psutil.Process().memory_info().rss)
         rollout, report = outputs["rollout"], outputs["update"]
         if self._peak is not None and self._size is not None:
-            rows = report.with_gradient
-            experience = report.experience
-            flops = training_flops(self._size, experience.lengths[rows], experience.sampled[rows].sum(dim=1))
+            experience, rows = report.experience, report.with_gradient
+            sampled_there = experience.sampled[rows]
+            reused = None
+            if pl_module.policy.shares_prompts:
+                reused = reused_tokens(experience.tokens[rows], sampled_there.int().argmax(dim=1))
+            flops = training_flops(self._size, experience.lengths[rows], sampled_there.sum(dim=1), reused)
             done = over_ranks(total(), torch.tensor(flops * pl_module.settings.updates_per_rollout))
             seconds_of_all = over_ranks(total(), torch.tensor(seconds["train"]))
             pl_module.log("throughput/mfu", done / (self._peak * seconds_of_all).clamp(min=1e-9))

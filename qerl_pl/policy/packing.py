@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl_pl.policy.kept import active
+from qerl_pl.policy.shared_prompts import SharedPrompts, shared_attention
 
 ATTENTION = "packed"  # name that is registered in transformers' attention interface
 VARLEN_HEAD_DIM = 256  # largest that FlashAttention 2 has
@@ -43,6 +44,8 @@ class Packed:
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
     """Tokens of the longest row."""
+    shared: SharedPrompts | None = None
+    """Prompts that several rows attend to; the rows of ``starts`` are then prompts and completions."""
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
@@ -70,6 +73,7 @@ def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
         cu_seq_lens_k=starts,
         max_length_q=longest,
         max_length_k=longest,
+        **({} if packed.shared is None else {"shared_prompts": packed.shared}),
     )
     return output.last_hidden_state.squeeze(0)
 
@@ -166,6 +170,7 @@ def _attention(
     max_length_q: int | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    shared_prompts: SharedPrompts | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: inputs [1, heads, T, D], output [1, T, heads, D]."""
@@ -176,6 +181,9 @@ def _attention(
     if dropout:
         raise ValueError(f"attention_dropout is {dropout}; packed attention has none: set it to 0 in config.json")
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [T, heads, D]
-    attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
+    if shared_prompts is None:
+        attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
+    else:
+        attend = partial(shared_attention, q, k, v, cu_seq_lens_q, max_length_q, shared_prompts, scaling)
     kept = active()
     return (attend() if kept is None else kept.whole(attend)).unsqueeze(0), None

@@ -21,8 +21,9 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_element
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
-from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
+from qerl_pl.policy.packing import Packed, pack, packed_hidden_states, use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
+from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -196,6 +197,12 @@ class Policy(nn.Module):
         return torch.cat(found)
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a pass computes the prompt of several rows once: on a GPU, without sliding windows."""
+        on_gpu = next(self.parameters()).is_cuda and self.dtype != torch.float32
+        return on_gpu and attends_to_everything(self.config)
+
+    @property
     def _divisor(self) -> float:
         """Number by which the model divides its logits."""
         name = self.family.logit_divisor
@@ -214,12 +221,20 @@ class Policy(nn.Module):
     def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
-        lengths = (mask * column).amax(dim=1)  # a row's last masked token need not be processed
-        packed = pack(tokens, lengths.clamp(min=1))
+        lengths = (mask * column).amax(dim=1).clamp(min=1)  # a row's last masked token need not be processed
+        prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths)
+        layout = share_prompts(tokens, prompts, lengths) if self.shares_prompts else None
+        wanted = rows, columns = mask.nonzero(as_tuple=True)
+        if layout is None:
+            packed = pack(tokens, lengths)
+            before = packed.starts[rows] + columns - 1
+        else:
+            packed = Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared)
+            behind = columns - 1 - prompts[rows]
+            before = torch.where(behind < 0, layout.prompt_ends[rows], layout.own_starts[rows] + behind)
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
             hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
-        wanted = rows, columns = mask.nonzero(as_tuple=True)
-        return wanted, hidden.index_select(0, packed.starts[rows] + columns - 1)
+        return wanted, hidden.index_select(0, before)
 
 
 def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -93,3 +93,37 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
         batches[place].append(row)
         room[place] -= sizes[row]
     return [torch.tensor(batch) for batch in batches]
+
+
+def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int) -> list[Tensor]:
+    """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
+
+    As many rows of a group as fit are a unit, and the units are divided by the rule of ``micro_batches``.
+
+    Args:
+        lengths: [B] int64, tokens of each row, the prompt included.
+        prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
+        group: [B] int64, number of each row's group.
+        max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
+
+    Returns:
+        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
+
+    Raises:
+        ValueError: a single row is longer than ``max_tokens``.
+    """
+    units: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    parts: dict[int, int] = {}
+    for row, (length, prompt, number) in enumerate(
+        zip(lengths.tolist(), prompts.tolist(), group.tolist(), strict=True)
+    ):
+        key = number, parts.setdefault(number, 0)
+        if key in units and sizes[key] + length - prompt > max_tokens:
+            parts[number] += 1
+            key = number, parts[number]
+        sizes[key] = sizes[key] + length - prompt if key in units else length
+        units.setdefault(key, []).append(row)
+    rows = list(units.values())
+    chosen = micro_batches(torch.tensor(list(sizes.values()), dtype=torch.int64), max_tokens)
+    return [torch.tensor([row for unit in some.tolist() for row in rows[unit]]) for some in chosen]

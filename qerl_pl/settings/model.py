@@ -55,7 +55,8 @@ class ModuleSettings:
         mini_batches: optimizer steps per pass, each on an equal part of the prompts (PPO's mini-batches). More than 1
             costs one more forward pass per rollout. trainer.max_steps counts all optimizer steps.
         micro_batch_tokens: most tokens in one forward and backward pass; null: 16384, or as many as fit on the GPU. If
-            memory runs out, the run goes on with half as many.
+            memory runs out, the run goes on with half as many. On a GPU, a prompt that several rows of a pass share is
+            computed and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
         gradient_checkpointing: activations that backward recomputes. none; selective: element-wise operations; a
             number: that many blocks; blocks: all blocks; offload: all blocks, whose inputs are kept in host memory;

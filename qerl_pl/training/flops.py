@@ -69,7 +69,7 @@ class ModelSize:
         )
 
 
-def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor) -> float:
+def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Tensor | None = None) -> float:
     """Count the operations of one forward and backward pass; recomputation in backward is not counted.
 
     A frozen weight costs 2 operations per token forward and 2 backward (no gradient of its own), a trained one 2 and 4.
@@ -80,7 +80,10 @@ def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor) -> float:
         size: of the policy.
         lengths: [B] tokens of each row.
         sampled: [B] tokens of each row whose log-probability is computed.
+        reused: [B] tokens of each row, its first ones, that are computed for another row (shared prompts); None means
+            none.
     """
-    tokens, scored = float(lengths.sum()), float(sampled.sum())
-    pairs = float(lengths.to(torch.float64).square().sum())
+    reused = torch.zeros_like(lengths) if reused is None else reused
+    tokens, scored = float((lengths - reused).sum()), float(sampled.sum())
+    pairs = float((lengths.to(torch.float64).square() - reused.to(torch.float64).square()).sum())
     return (4 * size.frozen + 6 * size.adapter) * tokens + 4 * size.head * scored + 6 * size.attention * pairs

@@ -11,7 +11,8 @@ from torch import Tensor
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.policy.shared_prompts import first_equal
+from qerl_pl.rollout.collate import micro_batches, micro_batches_of_groups
 
 T = TypeVar("T")
 
@@ -70,8 +71,16 @@ class Batch:
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split some of the rows into micro-batches."""
-        for chunk in micro_batches(self.experience.lengths[rows], max_tokens):
+        """Split some of the rows into micro-batches, in which equal prompts count once where the policy shares them."""
+        lengths = self.experience.lengths[rows]
+        if self.policy.shares_prompts:
+            prompts = self.experience.sampled[rows].int().argmax(dim=1)
+            chunks = micro_batches_of_groups(
+                lengths, prompts, first_equal(self.experience.tokens[rows], prompts), max_tokens
+            )
+        else:
+            chunks = micro_batches(lengths, max_tokens)
+        for chunk in chunks:
             yield Part(self.experience, rows[chunk.to(rows.device)])
 
     def score(self, rows: Tensor) -> None:

@@ -14,11 +14,15 @@ from qerl_pl.base.family import FAMILIES, Family, family_of
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.families import NAMES, WINDOW, tiny_config
+from tests.policy.test_shared_prompts import places
+from tests.policy.test_shared_prompts import rows as shared_rows
 from tests.rollout.conftest import save_dense
 
 LENGTHS = (WINDOW + 17, 3, WINDOW - 4)
@@ -101,6 +105,30 @@ def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(p
     assert found.keys() == whole.keys()
     for name, gradient in whole.items():
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+
+
+def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
+    """Families with sliding windows or recurrent layers share none."""
+    windows = {"gemma3_text", "gemma4_text", "mistral", "olmo3"}
+    assert attends_to_everything(policy.config) == (policy.config.model_type not in windows)
+    if not attends_to_everything(policy.config):
+        return
+    some, prompts, lengths = shared_rows()
+    some = 8 + some % 56  # no control tokens
+    layout = share_prompts(some, prompts, lengths)
+    assert layout is not None
+    packed = Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared)
+    together = packed_hidden_states(policy.causal_lm.model, packed)
+    weights = torch.randn(together.shape[1], generator=torch.Generator().manual_seed(3))
+    found = torch.cat([together[places(layout, row, prompts, lengths)] for row in range(len(some))]) @ weights
+    found.sin().sum().backward()
+    shared = gradients(policy)
+    rows_alone = [pack(some[row : row + 1], lengths[row : row + 1]) for row in range(len(some))]
+    alone = torch.cat([packed_hidden_states(policy.causal_lm.model, row) for row in rows_alone]) @ weights
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    alone.sin().sum().backward()
+    for name, gradient in gradients(policy).items():
+        assert (shared[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
 
 
 def test_every_projection_of_every_block_is_adapted(policy):

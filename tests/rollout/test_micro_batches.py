@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_pl.rollout.collate import micro_batches
+from qerl_pl.rollout.collate import micro_batches, micro_batches_of_groups
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -42,3 +42,28 @@ def test_equal_lengths_keep_their_order():
 def test_a_row_that_is_too_long_is_refused_by_its_length():
     with pytest.raises(ValueError, match=r"a row of 7 tokens is longer than micro_batch_tokens \(6\)"):
         micro_batches(torch.tensor([2, 7]), 6)
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 40), min_size=1, max_size=9)), max_size=8),
+    max_tokens=st.integers(60, 300),
+)
+def test_rows_of_a_group_share_their_prompt_within_the_limit(groups, max_tokens):
+    rows = [(index, prompt, prompt + own) for index, (prompt, completions) in enumerate(groups) for own in completions]
+    group, prompts, lengths = torch.tensor(rows, dtype=torch.int64).view(-1, 3).unbind(1)
+    batches = micro_batches_of_groups(lengths, prompts, group, max_tokens)
+    assert sorted(row for batch in batches for row in batch.tolist()) == list(range(len(rows)))
+    for batch in batches:
+        found = {int(group[row]): int(prompts[row]) for row in batch}
+        assert sum(found.values()) + int((lengths[batch] - prompts[batch]).sum()) <= max_tokens
+    whole = [sum(completions) + prompt for prompt, completions in groups]
+    if all(size <= max_tokens for size in whole):  # no group is divided
+        assert sum(len(set(group[batch].tolist())) for batch in batches) == len(groups)
+
+
+def test_a_group_that_is_too_long_is_divided():
+    lengths, prompts, group = torch.tensor([10, 9, 8, 7]), torch.tensor([4, 4, 4, 4]), torch.zeros(4, dtype=torch.int64)
+    assert [batch.tolist() for batch in micro_batches_of_groups(lengths, prompts, group, 16)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="a row of 10 tokens"):
+        micro_batches_of_groups(lengths, prompts, group, 9)

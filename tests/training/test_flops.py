@@ -60,3 +60,10 @@ def test_rows_add_up():
 )
 def test_the_peak_is_found_by_name(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_tokens_that_are_computed_for_another_row_cost_nothing():
+    size = ModelSize(frozen=1000, adapter=10, head=300, attention=64)
+    lengths, none = torch.tensor([7, 9]), torch.zeros(2, dtype=torch.int64)
+    shared = training_flops(size, lengths, none, torch.tensor([0, 7]))
+    assert shared == pytest.approx(training_flops(size, torch.tensor([9]), none[:1]))

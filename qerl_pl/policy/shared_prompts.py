@@ -1,0 +1,225 @@
+"""Pack the completions of one prompt behind a single copy of it, so that the prompt is computed once per pass.
+
+A group of G completions of C tokens to a prompt of P tokens takes P + G C tokens instead of G (P + C). The packed
+sequence holds all prompts, then all completions, those of the same prompt together. The tokens of a completion attend
+to its prompt and to the completion's earlier tokens. On a GPU, FlashAttention computes these as two parts, which are
+merged by their log-sum-exps. Given the merged output and log-sum-exps, its backward returns the exact gradient of each
+part.
+
+Letters: B rows, S columns, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+WORTH = 1 / 16
+"""Share of a pass's tokens that must be saved; otherwise the second attention call costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Boundaries of the prompts that completions attend to, and of these completions."""
+
+    num_prompt_tokens: int
+    """Tokens of all prompts, which are the first ones of the packed sequence."""
+    keys: Tensor
+    """[G + 1] int32, boundaries of the G prompts that have completions; the first ones of the sequence."""
+    queries: Tensor
+    """[G + 1] int32, boundaries of each prompt's completions, counted from ``num_prompt_tokens``."""
+    num_keys: int
+    """Tokens of the G prompts."""
+    longest_key: int
+    """Tokens of the longest prompt."""
+    longest_query: int
+    """Most tokens that the completions of one prompt have together."""
+
+
+class Layout(NamedTuple):
+    """Rows that are packed with shared prompts."""
+
+    tokens: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, position of each token in its row."""
+    starts: Tensor
+    """[N + 1] int32, boundaries of prompts and completions, without empty completions."""
+    longest: int
+    """Tokens of the longest prompt or completion."""
+    shared: SharedPrompts
+    prompt_ends: Tensor
+    """[B] int64, index of the last token of each row's prompt."""
+    own_starts: Tensor
+    """[B] int64, index of the first token after each row's prompt."""
+
+
+def attends_to_everything(config: PretrainedConfig) -> bool:
+    """Return whether every layer attends to all earlier tokens; sliding windows and recurrent layers cannot share."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "sliding_window", None) is None
+    return set(types) == {"full_attention"}
+
+
+def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
+    """Return the index of the first row with the same prompt, for each row: [B] int64.
+
+    Args:
+        tokens: [B, S] int64.
+        prompts: [B] int64, length of each row's prompt.
+    """
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = column < prompts.unsqueeze(1)  # [B, S]
+    mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
+    sums = ((tokens + 1) * (mixed ^ (mixed >> 29))).masked_fill(~in_prompt, 0).sum(dim=1)  # [B]
+    _, group = sums.unique(return_inverse=True)
+    row = torch.arange(len(tokens), device=tokens.device)
+    first = torch.full_like(row, len(tokens)).scatter_reduce(0, group, row, "amin")[group]
+    equal = (prompts == prompts[first]) & ((tokens == tokens[first]) | ~in_prompt).all(dim=1)
+    return torch.where(equal, first, row)  # different prompts with equal sums are not shared
+
+
+def reused_tokens(tokens: Tensor, prompts: Tensor) -> Tensor:
+    """Count the tokens of each row that are computed for another row: those of its prompt or none, [B] int64."""
+    return prompts * (first_equal(tokens, prompts) != torch.arange(len(tokens), device=tokens.device))
+
+
+def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
+    """Pack rows so that equal prompts occur once.
+
+    Args:
+        tokens: [B, S] int64.
+        prompts: [B] int64, length of each row's prompt, at least 1.
+        lengths: [B] int64, number of tokens to take from each row, the prompt included.
+
+    Returns:
+        The layout; None if it would save less than ``WORTH`` of the tokens, or no row goes beyond its prompt.
+    """
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = columns < prompts.unsqueeze(1)  # [B, S]
+    heads, group = first_equal(tokens, prompts).unique(return_inverse=True)
+    own = lengths - prompts
+    saved, total, behind = torch.stack([prompts.sum() - prompts[heads].sum(), lengths.sum(), own.sum()]).tolist()
+    if saved < WORTH * total or not behind:
+        return None
+    in_group = torch.zeros_like(heads).index_add_(0, group, own)
+    order = torch.argsort((in_group == 0).int(), stable=True)  # prompts without completion tokens come last
+    heads, in_group, group = heads[order], in_group[order], torch.argsort(order)[group]
+    rows = torch.argsort(group, stable=True)  # the completions of a prompt come one after another
+    prompt_ends, own_ends = prompts[heads].cumsum(0), own[rows].cumsum(0)
+    used = in_group > 0
+    numbers = prompt_ends[-1], used.sum(), (used * prompts[heads]).sum(), prompts.max(), own.max(), in_group.max()
+    num_prompt_tokens, num_used, num_keys, longest_prompt, longest_own, longest_group = torch.stack(numbers).tolist()
+    parts = (heads, in_prompt[heads]), (rows, ((columns < lengths.unsqueeze(1)) & ~in_prompt)[rows])
+    return Layout(
+        torch.cat([tokens[chosen][inside] for chosen, inside in parts]),
+        torch.cat([columns.expand_as(inside)[inside] for _, inside in parts]),
+        _boundaries(torch.cat([prompt_ends, num_prompt_tokens + own_ends]).unique_consecutive()),
+        max(longest_prompt, longest_own),
+        SharedPrompts(
+            num_prompt_tokens,
+            _boundaries(prompt_ends[:num_used]),
+            _boundaries(in_group[:num_used].cumsum(0)),
+            num_keys,
+            longest_prompt,
+            longest_group,
+        ),
+        (prompt_ends - 1)[group],
+        num_prompt_tokens + torch.zeros_like(own).index_copy_(0, rows, own_ends - own[rows]),
+    )
+
+
+def shared_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, shared: SharedPrompts, scale: float | None
+) -> Tensor:
+    """Compute causal attention of rows with shared prompts, [T, heads, D]; the arguments are those of a ``Layout``.
+
+    It is computed by torch's FlashAttention 2 on a GPU in bf16 and fp16, and by ``shared_attention_reference``
+    otherwise.
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
+    return shared_attention_reference(query, key, value, starts, shared, scale)
+
+
+def shared_attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
+) -> Tensor:
+    """Compute ``shared_attention`` with a full score matrix, as its definition."""
+    place = torch.arange(len(query))
+    row = torch.zeros_like(place)  # of each token: its prompt or completion
+    asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # the prompt that it attends to, and is in
+    for index, (start, end) in enumerate(pairwise(starts.tolist())):
+        row[start:end] = index
+    for index, (start, end) in enumerate(pairwise(shared.keys.tolist())):
+        answers[start:end] = index
+    for index, (start, end) in enumerate(pairwise(shared.queries.tolist())):
+        asks[shared.num_prompt_tokens + start : shared.num_prompt_tokens + end] = index
+    own = (row[:, None] == row) & (place[:, None] >= place)
+    seen = (own | (asks[:, None] == answers)).to(query.device)  # [T, T]
+    q, k, v = (part.transpose(0, 1) for part in (query, key, value))  # [heads, T, D]
+    k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Autograd node of two FlashAttention calls: within prompts and completions, and from completions to prompts."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        longest: int,
+        shared: SharedPrompts,
+        scale: float | None,
+    ) -> Tensor:
+        flash: Any = torch.ops.aten._flash_attention_forward
+        behind = slice(shared.num_prompt_tokens, None)
+        prompt_key, prompt_value = key[: shared.num_keys], value[: shared.num_keys]
+        output, lse, *random = flash(
+            query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scale
+        )  # [T, heads, D], [heads, T]
+        across = shared.queries, shared.keys, shared.longest_query, shared.longest_key
+        other, other_lse, *_ = flash(query[behind], prompt_key, prompt_value, *across, 0.0, False, False, scale=scale)
+        merged = torch.logaddexp(lse[:, behind], other_lse)
+        own_share, other_share = ((part - merged).exp().t().unsqueeze(-1) for part in (lse[:, behind], other_lse))
+        output[behind] = own_share * output[behind] + other_share * other
+        lse[:, behind] = merged
+        ctx.save_for_backward(query, key, value, output, lse, starts, *random[:2])
+        ctx.longest, ctx.shared, ctx.scale = longest, shared, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flash: Any = torch.ops.aten._flash_attention_backward
+        query, key, value, output, lse, starts, *random = ctx.saved_tensors
+        shared, longest = ctx.shared, ctx.longest
+        gradient = grads[0].contiguous()
+        d_query, d_key, d_value = flash(
+            gradient, query, key, value, output, lse, starts, starts, longest, longest, 0.0, True, *random,
+            scale=ctx.scale,
+        )  # fmt: skip
+        behind, keys = slice(shared.num_prompt_tokens, None), slice(shared.num_keys)
+        across = shared.queries, shared.keys, shared.longest_query, shared.longest_key
+        parts = gradient[behind], query[behind], key[keys], value[keys], output[behind], lse[:, behind].contiguous()
+        more = flash(*parts, *across, 0.0, False, *random, scale=ctx.scale)
+        for whole, where, part in zip((d_query, d_key, d_value), (behind, keys, keys), more, strict=True):
+            whole[where] += part
+        return d_query, d_key, d_value, None, None, None, None
+
+
+def _boundaries(ends: Tensor) -> Tensor:
+    return F.pad(ends, (1, 0)).to(torch.int32)
