@@ -54,7 +54,7 @@ def launch(*args: Any, **kwargs: Any) -> Program:
 
 def load_last(run_dir: Path) -> dict[str, Any]:
     """The last checkpoint."""
-    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
