@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl_pl.policy.kept import active
-from qerl_pl.policy.shared_prompts import SharedPrompts, shared_attention
+from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
 
 ATTENTION = "packed"  # name that is registered in transformers' attention interface
 VARLEN_HEAD_DIM = 256  # largest that FlashAttention 2 has
@@ -59,6 +59,30 @@ def pack(tokens: Tensor, lengths: Tensor) -> Packed:
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return Packed(tokens[inside], columns.expand_as(tokens)[inside], starts, int(lengths.max()))
+
+
+def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tensor]:
+    """Pack what is needed to predict the N masked tokens.
+
+    Args:
+        tokens: [B, S] int64.
+        mask: [B, S] bool, True for tokens to predict, never in column 0.
+        share: whether rows may share equal prompts, which are the tokens before their first masked one.
+
+    Returns:
+        The packed rows, and the index of the token before each masked one, in the order of ``mask.nonzero()``: [N].
+    """
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    lengths = (mask * column).amax(dim=1).clamp(min=1)  # a row's last masked token need not be processed
+    prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths)
+    rows, columns = mask.nonzero(as_tuple=True)
+    layout = share_prompts(tokens, prompts, lengths) if share else None
+    if layout is None:
+        packed = pack(tokens, lengths)
+        return packed, packed.starts[rows] + columns - 1
+    own = columns - 1 - prompts[rows]  # the index behind the prompt; -1: the prompt's last token
+    before = torch.where(own < 0, layout.prompt_ends[rows], layout.own_starts[rows] + own)
+    return Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared), before
 
 
 def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:

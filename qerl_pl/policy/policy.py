@@ -21,9 +21,9 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_element
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
-from qerl_pl.policy.packing import Packed, pack, packed_hidden_states, use_packed_attention
+from qerl_pl.policy.packing import pack_for, packed_hidden_states, use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
-from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
+from qerl_pl.policy.shared_prompts import attends_to_everything
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -220,21 +220,10 @@ class Policy(nn.Module):
 
     def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        lengths = (mask * column).amax(dim=1).clamp(min=1)  # a row's last masked token need not be processed
-        prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths)
-        layout = share_prompts(tokens, prompts, lengths) if self.shares_prompts else None
-        wanted = rows, columns = mask.nonzero(as_tuple=True)
-        if layout is None:
-            packed = pack(tokens, lengths)
-            before = packed.starts[rows] + columns - 1
-        else:
-            packed = Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared)
-            behind = columns - 1 - prompts[rows]
-            before = torch.where(behind < 0, layout.prompt_ends[rows], layout.own_starts[rows] + behind)
+        packed, before = pack_for(tokens, mask, share=self.shares_prompts)
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
             hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
-        return wanted, hidden.index_select(0, before)
+        return mask.nonzero(as_tuple=True), hidden.index_select(0, before)
 
 
 def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from qerl_pl.policy.packing import pack_for
 from qerl_pl.policy.shared_prompts import (
     WORTH,
     Layout,
@@ -153,3 +154,17 @@ def test_a_policy_on_a_gpu_gives_rows_the_log_probabilities_that_they_have_alone
     apart = torch.cat([gradient.flatten() for gradient in trained_gradients(policy)])
     assert (stats.logprobs - alone).abs().max() < 0.1  # bf16: two roundings of hidden states of size one
     assert (together - apart).norm() < 0.05 * apart.norm()
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_each_masked_token_is_predicted_from_the_token_before_it(share):
+    tokens, prompts, lengths = rows()
+    tokens = torch.nn.functional.pad(tokens, (0, 1), value=3)  # the last sampled token is not processed
+    columns = torch.arange(17)
+    mask = (columns >= prompts.unsqueeze(1)) & (columns <= lengths.unsqueeze(1)) & (columns % 5 != 2)
+    mask[3] = False  # a row of which nothing is wanted
+    packed, before = pack_for(tokens, mask, share=share)
+    row, column = mask.nonzero(as_tuple=True)
+    assert torch.equal(packed.tokens[before], tokens[row, column - 1])
+    assert torch.equal(packed.positions[before], column - 1)
+    assert (packed.shared is not None) == share
