@@ -392,7 +392,7 @@ TABLES = {
     ),
     "recompute": _pivot(
         ["rungs/"],
-        lambda line: _variant(line).split("-")[0],
+        lambda line: f"{_shape('model')(line)} {_variant(line).split('-')[0]}",
         lambda line: _variant(line).split("-")[1],
         lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
         "recomputed",
