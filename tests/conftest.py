@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from importlib import import_module
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import settings
 from jsonargparse import _postponed_annotations
 
@@ -29,3 +32,9 @@ class ParsesOnce(_postponed_annotations.TypeCheckingVisitor):
 
 
 _postponed_annotations.TypeCheckingVisitor = ParsesOnce
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests will start vLLM on a CPU, import it first, so that engines do not collect garbage in its modules."""
+    if not torch.cuda.is_available() and any(item.get_closest_marker("vllm") for item in session.items):
+        import_module("tests.imports")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import warnings
+from importlib import import_module
+
+import torch
 
 import train  # noqa: F401
 from qerl_pl.rollout.vllm.setup import prepare_environment
@@ -10,3 +15,22 @@ from qerl_pl.rollout.vllm.setup import prepare_environment
 prepare_environment()
 with warnings.catch_warnings(action="ignore"):
     from vllm import LLM  # noqa: F401
+
+    if not torch.cuda.is_available():
+        for name in ("qerl_pl.rollout.vllm.cpu", "vllm.models.deepseek_v4", "vllm.v1.worker.cpu_worker"):
+            import_module(name)  # what an engine imports when it starts
+
+
+def freeze_heap() -> None:
+    """Keep all objects that exist now, modules above all, out of garbage collection for good.
+
+    vLLM collects garbage eight times per engine, and takes half a second each time to look at the modules of a run. It
+    freezes and unfreezes the heap itself, which would undo this, so neither does anything from here on.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # as the interpreter ends, Triton reports what is left of it as leaked
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+freeze_heap()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_killed_while_it_trains_and_started_again_it_makes_the_same_policy(made,
     output, state = tmp_path / "policy", tmp_path / ".policy.state" / "state.pt"
     process = Program(pretrain(output, "--save-seconds", "0"), script="qerl_pl")
     while not state.exists() and process.poll() is None:
-        pass
+        time.sleep(0.002)
     process.kill()
     assert process.wait() == -9, "it was still at work"
     assert 1 <= torch.load(state, weights_only=True)["step"] < 12

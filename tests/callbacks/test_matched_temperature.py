@@ -15,6 +15,10 @@ NO_NOISE = (
     "--trainer.callbacks+=callbacks.matched_temperature.MatchedTemperature",
     "--model.optimizer.init_args.lr",
     "1e-6",
+    "--trainer.max_steps",
+    "6",
+    "--trainer.limit_val_batches",
+    "0",
 )
 
 

@@ -62,29 +62,46 @@ def test_the_wheel_has_all_that_a_run_needs(installed):
     assert entries["console_scripts", "qerl"] == "qerl_pl.__main__:main"
 
 
-def test_shipped_configurations_are_found_by_name_and_own_code_in_the_folder_of_the_user(qerl, tmp_path, installed):
+def both_in_one_process(installed: Path, folder: Path, *commands: list[str]) -> list[str]:
+    """What each of these command lines of the console script prints; its imports take ten seconds."""
+    script = f"""
+import sys
+from qerl_pl.__main__ import main
+for arguments in {list(commands)!r}:
+    sys.argv = ["qerl", *arguments]
+    try:
+        assert not main(), arguments
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+    print("NEXT", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("NEXT\n")[:-1]
+
+
+def test_shipped_configurations_are_found_by_name_and_own_code_in_the_folder_of_the_user(installed, tmp_path):
     (tmp_path / "mine.py").write_text("def reward(prompts, completions):\n    return [0.0 for _ in prompts]\n")
     reward = "--model.rewards=[{name: mine, reward: mine.reward}]"
-    done = qerl("fit", "--print_config", "-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "nvfp4_aqn", reward)
-    assert done.returncode == 0, done.stderr
-    config = yaml.safe_load(done.stdout)
-    assert config["run_dir"] == "runs/gsm8k_qwen2.5-7b_nvfp4_aqn"
-    assert config["model"]["quantize"] == "nvfp4"
-    assert config["model"]["rewards"][0]["reward"] == "mine.reward"
-    assert (installed / "configs" / "base.yaml").exists()
-
-
-def test_plan_needs_a_config_json_and_no_repository(qerl, tmp_path):
+    recipe = ["-c", "gsm8k", "-c", "qwen2.5-7b"]
+    fit = ["fit", "--print_config", *recipe, "-c", "nvfp4_aqn", reward]
+    plan = ["plan", *recipe, "-c", "bf16", "--gpu-memory", "24", "--model.base", "models/qwen2.5-7b"]
     base = tmp_path / "models" / "qwen2.5-7b"
     base.mkdir(parents=True)
     (base / "config.json").write_text(
         '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 1000, "hidden_size": 64, '
         '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}'
     )
-    files = ("-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "bf16")
-    done = qerl("plan", *files, "--gpu-memory", "24", "--model.base", "models/qwen2.5-7b")
-    assert done.returncode == 0, done.stderr
-    assert "fits: the peak is" in done.stdout
+    planned, printed = both_in_one_process(installed, tmp_path, plan, fit)
+    assert "fits: the peak is" in planned, "a config.json is enough"
+    config = yaml.safe_load(printed)
+    assert config["run_dir"] == "runs/gsm8k_qwen2.5-7b_nvfp4_aqn"
+    assert config["model"]["quantize"] == "nvfp4"
+    assert config["model"]["rewards"][0]["reward"] == "mine.reward"
+    assert (installed / "configs" / "base.yaml").exists()
 
 
 def test_help_lists_every_command(qerl):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 from qerl_pl.base.digest import base_digest
 from qerl_pl.tools.curves import read_curves
-from tests.integration.conftest import ROOT, VLLM, arguments, launch, load_last
+from tests.integration.conftest import VLLM, arguments, launch, load_last
 from tests.program import Program
 from tests.two_ranks import free_port
 
@@ -23,20 +21,20 @@ QUANTISED = ("--model.quantize", "nvfp4")
 NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledger looks at some rows of each rank
 
 
-def finish(process: subprocess.Popen[str] | Program, *, status: int = 0) -> str:
+def finish(process: Program, *, status: int = 0) -> str:
     """What the process printed; it must end with this status."""
     output, _ = process.communicate()
     assert process.returncode == status, output
     return output
 
 
-def start_node(launcher: str, node: int, port: int, args: list[str]) -> subprocess.Popen[str] | Program:
-    """One process on one of two nodes, both of which are this machine, as torchrun or SLURM starts it."""
+def start_node(launcher: str, node: int, port: int, args: list[str]) -> Program:
+    """One process on one of two nodes, both of which are this machine, with the variables of torchrun or SLURM."""
     if launcher == "torchrun":
-        nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
-        torchrun = ("-m", "torch.distributed.run", *nodes, "--master-addr", "127.0.0.1", "--master-port", str(port))
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([sys.executable, *torchrun, "train.py", *args], cwd=ROOT, **pipes)
+        ranks = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
+        variables = {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}
+        elastic = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+        return Program(args, environment=os.environ | variables | elastic)
     job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": 2, "NTASKS": 2}
     task = {"NTASKS_PER_NODE": 1, "PROCID": node, "NODEID": node, "LOCALID": 0}
     variables = {f"SLURM_{name}": str(value) for name, value in (job | task).items()} | {"MASTER_PORT": str(port)}

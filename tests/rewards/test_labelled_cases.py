@@ -43,9 +43,17 @@ def test_whole_completions_of_models_are_scored_as_labelled(scorers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("cases", 0.005), ("held_out", 0.03), ("model_outputs", 0.02)])
-def test_the_scorers_agree_with_nearly_all_labels_and_reward_hardly_a_wrong_answer(scorers, name, tolerance):
-    cases = read_cases(name)
+@pytest.mark.parametrize(
+    ("name", "tolerance", "every"),
+    [
+        pytest.param("cases", 0.005, 1, marks=pytest.mark.long),
+        ("cases", 0.005, 3),
+        ("held_out", 0.03, 1),
+        ("model_outputs", 0.02, 1),
+    ],
+)
+def test_the_scorers_agree_with_nearly_all_labels_and_reward_hardly_a_wrong_answer(scorers, name, tolerance, every):
+    cases = read_cases(name)[::every]
     wrong = unlike(scorers, cases)
     assert len(wrong) <= tolerance * len(cases), wrong
     assert len([row for row in wrong if row["score"] == 1]) <= 0.002 * len(cases)

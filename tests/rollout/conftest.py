@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,7 +182,6 @@ def make_policy(checkpoint: str, *, train_norms: bool = False, dtype: torch.dtyp
 
 def make_engine(name: str) -> RolloutEngine:
     if name == "vllm":
-        gc.freeze()  # vLLM collects garbage five times while it starts, each time over every module of the process
         # Small enough that prompts wait for each other and sequences are preempted.
         return VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=256, kv_cache_bytes=2**20)
     return TransformersEngine(batch_tokens=1024)
