@@ -32,6 +32,7 @@ from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
+from qerl_pl.common import empty_event_files
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
@@ -76,8 +77,14 @@ class QeRLCLI(LightningCLI):
         super().__init__(*more, **named)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if self._run_now:
+        if not self._run_now:
+            return
+        try:
             super()._run_subcommand(subcommand)
+        except BaseException:
+            if self.trainer.is_global_zero:
+                empty_event_files.remove(self.trainer.loggers)
+            raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"

@@ -1,0 +1,30 @@
+"""Delete TensorBoard's event files in which nothing was logged, as a start that is refused leaves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+LENGTH, CHECKSUM = 8, 4  # bytes; a record is its length, a checksum of that, the record, and a checksum of the record
+
+
+def remove(loggers: Iterable[Logger]) -> None:
+    """Delete this process's event files that hold at most the version of the format.
+
+    Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            for path in Path(logger.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                if is_empty(path):
+                    path.unlink()
+
+
+def is_empty(path: Path) -> bool:
+    """Return whether an event file has no record after the first one, which is the version of the format."""
+    with path.open("rb") as file:
+        first = int.from_bytes(file.read(LENGTH), "little")
+    return path.stat().st_size <= LENGTH + CHECKSUM + first + CHECKSUM
