@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.rollout.vllm import patches
+from qerl_pl.rollout.vllm.stderr import without_lines
 
 PACKAGE = Path(patches.__file__).parent
 
@@ -22,6 +24,13 @@ def test_every_patch_says_symptom_cause_versions_and_upstream(patch):
     text = inspect.getdoc(patch) or ""
     for part in ("Symptom:", "Cause:", "Versions:", "Upstream:"):
         assert part in text
+
+
+def test_of_what_is_written_to_standard_error_one_line_is_left_out(capfd):
+    with without_lines("NUMA binding"):
+        os.write(2, b"one\nWarning: NUMA binding: Using MEMBIND\ntwo\n")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "one\ntwo\n"
 
 
 def test_the_list_is_complete():

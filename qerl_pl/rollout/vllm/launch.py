@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -87,7 +88,8 @@ def launch(
         try:
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
             apart = patches.decoder_classes_apart()
-            with uncounted, kernels, apart, setup.among_ranks() as more, watch.phase("vLLM"):
+            quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
+            with uncounted, kernels, apart, quiet, setup.among_ranks() as more, watch.phase("vLLM"):
                 llm = LLM(**{**arguments, **more, **given})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group)

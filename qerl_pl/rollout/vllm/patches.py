@@ -17,7 +17,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import distributed as dist
+
+from qerl_pl.rollout.vllm.stderr import without_lines
 
 
 def apply_all() -> None:
@@ -181,6 +184,29 @@ def decoder_classes_apart() -> Iterator[None]:
 
 
 @contextmanager
+def quiet_memory_binding() -> Iterator[None]:
+    """An engine that starts on a CPU does not write a line about NUMA nodes.
+
+    Symptom: "Warning: NUMA binding: Using MEMBIND policy ..." on the terminal of every run, though nothing is wrong.
+    Cause: vLLM's C++ code reports its default as a warning.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    import_module("vllm._custom_ops")  # registers the operator
+    operators: Any = torch.ops._C
+    bind = operators.init_cpu_memory_env
+
+    def bind_quietly(*arguments: Any) -> Any:
+        with without_lines("NUMA binding: Using"):
+            return bind(*arguments)
+
+    replace(operators, "init_cpu_memory_env", bind_quietly, takes=())
+    try:
+        yield
+    finally:
+        operators.init_cpu_memory_env = bind
+
+
+@contextmanager
 def kept_process_group() -> Iterator[None]:
     """Keep torch's default process group, which belongs to the trainer, when an engine ends within this context.
 
@@ -209,6 +235,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     cache_of_unchanged_blocks,
     memory_of_ended_engines,
     decoder_classes_apart,
+    quiet_memory_binding,
     kept_process_group,
 )
 

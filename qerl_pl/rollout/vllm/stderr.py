@@ -1,0 +1,32 @@
+"""Leave out lines that C++ code writes to the standard error stream, which no log level of Python reaches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+
+STDERR = 2  # file descriptor
+
+
+@contextmanager
+def without_lines(containing: str) -> Iterator[None]:
+    """Hold back what the process writes to standard error within this context; then write all lines but some.
+
+    Args:
+        containing: lines with this text are dropped.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(STDERR)
+    with TemporaryFile() as file:
+        os.dup2(file.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, STDERR)
+            os.close(terminal)
+            file.seek(0)
+            os.write(STDERR, b"".join(line for line in file if containing.encode() not in line))
