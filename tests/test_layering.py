@@ -144,3 +144,9 @@ def test_the_top_level_is_the_design_cards():
         "Dockerfile",
     }
     assert names - TOP_LEVEL <= ordinary | {name for name in names if name.startswith(".")}
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their file names alone, and refuses to collect the second of two equal ones."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -25,7 +25,9 @@ ROW = {
 }
 
 
-def test_tensorboard_has_texts_with_reasons_and_histograms(tmp_path):
+def test_tensorboard_has_texts_with_reasons_and_histograms(tmp_path, monkeypatch):
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)  # to import them would now raise: no logger of theirs is in use
     loggers = [TensorBoardLogger(tmp_path, name="", version=""), CSVLogger(tmp_path, name="", version="")]
     log_completions(loggers, "completions/train", [ROW, ROW], step=3)
     log_histogram(loggers, "gap/h", torch.tensor([0.0, 1.0, 1.0, 2.0]), step=3)
@@ -44,7 +46,6 @@ def test_tensorboard_has_texts_with_reasons_and_histograms(tmp_path):
     assert sum(counts.values()) == 4
     assert (histogram.histogram_value.min, histogram.histogram_value.max) == (0.0, 2.0)
     assert events.Tags()["histograms"] == ["gap/h"]
-    assert not {"wandb", "mlflow"} & sys.modules.keys(), "imported although no logger of theirs is in use"
 
 
 def test_wandb_has_a_table_and_a_histogram(tmp_path, monkeypatch):

@@ -50,7 +50,8 @@ def test_a_merged_folder_is_loaded_by_stock_transformers_and_its_drift_grows_wit
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4")
     near, far = (measure_drift(policy, tmp_path / form, ROWS) for form in ("bf16", "nvfp4"))
     assert near.num_tokens == sum(len(tokens) - start for tokens, start in ROWS)
-    assert 0 <= near.kl < 1e-2 < far.kl
+    assert 0 <= near.kl < 1e-2
+    assert 100 * near.kl < far.kl
     assert near.same_argmax > 0.9
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", output_loading_info=True)
     stock, report = loaded
