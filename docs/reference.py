@@ -9,7 +9,6 @@ import io
 import pkgutil
 import re
 import sys
-import types
 import typing
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from datamodules.sources import PromptSource
 from docs.griffe_classes import EXAMPLE, block
 from qerl_pl.__main__ import COMMANDS, TRAINING, main
 from qerl_pl.cli.shipped import BASE_CONFIG
+from qerl_pl.cli.type_words import words
 from qerl_pl.cli.words import Parser
 from qerl_pl.module import QeRLModule
 from qerl_pl.rewards.base import WeightedReward
@@ -39,7 +39,7 @@ Every setting of a configuration with its type, its default and its meaning, mad
 that the command line itself reads. How files combine and what is often changed is in
 [Configurations](../configs/README.md). A class is named by `class_path` and takes its settings under `init_args`.
 """
-_PRINTED_AS_CODE = re.compile(r"type:\s+<function\s[^>]*>,\s+|[^\n -~]")
+_UNPRINTABLE = re.compile(r"[^\n -~]")
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
 Kind = Callable[[Any], bool]
 
@@ -92,7 +92,7 @@ def help_of(command: str) -> str:
         patch.object(sys, "argv", ["qerl"]),
     ):
         main([command, "--help"])
-    parts = _PRINTED_AS_CODE.sub("", printed.getvalue()).strip().split("\n\n")
+    parts = _UNPRINTABLE.sub("", printed.getvalue()).strip().split("\n\n")
     own = [part for part in parts if not re.search(r"--(trainer|model|data)\b", part)]
     return "\n\n".join(own if command in TRAINING else parts)
 
@@ -135,25 +135,17 @@ def table(
         nested.update({each.__name__: each for each in _inside(hint) if is_dataclass(each)})  # pyright: ignore
         default = "required" if action.required else f"`{_yaml(defaults.get(action.dest, action.default))}`"
         meaning = meanings.get(action.dest, action.help or "")
-        cells = (f"`{prefix}{action.dest}`", words(hint), default, meaning)
+        cells = (f"`{prefix}{action.dest}`", words(hint, shown=_shown), default, meaning)
         rows += "|" + "|".join(f" {_cell(cell)} " for cell in cells) + "|\n"
     return HEAD + rows if rows else "No settings.\n"
 
 
-def words(hint: Any) -> str:
-    """A type as YAML's user knows it."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return " or ".join(f"`{each}`" for each in inside)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(words, inside))
-    if inside and isinstance(origin, type) and issubclass(origin, Callable):
-        return words(inside[-1])
-    if inside:
-        name = "list" if origin is tuple else origin.__name__
-        return f"{name} of {' to '.join(words(each) for each in inside if each is not ...)}"
-    name = "null" if hint is type(None) else getattr(hint, "__name__", str(hint))
-    return f"[{name}](#{name.lower()})" if is_dataclass(hint) else name
+def _shown(value: Any) -> str:
+    """A class, linked where the page has a section on it, or one of the values that a setting may have."""
+    if not isinstance(value, type) and typing.get_origin(value) is None and not hasattr(value, "__name__"):
+        return f"`{value}`"
+    name = getattr(value, "__name__", str(value))
+    return f"[{name}](#{name.lower()})" if is_dataclass(value) else name
 
 
 def _inside(hint: Any) -> Iterator[Any]:

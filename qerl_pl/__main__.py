@@ -27,6 +27,8 @@ COMMANDS = {
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
+CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
+"""Folder of shipped configurations to the word that ``--help`` has for them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         width = max(map(len, commands))
         print("usage: qerl COMMAND [--help], or python -m qerl_pl COMMAND\n\ncommands:")
         print("\n".join(f"  {name:{width}}  {text}" for name, text in commands.items()))
-        print("\nTraining and evaluation take -c TASK -c MODEL -c ARM, files or the names of shipped configurations.")
+        print("\nTraining and evaluation take -c TASK -c MODEL -c ARM, files or names of shipped configurations:")
+        folder = Path(__file__).parents[1] / "configs"
+        for place, what in CONFIGURATIONS.items():
+            names = sorted(path.stem for path in (folder / place).glob("*.yaml") if path.stem != "base")
+            print(f"  {what:{width}}  {', '.join(names)}")
         return 0 if argv else 2
     if argv[0] not in commands:
         print(f"unknown command {argv[0]!r}; expected one of: {', '.join(commands)}", file=sys.stderr)

@@ -28,6 +28,7 @@ from qerl_pl.checkpoint import LAST
 from qerl_pl.cli.checks import check_checkpoint, check_groups
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
+from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
 from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
@@ -42,7 +43,7 @@ from qerl_pl.settings.changes import keep_old_config
 from qerl_pl.settings.hyperparameters import hyperparameters, log_hyperparameters
 from qerl_pl.settings.trainer import check_trainer
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
+SUBCOMMANDS = tuple(DESCRIPTIONS)
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
@@ -184,6 +185,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
         PromptDataModule,
         run_now=run_now,
         parser_class=Parser,
+        parser_kwargs={name: {"description": f"{text}{FORM}"} for name, text in DESCRIPTIONS.items()},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,

@@ -11,6 +11,7 @@ from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 from qerl_pl.cli.errors import in_short
+from qerl_pl.cli.help_text import HelpFormatter, in_order
 from qerl_pl.objective.published import completed
 
 OPTION = "--model.objective"
@@ -18,6 +19,19 @@ OPTION = "--model.objective"
 
 class Parser(LightningArgumentParser):
     """Writes configurations (``--print_config``, config.yaml) with all settings of the objective filled in."""
+
+    def __init__(self, **named: Any) -> None:
+        named.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**named)
+
+    def format_help(self, *args: Any, **named: Any) -> str:
+        """Format ``--help`` with the sections in the order of ``help_text.in_order``."""
+        groups = self._action_groups
+        self._action_groups = in_order(groups)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return super().format_help(*args, **named)
+        finally:
+            self._action_groups = groups
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
         """Dump a configuration as jsonargparse does, after replacing nulls in the objective by the preset's values.

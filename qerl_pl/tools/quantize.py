@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qerl_pl quantize", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4")
+    parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")
     parser.add_argument(
         "--method",
         choices=get_args(Method),
@@ -82,5 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--samples", type=int, default=256, help="calibration sequences (default: 256)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per calibration sequence (default: 2048)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default=device, help=f"where the weights are computed (default: {device})"
+    )
     return parser

@@ -1,0 +1,112 @@
+"""Text of ``qerl fit --help``: a short usage, own settings first, types in words, no options that are refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from argparse import Action, _ArgumentGroup
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jsonargparse import DefaultHelpFormatter
+
+from qerl_pl.cli.type_words import words
+from qerl_pl.settings.trainer import UNUSABLE
+
+MEANINGS = {
+    "config": "a YAML file, or the name of a shipped configuration, such as gsm8k; repeatable, later ones override "
+    "earlier ones.",
+    "seed_everything": "seeds everything that is drawn: the adapter, the order of the problems, completions, noise.",
+    "trainer.max_steps": "length of the run, in optimizer steps.",
+    "trainer.max_time": 'end the run after this time, "DD:HH:MM:SS"; it can be resumed.',
+    "trainer.val_check_interval": "number of rollouts between two validations.",
+    "trainer.precision": "leave it at 32-true: the compute dtype is model.dtype.",
+    "trainer.devices": "number of GPUs; each has its own engine and its share of the prompts.",
+    "trainer.num_nodes": "number of machines, see docs/multi_node.md.",
+    "trainer.accelerator": "auto (a GPU where there is one), cpu or gpu.",
+    "ckpt_path": "last, best (not for fit) or a file. fit --ckpt_path last goes on where a run stopped, and starts a "
+    "new one where there is none; an evaluation without it is of the base.",
+}
+"""Setting to what to say of it in place of Lightning's text, which speaks of what is different here."""
+HIDDEN = {f"trainer.{name}" for name in UNUSABLE} | {
+    "trainer.check_val_every_n_epoch",
+    "trainer.enable_autolog_hparams",
+    "trainer.model_registry",
+    "trainer.sync_batchnorm",
+    "trainer.use_distributed_sampler",
+    "return_predictions",
+    "verbose",
+    "weights_only",
+}
+"""Settings that are refused or that have no effect in this program."""
+TITLES = {
+    "model": "model: the base, the adapter, what is sampled, and the objective",
+    "data": "data: problems, and how they become prompts",
+    "ckpt_path": "checkpoint",
+    "trainer": "trainer: hardware and length of the run, callbacks and loggers (settings of Lightning)",
+}
+
+LINKED = "settings that follow from others and are not set themselves"
+DESCRIPTIONS = {
+    "fit": "Train a policy",
+    "validate": "Evaluate a policy on the validation problems of a recipe",
+    "test": "Evaluate a policy on a test set, with intervals over problems",
+    "predict": "Write completions of a policy to files",
+}
+FORM = (
+    ". TASK, MODEL and ARM are YAML files or names of shipped configurations (`qerl --help` lists them). Every option "
+    "below is a key of these files, too: --model.sampling.temperature 0.8 is `model: {sampling: {temperature: 0.8}}`."
+)
+
+
+class HelpFormatter(DefaultHelpFormatter):
+    """Formats the options of a training command."""
+
+    def add_usage(self, usage: str | None, actions: Iterable[Action], *more: Any, **named: Any) -> None:
+        """Show the form of a command and not each of its two hundred options."""
+        program, command = self._prog.split()[0], self._prog.split()[-1]
+        program = "python train.py" if program.endswith("train.py") else "qerl"
+        super().add_usage(f"{program} {command} -c TASK -c MODEL -c ARM [--KEY VALUE ...]", [], *more, **named)
+
+    def _format_action(self, action: Action) -> str:
+        return "" if action.dest in HIDDEN else super()._format_action(action)
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help
+        action.help = MEANINGS.get(action.dest, text)
+        try:
+            return in_plain_text(super()._get_help_string(action))
+        finally:
+            action.help = text
+
+    def _get_type_str(self, action: Action) -> str | None:
+        if action.dest.endswith(".help"):
+            return None
+        hint = getattr(action, "_typehint", None) or getattr(action, "type", None)
+        if inspect.isfunction(hint):
+            hint = typing.get_type_hints(hint)["return"]
+        return None if hint is None else words(hint)
+
+
+def in_order(groups: Sequence[_ArgumentGroup]) -> list[_ArgumentGroup]:
+    """Return the sections of ``--help`` that show anything, with titles that say what they hold, the trainer's last."""
+    shown = [group for group in groups if any(action.dest not in HIDDEN for action in group._group_actions)]
+    for group in shown:
+        section = group._group_actions[0].dest
+        if group.title == "Linked arguments":
+            group.title = LINKED
+        elif group.title != LINKED:
+            group.title = TITLES.get(section, section if "." in section else group.title)
+    last = [group for group in shown if group.title in (TITLES["trainer"], LINKED)]
+    return [group for group in shown if group not in last] + last[::-1]
+
+
+def in_plain_text(text: str) -> str:
+    """Remove reStructuredText markup: ``:class:`~a.b.Name``` becomes ``Name``, double backticks single ones.
+
+    A default that is named twice is named once.
+    """
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
+    text = re.sub(r"``(.*?)``", r"`\1`", text)
+    return re.sub(r"\.?\s+Default: [`\w\".-]+\.? \((?=.*default: )", ". (", text, flags=re.DOTALL)

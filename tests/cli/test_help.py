@@ -1,0 +1,76 @@
+"""``--help`` of the training commands: readable by somebody who has never seen the program."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import train
+from qerl_pl.__main__ import COMMANDS, main
+from qerl_pl.cli.help_text import in_plain_text
+from qerl_pl.cli.type_words import words
+from qerl_pl.settings.trainer import UNUSABLE
+
+
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.argv", ["qerl"])
+
+    def printed(command: str) -> str:
+        with pytest.raises(SystemExit):
+            train.main([command, "--help"])
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_training_has_a_short_usage_own_settings_first_and_types_in_words(help_of):
+    text = help_of("fit")
+    assert text.startswith("usage: qerl fit -c TASK -c MODEL -c ARM [--KEY VALUE ...]\n\nTrain a policy.")
+    assert not re.search(r"0x[0-9a-f]{6}|<class|<function|Optional\[|Union\[|Literal\[|:class:|:paramref:", text)
+    folder = text[text.index("--run_dir") : text.index("--smoke")]
+    assert "(type: str, default: runs/default)" in " ".join(folder.split())
+    places = [text.index(f"\n{section}:") for section in ("model", "data", "trainer")]
+    assert places == sorted(places)
+    assert re.search(r"--trainer.max_steps MAX_STEPS\s+length of the run, in optimizer steps. \(type: int", text)
+    refused = [name for name in UNUSABLE if re.search(rf"--trainer\.{name} ", text)]
+    assert refused == []
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_has_no_options_without_an_effect(command, help_of):
+    text = help_of(command)
+    assert "--ckpt_path CKPT_PATH" in text
+    assert not re.search(r"--(weights_only|verbose|return_predictions)\b", text)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_of_a_command_is_described(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    lines = text.partition("options:")[2].splitlines()
+    assert len(lines) > 2
+    bare = [
+        line
+        for line, following in zip(lines, [*lines[1:], ""], strict=True)
+        if re.match("  -", line) and "  " not in line.strip() and not following.startswith("      ")
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [(int | None, "int or null"), (tuple[str, ...], "list of str"), (dict[str, float], "dict of str to float")],
+)
+def test_types_are_words(hint, said):
+    assert words(hint) == said
+
+
+def test_markup_of_other_libraries_is_plain_text():
+    assert in_plain_text("see :class:`~a.b.Name` or ``x``.\nDefault: ``1``. (type: int, default: 1)") == (
+        "see Name or `x`. (type: int, default: 1)"
+    )
