@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gc
 
-import torch
-from torch import Tensor
-
 from qerl_pl.rollout.vllm import memory as vllm_memory
 
 
 def held_in_vllms_pool() -> list[str]:
     """Shapes and dtypes of all tensors in it, and the types of what refers to them."""
     found = []
-    for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and vllm_memory.is_inside(tensor):
+    for tensor in vllm_memory.referred_to():
+        if vllm_memory.is_inside(tensor):
             who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}
             found.append(f"{tuple(tensor.shape)} {tensor.dtype} held by {', '.join(sorted(who))}")
     return found

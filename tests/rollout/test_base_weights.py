@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from qerl_pl.kernels import hopper
 from qerl_pl.quant import formats, nvfp4
@@ -92,6 +94,20 @@ def test_two_copies_are_logged(started, caplog):
         started._call(base_weights.log_copies, started._policy.packed_linears())
         started._call(base_weights.log_copies, {})
     assert caplog.text.count("have a copy each of the base's") == 1
+
+
+def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
+    """Even if something refers to vLLM's model, as compiled graphs or a traceback may."""
+    model = started._call(lambda worker: worker.get_model())
+    tensors = {**started._policy.embedding_weights()}
+    for name, linear in started._policy.packed_linears().items():
+        tensors |= {f"{name}.codes": linear.codes, f"{name}.block_scale": linear.block_scale}
+    memory = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in tensors.items()}
+    del tensors, linear
+    started.close()
+    gc.collect()
+    assert [name for name, storage in memory.items() if not storage.expired()] == []
+    assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) == 0
 
 
 @pytest.mark.parametrize(("kernel", "expected"), [("auto", False), ("humming", False), ("native", True)])

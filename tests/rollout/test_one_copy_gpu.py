@@ -22,6 +22,7 @@ from tests.rollout.conftest import (
     save_dense,
     some_prompts,
 )
+from tests.rollout.leaks import held_in_vllms_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +48,7 @@ def engine(tmp_path_factory) -> Iterator[VLLMEngine]:
         assert_unchanged(engine, row_order)
         yield engine
         engine.close()
+        assert not vllm_memory.left(), held_in_vllms_pool()
         assert_unchanged(engine, row_order, policy)
 
 
@@ -86,6 +88,7 @@ def test_a_closed_engine_and_a_start_that_fails_leave_the_trainers_base_alone(en
     policy = engine._policy
     dense = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
     engine.close()
+    assert not vllm_memory.left(), held_in_vllms_pool()
     assert_unchanged(engine, dense, policy)
     with pytest.raises(ValueError, match=r"(?i)cache"):
         VLLMEngine(kv_cache_bytes=1024, enforce_eager=True).start(policy, max_model_len=MAX_MODEL_LEN)

@@ -64,7 +64,7 @@ def launch(
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            from qerl_pl.rollout.vllm import base_weights
+            from qerl_pl.rollout.vllm import base_weights, loader
 
         plugin.register()
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -97,3 +97,5 @@ def launch(
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()
             raise
+        finally:
+            loader.forget()

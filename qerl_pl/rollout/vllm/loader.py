@@ -72,5 +72,10 @@ def register_loader(
     return LOAD_FORMAT
 
 
+def forget() -> None:
+    """Let go of the trainer's tensors: vLLM keeps the loader that was registered last for good."""
+    register_loader({}, {})
+
+
 def _are_alike(left: Tensor, right: Tensor) -> bool:
     return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)

@@ -1,9 +1,10 @@
-"""Free the memory pool of vLLM's sleep mode completely when an engine ends.
+"""Free the memory pool of vLLM's sleep mode completely when an engine ends, and let go of the trainer's memory.
 
 vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use: "CuMem
 allocator can only be used for one instance per process". An engine that ends drops its own references to its tensors,
 but modules, compiled graphs or caches may hold further references, which keep the memory allocated. The functions here
-free the memory of the tensors even if they are still referenced.
+free the memory of the tensors even if they are still referenced. Memory outside the pool is never freed here: what the
+trainer has lent, the packed base and the embeddings, is only no longer referred to.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import gc
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from qerl_pl.rollout.vllm import patches
 
@@ -29,25 +32,43 @@ _left: dict[int, Any] = {}
 
 
 def free(worker: WorkerBase) -> None:
-    """Free the weights, adapter slots and KV cache of a worker that is about to be shut down.
+    """Free all memory in vLLM's pool, and let go of the trainer's, before a worker is shut down.
 
-    Tensors outside vLLM's pool, such as embeddings that are shared with the trainer, are kept.
+    vLLM allows one engine at a time, so all of the pool belongs to this one. Tensors outside the pool, such as the
+    embeddings and the base that are shared with the trainer, keep their memory, but vLLM's model refers to it no more.
     """
-    if allocator() is None:
-        return
-    torch.cuda.synchronize()
-    for tensor in _tensors(worker):
-        if tensor.is_cuda and is_inside(tensor):
-            tensor.untyped_storage().resize_(0)
+    if (pool := allocator()) is not None:
+        torch.cuda.synchronize()
+        gc.unfreeze()  # vLLM has hidden all objects of its start from the collector, and shows them when it shuts down
+        release(referred_to(), _segments(pool))
+    for parameter in worker.get_model().parameters():
+        parameter.data = parameter.data.new_empty(0)
+
+
+def referred_to() -> list[Tensor]:
+    """List all tensors with memory that objects of this process refer to, except by frozen ones (``gc.freeze``)."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
+
+
+def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
+    """Free the memory of tensors that lies in the given segments; shapes and dtypes stay.
+
+    Args:
+        tensors: on any device.
+        segments: bytes of each segment by its address.
+    """
+    starts = sorted(segments)
+    for tensor in tensors:
+        if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
+            storage.resize_(0)
 
 
 def is_inside(tensor: Tensor) -> bool:
     """Return whether a tensor's memory belongs to vLLM's pool."""
-    if (pool := allocator()) is None:
+    if (pool := allocator()) is None or not tensor.is_cuda:
         return False
-    starts, address = sorted(pool.pointer_to_data), tensor.untyped_storage().data_ptr()
-    before = bisect_right(starts, address) - 1
-    return before >= 0 and address < starts[before] + _size(pool, starts[before])
+    segments = _segments(pool)
+    return _is_in(tensor, sorted(segments), segments)
 
 
 def collect() -> None:
@@ -106,13 +127,19 @@ def allocator() -> Any:
     return CuMemAllocator.instance
 
 
-def _size(pool: Any, address: int) -> int:
-    return pool.pointer_to_data[address].handle[1]
+def _segments(pool: Any) -> dict[int, int]:
+    """Return the bytes of each segment of vLLM's pool by its address."""
+    return {address: data.handle[1] for address, data in pool.pointer_to_data.items()}
 
 
-def _tensors(worker: Any) -> Iterator[Tensor]:
-    values = [*getattr(worker.model_runner, "kv_caches", ())]
-    for module in worker.get_model().modules():
-        values += [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
-    for value in values:
-        yield from (one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor))
+def _is_traced(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of torch.compile's stand-ins, which have no memory."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+def _is_in(tensor: Tensor, starts: list[int], segments: Mapping[int, int]) -> bool:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    before = bisect_right(starts, address) - 1
+    return before >= 0 and address < starts[before] + segments[starts[before]]
