@@ -105,7 +105,8 @@ class SyncCanary(Callback):
         gaps = self._check(pl_module, pl_module.norm_noise, seed=seed, with_scores=is_due or self._is_first)
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
-        # Scores that are only due to a start are not logged, so that a straight and a resumed run log the same values.
+        # A score that was computed only because the process is new is not logged: a resumed run then logs what an
+        # uninterrupted one does.
         change = gaps.pop(CHANGE)
         pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[PROBE])
         pl_module.log("canary/probe_share", gaps[PROBE] / max(change, 1e-9))

@@ -24,10 +24,10 @@ def output_file(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Check that a path can be a picture's.
+    """Check that a path names a file in which a picture can be saved.
 
     Raises:
-        ArgumentTypeError: as ``output_file``, or the name's end is of no picture that can be drawn.
+        ArgumentTypeError: as ``output_file``, or its suffix is not one of ``PICTURES``.
     """
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
