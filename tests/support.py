@@ -11,7 +11,7 @@ import torch
 
 FILE = "QERL_PL_SUPPORT"
 """Environment variable with the file that notes are added to; without it none are written."""
-CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export")
+CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export", "resume", "stock vLLM and PEFT")
 
 
 def seen(family: str, capability: str) -> None:

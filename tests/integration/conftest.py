@@ -11,11 +11,13 @@ import torch
 
 import train
 from qerl_pl.__main__ import main as command
+from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.tiny import make_tiny
 from tests.program import Program
 
 ROOT = Path(__file__).parent.parent.parent
 TOY = ROOT / "tests" / "integration" / "toy.yaml"
+NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
 VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
 IN_BACKGROUND = ("--trainer.callbacks+=tests.integration.toy.InBackground",)
 
@@ -69,6 +71,24 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
             found += differences(left[key], right[key], f"{path}/{key}")
         return found
     return [] if left == right else [path]
+
+
+def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of the curves that a run repeats exactly."""
+    curves = read_curves(run_dir)
+    return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
+
+
+def assert_same_run(straight: Path, resumed: Path) -> None:
+    """Two runs end with the same checkpoint, curves and completions, to the last bit."""
+    one, other = load_last(straight), load_last(resumed)
+    assert one["global_step"] == other["global_step"]
+    assert differences(one["state_dict"], other["state_dict"]) == []
+    assert differences(one["optimizer_states"], other["optimizer_states"]) == []
+    assert differences(one["lr_schedulers"], other["lr_schedulers"]) == []
+    assert differences(scalars(straight), scalars(resumed)) == []
+    for path in sorted((straight / "completions").iterdir()):
+        assert path.read_bytes() == (resumed / "completions" / path.name).read_bytes(), path.name
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
-"""Each model family through a whole run: quantised at first use, trained on what vLLM samples, exported."""
+"""Each model family through a whole run: quantised at first use, trained on what vLLM samples, resumed, exported."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout.vllm.arguments import query_scaling
+from qerl_pl.tools.curves import read_curves
+from qerl_pl.tools.merge import write_merged
 from tests import support
 from tests.families import NAMES, WHOLE, tiny_config, with_vision
-from tests.integration.conftest import VLLM, load_last
+from tests.integration.conftest import VLLM, assert_same_run, load_last
 from tests.rollout.conftest import save_dense
 
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--model.warmup_steps", "0")
@@ -58,9 +66,63 @@ def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     return make
 
 
-def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap: float) -> None:
-    """Quantise, train three steps with noise and the canary, and export; notes each part that works."""
-    cli = run("fit", folder / "run", "--model.base", str(base), *QUANTIZE, *SHORT, *STAGES, *VLLM, *more)
+def arguments(base: Path) -> tuple[str, ...]:
+    """Arguments of a run of three steps on a base that is quantised first."""
+    return "--model.base", str(base), *QUANTIZE, *SHORT, *STAGES, *VLLM
+
+
+STOCK = """
+import json, os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+base, settings, *adapters = sys.argv[1:]
+llm = LLM(base, dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True, max_lora_rank=8,
+          kv_cache_memory_bytes=32 << 20, hf_overrides=json.loads(settings))
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+for lora in (None, *(LoRARequest("adapter", 1, adapter) for adapter in adapters)):
+    [request] = llm.generate({"prompt_token_ids": list(range(20, 60))}, greedy, lora_request=lora, use_tqdm=False)
+    print("TOKENS", list(request.outputs[0].token_ids))
+"""
+
+
+def assert_stock_libraries_agree(base: Path, *adapters: Path) -> None:
+    """Stock vLLM and stock transformers continue a prompt with equal greedy tokens; so does PEFT with each adapter."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    command_line = [sys.executable, "-c", STOCK, base, json.dumps(query_scaling(model.config)), *adapters]
+    process = subprocess.run(command_line, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    said = [line for line in process.stdout.splitlines() if line.startswith("TOKENS")]
+    tokens = torch.arange(20, 60).view(1, -1)
+    for adapter in (None, *adapters):
+        stock = PeftModel.from_pretrained(model, adapter) if adapter else model
+        found = stock.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, eos_token_id=-1)
+        assert said.pop(0) == f"TOKENS {found[0, 40:].tolist()}", adapter
+
+
+def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
+    """Stock vLLM serves what was exported with the tokens of stock PEFT or transformers.
+
+    Neither reads NVFP4 on a CPU, so the adapter is served on the packed base written in bf16.
+    """
+    untrained = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
+    write_merged(untrained, folder / "bf16")
+    if untrained.family.keys_as_values:  # vLLM's own LoRA loader would adapt the keys alone
+        merge = ["--merge", "bf16", "--output", str(folder / "merged")]
+        assert command(["export", "--run", str(run_dir), *merge]) == 0
+        assert_stock_libraries_agree(folder / "bf16")
+        assert_stock_libraries_agree(folder / "merged")
+    else:
+        assert_stock_libraries_agree(folder / "bf16", folder / "out")
+
+
+def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap: float) -> Path:
+    """Quantise, train three steps with noise, the canary and the ledger, and export; notes each part that works.
+
+    Returns:
+        Folder of the quantised base; the run's is ``folder / "run"``, the exported adapter's ``folder / "out"``.
+    """
+    cli = run("fit", folder / "run", *arguments(base), *more)
     metrics, policy = cli.trainer.callback_metrics, cli.model.policy
     used = Path(cli.model.settings.folder)
     assert used.parent == folder / "cache"
@@ -72,6 +134,9 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
     assert any(tensor.abs().max() > 0 for name, tensor in last["state_dict"].items() if "lora_B" in name)
     support.seen(family, "train")
     assert metrics["canary/score_gap"] < gap  # with the same noise in trainer and engine
+    curves = read_curves(folder / "run")
+    assert curves["ledger/kernel/mean_abs"].values[0] < gap  # with the engine's norms clean
+    assert curves["ledger/decode/mean_abs"].values[0] < gap
     support.seen(family, "vLLM rollout")
     num_norms = len(policy.family.noise_norms) * policy.num_layers
     assert metrics["aqn/noisy_norms"] == num_norms
@@ -84,6 +149,7 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
     weights = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items()}
     assert all(torch.equal(weights[name], tensor) for name, tensor in last["state_dict"].items())
     support.seen(family, "export")
+    return used
 
 
 @pytest.mark.slow
@@ -91,7 +157,18 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
-    assert_whole_run(run, family, make_base(family), tmp_path, gap=1e-4)
+    base = make_base(family)
+    used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
+    resumed = tmp_path / "resumed"
+    run(
+        "fit", resumed, *arguments(base), "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1"
+    )
+    assert load_last(resumed)["global_step"] == 2
+    run("fit", resumed, *arguments(base), "--ckpt_path", "last")
+    assert_same_run(tmp_path / "run", resumed)
+    support.seen(family, "resume")
+    assert_exports_are_served(used, tmp_path / "run", tmp_path)
+    support.seen(family, "stock vLLM and PEFT")
 
 
 @pytest.mark.gpu

@@ -11,26 +11,9 @@ import pytest
 import torch
 
 from qerl_pl.tools.curves import read_curves
-from tests.integration.conftest import IN_BACKGROUND, VLLM, differences, launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, VLLM, assert_same_run, launch, load_last
 
-NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
 KILLS = 2  # each costs the start of a process
-
-
-def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
-    curves = read_curves(run_dir)
-    return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
-
-
-def assert_same_run(straight: Path, resumed: Path) -> None:
-    one, other = load_last(straight), load_last(resumed)
-    assert one["global_step"] == other["global_step"]
-    assert differences(one["state_dict"], other["state_dict"]) == []
-    assert differences(one["optimizer_states"], other["optimizer_states"]) == []
-    assert differences(one["lr_schedulers"], other["lr_schedulers"]) == []
-    assert differences(scalars(straight), scalars(resumed)) == []
-    for path in sorted((straight / "completions").iterdir()):
-        assert path.read_bytes() == (resumed / "completions" / path.name).read_bytes(), path.name
 
 
 def rollouts_seen(run_dir: Path) -> int:
