@@ -6,6 +6,8 @@ import gc
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, memory
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
+LinearBase = pytest.importorskip("vllm.model_executor.layers.linear").LinearBase
 pytestmark = pytest.mark.vllm
 CHANGES = {
     "a code": ("model.layers.1.mlp.up_proj.weight_packed", lambda codes: codes[3, 5].bitwise_xor_(1)),
@@ -165,11 +168,11 @@ def test_gradients_are_those_of_the_other_order():
     assert torch.equal(before, after)
 
 
-class Converted(nn.Module):
+class Converted(LinearBase):
     """A linear of vLLM after its weights were converted."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = nn.Parameter(weight.codes.clone(), requires_grad=False)
         scales = weight.block_scale.view(torch.float8_e4m3fn).clone()
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
@@ -184,14 +187,69 @@ def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
     same, other, unknown = Converted(whole), Converted(whole), Converted(whole)
     other.weight[0, 0] ^= 1
     unknown.trainers_weight = None
+    elsewhere = Converted(PackedWeight(whole.codes.to("meta"), whole.block_scale.to("meta"), whole.global_scale))
+    elsewhere.trainers_weight = whole
     assert base_weights.adopt(same)
     assert same.weight.data_ptr() == whole.codes.data_ptr() == linears["out"].codes.data_ptr()
     assert same.weight_scale.data_ptr() == whole.block_scale.data_ptr()
-    for layer in (other, unknown):
+    for layer in (other, unknown, elsewhere):
         own = layer.weight.data_ptr()
         assert not base_weights.adopt(layer)
         assert layer.weight.data_ptr() == own
     assert not hasattr(other, "trainers_weight")
+
+
+class Adopted(NamedTuple):
+    """A worker whose model has one fused linear, and the trainer's two linears, of which it uses the memory."""
+
+    worker: Any
+    linears: dict[str, FrozenLinear]
+    dense: dict[str, torch.Tensor]
+
+    def check_trainers(self) -> None:
+        assert all(torch.equal(self.linears[name].dense(torch.bfloat16), dense) for name, dense in self.dense.items())
+
+
+@pytest.fixture
+def adopted() -> Adopted:
+    linears = {f"mlp.{name}": packed(128, 128) for name in ("gate_proj", "up_proj")}
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
+    base_weights.put_in_tile_order(linears)
+    whole = whole_of([linear.packed for linear in linears.values()])
+    assert whole is not None
+    model, mlp = nn.Module(), nn.Module()
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}  # pyright: ignore[reportArgumentType]
+    model.mlp, mlp.gate_up_proj = mlp, Converted(whole)
+    base_weights.lend(model, linears)
+    assert base_weights.adopt(mlp.gate_up_proj)
+    return Adopted(SimpleNamespace(get_model=lambda: model), linears, dense)
+
+
+def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
+    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
+    for tensor in (adopted.linears["mlp.up_proj"].codes, adopted.linears["mlp.gate_proj"].block_scale):
+        tensor[-1, -1] ^= 1
+        with pytest.raises(RuntimeError, match=r"1 of 1 linears differ.*gate_up_proj"):
+            base_weights.check_rows(adopted.worker, adopted.linears)
+        tensor[-1, -1] ^= 1
+    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
+
+
+def test_a_trainer_that_was_moved_away_from_the_shared_memory_is_seen(adopted):
+    for linear in adopted.linears.values():
+        linear._apply(torch.clone)
+    with pytest.raises(RuntimeError, match="does not compute with the trainer's base"):
+        base_weights.check_rows(adopted.worker, adopted.linears)
+
+
+def test_an_engine_that_ends_leaves_the_trainers_memory_as_it_is(adopted):
+    places = [linear.codes.data_ptr() for linear in adopted.linears.values()]
+    memory.free(adopted.worker)
+    assert adopted.worker.get_model().mlp.gate_up_proj.weight.numel() == 0
+    adopted.check_trainers()
+    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
+    base_weights.put_in_tile_order(adopted.linears)  # as the next engine does before it starts
+    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
 
 
 def _rewrite(base: Path, name: str, write) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qerl_pl.kernels import hopper
+from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -96,6 +97,47 @@ def test_a_closed_engine_and_a_start_that_fails_leave_the_trainers_base_alone(en
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert engine._call(vllm_worker.check_base, policy.packed_linears()) == 8
     assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
+
+
+def test_a_start_that_fails_after_the_base_was_adopted_leaves_nothing_behind(engine, monkeypatch):
+    policy = engine._policy
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
+    engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert not vllm_memory.left(), held_in_vllms_pool()
+    assert_unchanged(engine, dense, policy)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no room for the adapter")
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_pass_that_runs_out_of_memory_while_the_engine_sleeps_harms_neither_side(engine, level):
+    """All memory that torch has cached is given back, and used by others, before the pass is repeated."""
+    engine.sleep_level = level
+    dense = {name: linear.dense(torch.bfloat16) for name, linear in engine._policy.packed_linears().items()}
+    held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)
+    engine.sleep()
+
+    def work(tokens: int) -> int:
+        if tokens > 4:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        other = [torch.full((2**22,), -1, dtype=torch.int32, device="cuda") for _ in range(16)]
+        assert_unchanged(engine, dense)
+        return len(other)
+
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        assert MicroBatchBudget(16).run(work, longest=1) == 16
+    engine.wake()
+    assert engine.fingerprint() == held
+    assert_unchanged(engine, dense)
+    assert [len(each) for each in engine.generate(PROMPTS, SAMPLING, 5)] == [len(each) for each in samples]
 
 
 def test_a_base_that_is_overwritten_is_seen(engine):
