@@ -30,6 +30,7 @@ from qerl_pl.memory.run import run_memory
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rollout.base import RolloutEngine
@@ -141,8 +142,11 @@ class QeRLModule(LightningModule):
             device=self.trainer.strategy.root_device,
             **self.settings.of_policy,
         )
-        if self.memory_plan is not None and (how := self.memory_plan.run.recompute(self.policy.num_layers)):
-            self.policy.set_recompute(how)
+        if self.memory_plan is not None:
+            if how := self.memory_plan.run.recompute(self.policy.num_layers):
+                self.policy.set_recompute(how)
+            device = self.trainer.strategy.root_device
+            rank_zero_info(describe_attention(self.policy.config, device, self.settings.compute_dtype))
         # DDP has no work: every rank reads the base from disk, and ``ranks`` averages the gradients. DDP still gets one
         # parameter to manage, because it refuses a module without any.
         kept = next(name for name, parameter in self.named_parameters() if parameter.requires_grad)

@@ -3,8 +3,11 @@
 The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention knows where rows end. On CUDA
 in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and heads wider
 than it has, queries, keys and values are padded for torch's scaled_dot_product_attention, and its output is packed
-again. Sharing a prompt among the completions of a group is not implemented: it would save (G - 1) / G of the prompts'
-tokens in a group of G rows, but completions are several times as long as prompts.
+again. ``shared_prompts`` computes a prompt once for all rows of a pass that begin with it, where that saves enough.
+
+Two faster kernels were tried on an H200. cuDNN's, through torch 2.11, returns wrong gradients for packed rows of
+unequal lengths and takes a tenth of a second for every new set of lengths. FlashAttention 3, as vLLM has it, has no
+backward.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qerl_pl.base.layers import head_dims
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
 
@@ -109,6 +113,19 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
+def describe_attention(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Name the kernels that compute attention over packed rows, for the log."""
+    kernels = {
+        "FlashAttention 2 (torch's varlen_attn)" if _has_varlen(device, dtype, width) else "padded rows in torch's SDPA"
+        for width in head_dims(config)
+    }
+    return f"attention in training: {' and '.join(sorted(kernels))}"
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim <= VARLEN_HEAD_DIM
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -133,7 +150,7 @@ def packed_attention(
     Returns:
         [T, heads, D].
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= VARLEN_HEAD_DIM:
+    if _has_varlen(query.device, query.dtype, query.shape[-1]):
         seen = (-1 if window is None else window - 1, 0)
         output = varlen_attn(
             query, key, value, starts, starts, longest, longest, scale=scale, window_size=seen, **_SHARE_HEADS
