@@ -21,8 +21,9 @@ class Progress(Callback):
 
     On a terminal this is one line, and a second one during validation. In a job's log or a file it is one line per
     rollout. The reward is the mean over rank 0's completions. The remaining time follows from the mean time per rollout
-    since this start, including validations. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml
-    turns it off (``trainer.enable_progress_bar``).
+    since this start, including validations. Each validation leaves a line with its reward and accuracy, and a run that
+    is complete ends with the command that shows its curves. Lightning's own bar counts epochs and optimizer steps, so
+    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next where the output is no terminal. The last rollout always has a line.
@@ -82,6 +83,18 @@ class Progress(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._close_batches()
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            found = {name: trainer.callback_metrics.get(f"val/{name}") for name in ("reward", "accuracy")}
+            said = ", ".join(f"{name} {value:.3f}" for name, value in found.items() if value is not None)
+            tqdm.write(f"validation: {said}", file=sys.stdout)
+            sys.stdout.flush()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._close_rollouts()
+        if trainer.is_global_zero and trainer.global_step >= trainer.max_steps > 0:
+            took = timedelta(seconds=round(time.perf_counter() - self._start))
+            print(f"trained for {took}; `qerl report {trainer.default_root_dir}` shows the run", flush=True)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -110,9 +123,7 @@ class Progress(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         self._close_batches()
-        if self._rollouts is not None:
-            self._rollouts.close()
-            self._rollouts = None
+        self._close_rollouts()
 
     def _begin(self, trainer: Trainer, what: str, batches: list[int | float] | int | float) -> None:
         if _has_terminal(trainer):
@@ -122,6 +133,11 @@ class Progress(Callback):
     def _advance(self) -> None:
         if self._batches is not None:
             self._batches.update()
+
+    def _close_rollouts(self) -> None:
+        if self._rollouts is not None:
+            self._rollouts.close()
+            self._rollouts = None
 
     def _close_batches(self) -> None:
         if self._batches is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from callbacks import progress
 from qerl_pl.cli.console import MESSAGES, quieten
 
 
@@ -18,8 +20,10 @@ def own_filters():
     before = {name: list(logging.getLogger(name).filters) for name in MESSAGES}
     for name in MESSAGES:  # an earlier test of this process may have held messages back
         logging.getLogger(name).filters = []
+    format_of_before = warnings.formatwarning
     with warnings.catch_warnings():
         yield
+    warnings.formatwarning = format_of_before
     for name, filters in before.items():
         logging.getLogger(name).filters = filters
 
@@ -49,3 +53,10 @@ def test_a_first_start_that_would_go_on_is_no_warning():
         warnings.warn('.fit(ckpt_path="last") is set, but there is no last checkpoint available. HINT', stacklevel=1)
         warnings.warn("another one", stacklevel=1)
     assert [str(one.message) for one in caught] == ["another one"]
+
+
+def test_own_warnings_are_a_line_and_others_keep_their_place():
+    quieten()
+    own = str(Path(progress.__file__))
+    assert warnings.formatwarning("too short", UserWarning, own, 3) == "warning: too short\n"
+    assert "lib.py:3: UserWarning: too short" in warnings.formatwarning("too short", UserWarning, "/x/lib.py", 3)

@@ -175,11 +175,15 @@ def test_the_report_gives_a_table_and_a_picture(finished, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
     run("fit", tmp_path / "file", "--trainer.max_steps", "4")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout ")]
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("rollout ")]
     reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
     assert all(re.fullmatch(rf"rollout {number} of 4: {reward}", line) for number, line in enumerate(lines, 1))
     assert len(lines) == 4
     assert "low_tokens" not in "".join(lines)
+    assert re.search(r"^validation: reward -?\d\.\d{3}$", printed, re.MULTILINE)
+    end = rf"trained for 0:00:\d\d; `qerl report {tmp_path}/file` shows the run"
+    assert re.fullmatch(end, printed.splitlines()[-1])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
