@@ -55,7 +55,10 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute results that only the function given to ``whole`` reads; the second run returns ``instead``."""
+        """Compute what only functions given to ``whole`` read.
+
+        Backward runs the block again, and ``whole`` then returns what was kept, so ``instead`` is returned here.
+        """
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
