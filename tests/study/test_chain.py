@@ -14,8 +14,7 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
 from qerl_pl.study.readouts import pass_at_k
 from qerl_pl.study.study_file import commands_of, read_study
-from tests.integration.conftest import differences, load_last
-from tests.integration.test_resume import scalars
+from tests.integration.conftest import differences, load_last, scalars
 from tests.program import Program
 
 SETTINGS: dict[str, Any] = {
