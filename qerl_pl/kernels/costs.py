@@ -47,6 +47,10 @@ ADAPTER_S = {(128, 5): 2.5e-6}
 
 A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time.
 ``bench_constants`` measures it."""
+DEQUANTISED_FROM = 2**31
+"""Fewest tokens for which dequantising a weight to scratch memory and cuBLAS are faster than Humming.
+
+The value means never: it has not been measured. Threshold: `bench_prompts`."""
 LARGE, FULL = 50e6, 0.83
 """Bounds beyond which Humming runs a linear with more than 128 tokens: more than LARGE weights (N x K), and a schedule
 here that occupies less than the share FULL of the SMs, averaged over its waves.

@@ -169,12 +169,17 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
     return shape.engine_packed_bytes + dense // itemsize * engine_itemsize
 
 
-def engine_pass(shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int) -> int:
+def engine_pass(
+    shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
+) -> int:
     """Return the bytes of vLLM's largest forward pass: the MLP with LoRA's fp32 buffers, or the logits.
+
+    With ``dequantises``, the MLP also has a dense copy of its fused gate and up projections.
 
     Sampling holds the logits twice in fp32.
     """
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
+    mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
     logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
     return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
 

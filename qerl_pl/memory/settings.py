@@ -34,6 +34,9 @@ class EngineMemory:
     one_copy: bool = False
     """Whether the engine uses the trainer's packed weights, as far as its kernels can read them."""
 
+    dequantises: bool = False
+    """Whether the engine dequantises a linear of a packed base to scratch memory for a step with many tokens."""
+
     def itemsize(self, policy_itemsize: int) -> int:
         """Return the bytes per value of the engine's compute dtype, given those of the policy's."""
         return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize

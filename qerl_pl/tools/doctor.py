@@ -143,7 +143,7 @@ def _nvfp4() -> str:
         if "qerl_pl" not in entry_points.names:
             raise RuntimeError("the vLLM plugin is not registered: install this project with `pip install -e .`")
         return "through this project's CPU kernel"
-    return "Humming" if _installed("humming-kernels") else "Marlin (humming-kernels is faster on Hopper)"
+    return "Humming" if _installed("humming-kernels") else "Marlin, on Hopper this project's kernels and cuBLAS"
 
 
 def _memory() -> str:

@@ -118,6 +118,14 @@ def test_while_vllm_loads_it_has_a_copy_of_its_own():
     assert small.total("start") >= SHAPES["7B"].base_bytes + SHAPES["7B"].fitting_bytes
 
 
+def test_an_engine_that_dequantises_has_a_dense_copy_of_its_widest_linear():
+    def largest(*, dequantises: bool) -> int:
+        engine = EngineMemory(kv_cache_bytes=GIB, dequantises=dequantises)
+        return plan(SHAPES["7B"], replace(HALVES, engine=engine)).parts["engine's passes"]["start"]
+
+    assert largest(dequantises=True) - largest(dequantises=False) == 2 * 2 * SHAPES["7B"].inner * SHAPES["7B"].hidden
+
+
 def test_linears_that_the_engine_would_pad_have_two_copies():
     shape = config_shape(small_config(), NVFP4, torch.bfloat16)
     assert shape.fitting_bytes < shape.engine_packed_bytes

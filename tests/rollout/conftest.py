@@ -240,11 +240,12 @@ def sampling_error(probabilities: Tensor, num_samples: int) -> float:
 def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) -> None:
     """In bf16 one of some hundred tokens of such a model is half a nat off by rounding alone, so their mean is held."""
     policy = engine._policy
+    device = next(policy.parameters()).device
     groups = engine.generate(prompts, sampling, 1)
     apart = []
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
-            row = torch.tensor([[*prompt, *completion.tokens]], device="cuda")
+            row = torch.tensor([[*prompt, *completion.tokens]], device=device)
             sampled = torch.zeros_like(row, dtype=torch.bool)
             sampled[:, len(prompt) :] = True
             own = policy.token_stats(row, sampled, temperature=1.0).logprobs[0, len(prompt) :]

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
+from qerl_pl.quant.formats import pack
+from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, arguments
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from qerl_pl.rollout.vllm.arguments import policy_arguments
@@ -219,6 +221,94 @@ def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return add_lora_reference(product(x.float(), bias), x, a, b, wrapped.punica_wrapper._token_lora_indices)
 
 
+def without_humming(bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> tuple[Any, Linear]:
+    """Kernel and linear as vLLM has them when it has read the first rows and columns of the weight."""
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+
+    from qerl_pl.rollout.vllm.without_humming import WithoutHumming
+
+    layer, kernel = Linear(), WithoutHumming(NvFp4LinearLayerConfig())
+    del layer.weight_scale_2
+    layer.weight = nn.Parameter(pack(CODES[:outputs, :inputs].contiguous()), requires_grad=False)
+    layer.weight_scale = nn.Parameter(SCALES[:outputs, : inputs // 16].contiguous(), requires_grad=False)
+    layer.weight_global_scale = nn.Parameter(torch.tensor(2.0**-9), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    kernel.process_weights_after_loading(layer)
+    return kernel, layer
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_without_humming_prompts_are_dequantised(calls, monkeypatch, compile, with_bias):
+    monkeypatch.setattr(costs, "LARGE", 0)  # a size of linear that Humming would compute at 129 to 256 tokens
+    monkeypatch.setattr(costs, "FULL", 2)
+    nvfp4_batch.choose_schedule.cache_clear()
+    bias = torch.randn(N).bfloat16() if with_bias else None
+    kernel, layer = without_humming(bias)
+    assert torch.equal(layer.weight, fragments(CODES, SCALES)[0])
+    assert torch.equal(layer.weight_scale.view(torch.uint8), fragments(CODES, SCALES)[1].view(torch.uint8))
+    calls.clear()
+    given = None if bias is None else layer.bias
+
+    def run(x: Tensor) -> Tensor:
+        return torch.relu(kernel.apply_weights(layer, x * 2, given))
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
+    for tokens in (8, 33, 200, 257, 300):
+        x = torch.randn(tokens, K).bfloat16()
+        if compile:
+            torch._dynamo.mark_dynamic(x, 0)
+        y, order = function(x), None if bias is None else nvfp4_decode.humming_bias(bias)
+        exact = torch.relu(product(2 * x.float(), bias if tokens > 256 else order))  # ``native`` adds what it is given
+        assert (y - exact).abs().max() <= 2**-7 * exact.abs().max()
+    assert calls == [("decode", 8), ("batch", 33), ("batch", 200)]
+    nvfp4_batch.choose_schedule.cache_clear()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(320, 256), (256, 112), (8, 16)])
+def test_without_humming_a_shape_that_the_native_kernels_do_not_take_is_computed(calls, outputs, inputs, compile):
+    bias = torch.randn(outputs).bfloat16()
+    kernel, layer = without_humming(bias, outputs, inputs)
+    run: Any = partial(kernel.apply_weights, layer, bias=layer.bias)
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
+    for shape in ((1, inputs), (2, 300, inputs)):
+        x = torch.randn(shape).bfloat16()
+        exact = x.float() @ DENSE[:outputs, :inputs].T + bias
+        assert (run(x) - exact).abs().max() <= 2**-7 * exact.abs().max()
+    assert calls == []
+
+
+def test_prompts_are_dequantised_from_the_measured_number_of_tokens_on(calls, monkeypatch):
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+
+    layer = prepared()
+    monkeypatch.setattr(costs, "DEQUANTISED_FROM", 300)
+    calls.clear()
+    for tokens in (257, 299, 300):
+        x = torch.randn(tokens, K).bfloat16()
+        exact = product(x.float(), None)
+        assert (vllm_nvfp4.call(layer, x, None) - exact).abs().max() <= 2**-7 * exact.abs().max()
+    assert calls == [("humming", 257), ("humming", 299)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_linears_that_are_loaded_later_get_vllms_kernel(fails):
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
+
+    owners: list[Any] = [compressed_tensors_w4a4_nvfp4, modelopt]
+    before = [owner.init_nvfp4_linear_kernel for owner in owners]
+    with suppress(KeyError), arguments.without_humming():
+        scheme = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4(use_a16=True)
+        assert type(scheme.kernel).__name__ == "WithoutHumming"
+        assert type(owners[1].init_nvfp4_linear_kernel(use_a16=True)).__name__ == "WithoutHumming"
+        if fails:
+            raise KeyError
+    assert [owner.init_nvfp4_linear_kernel for owner in owners] == before
+
+
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, with_bias):
@@ -355,11 +445,19 @@ def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog)
     assert not caplog.text
     assert chosen(fmt=None) == chosen(fmt=NF4) == chosen(dtype=torch.float32) == "humming"
     assert vllm_setup.decoding_kernel("humming", NVFP4, torch.bfloat16) == "humming"
+    assert [vllm_setup.prompt_kernel(deterministic=yes) for yes in (False, True)] == ["humming", "dequantised"]
+    assert VLLMEngine(deterministic=True).memory.dequantises
+    assert not VLLMEngine().memory.dequantises
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: None if name == "humming" else find_spec(name))
+    assert chosen() == "native"
+    assert vllm_setup.prompt_kernel(deterministic=False) == "dequantised"
+    assert VLLMEngine().memory.dequantises
+    assert not VLLMEngine(decoding_kernel="humming").memory.dequantises
     monkeypatch.setattr(hopper, "is_available", lambda device: False)
     assert chosen() == "humming"
 
 
-MISSING = {"humming": "humming-kernels", "vllm": "a vLLM that has Humming's", "cuda.bindings": "nvidia-cuda-nvrtc"}
+MISSING = {"vllm": "a vLLM that has Humming's", "cuda.bindings": "nvidia-cuda-nvrtc"}
 
 
 @pytest.mark.parametrize("package", MISSING)
@@ -378,6 +476,19 @@ def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkp
     with pytest.raises(ValueError, match=MISSING[package]), ours:
         pass
     assert vllm_nvfp4.HummingNvFp4LinearKernel.apply_weights is before
+
+
+def test_an_engine_that_cannot_be_deterministic_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="deterministic is true and decoding_kernel 'humming'"):
+        VLLMEngine(deterministic=True, decoding_kernel="humming")
+    monkeypatch.setattr(vllm_setup, "lacks", lambda fmt: fmt is NF4)  # as on a GPU
+    with pytest.raises(ValueError, match=r"this nvfp4 base.*need a Hopper GPU"):
+        vllm_setup.check_deterministic(NVFP4, torch.bfloat16, "humming")
+    with pytest.raises(ValueError, match=r"this mxfp4 base.*need .*a base in NVFP4"):
+        vllm_setup.check_deterministic(MXFP4, torch.bfloat16, "humming")
+    vllm_setup.check_deterministic(None, torch.bfloat16, "humming")
+    vllm_setup.check_deterministic(NF4, torch.bfloat16, "humming")
+    vllm_setup.check_deterministic(NVFP4, torch.bfloat16, "native")
 
 
 @pytest.mark.slow

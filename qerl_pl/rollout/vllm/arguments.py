@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +13,7 @@ from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm import norms
+from qerl_pl.rollout.vllm import norms, patches
 from qerl_pl.rollout.vllm.setup import lacks, log_unpacked
 
 CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
@@ -26,6 +27,7 @@ def llm_arguments(
     dtype: torch.dtype,
     max_model_len: int,
     kernel: Literal["native", "humming"],
+    prompts: Literal["humming", "dequantised"],
     on_cpu: bool,
     fp32_norms: bool,
     fp32_head: bool,
@@ -38,6 +40,7 @@ def llm_arguments(
         dtype: the engine's compute dtype.
         max_model_len: tokens of the longest prompt and completion together.
         kernel: GEMM for NVFP4 weights in batches of up to 256 tokens.
+        prompts: how NVFP4 linears are computed for more tokens, if ``kernel`` is "native".
         on_cpu: whether vLLM's platform is a CPU.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
@@ -46,6 +49,7 @@ def llm_arguments(
     from qerl_pl.rollout.vllm.loader import register_loader
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
+    arguments["additional_config"]["prompts"] = prompts
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
     arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, fp32_norms=fp32_norms)
@@ -169,12 +173,29 @@ def _cache_bytes(
     return kv_cache(one, block=block, length=max_model_len, num_sequences=engine.max_num_seqs)
 
 
+@contextmanager
 def decoding_kernels(
-    kernel: Literal["native", "humming"], policy: Policy, dtype: torch.dtype
-) -> AbstractContextManager[None]:
-    """Return a context in which vLLM loads linears with the given decoding kernel."""
+    kernel: Literal["native", "humming"],
+    prompts: Literal["humming", "dequantised"],
+    policy: Policy,
+    dtype: torch.dtype,
+) -> Iterator[None]:
+    """Make the linears that vLLM loads within this context use the given kernels."""
     if kernel == "humming":
-        return nullcontext()
+        yield
+        return
     from qerl_pl.rollout.vllm import nvfp4
 
-    return nvfp4.for_linears_of(policy, dtype)
+    with nvfp4.for_linears_of(policy, dtype), without_humming() if prompts == "dequantised" else nullcontext():
+        yield
+
+
+@contextmanager
+def without_humming() -> Iterator[None]:
+    """Make the NVFP4 linears that vLLM loads within this context use ``WithoutHumming``."""
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+
+    from qerl_pl.rollout.vllm.without_humming import WithoutHumming
+
+    with patches.nvfp4_linears_without_humming(lambda: WithoutHumming(NvFp4LinearLayerConfig())):
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -42,8 +42,9 @@ class VLLMEngine:
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
-    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception: Humming's kernels add
-    partial sums in no fixed order, so if two tokens are about equally likely, a repeated call may sample the other.
+    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception, unless ``deterministic``
+    is set: Humming's kernels add partial sums in no fixed order, so if two tokens are about equally likely, a repeated
+    call may sample the other.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -60,10 +61,14 @@ class VLLMEngine:
             are kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
         decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (`docs/kernels.md`) or "humming",
             which means vLLM's choice, on Hopper Humming's slower kernel. "auto": native if it can run, that is, on
-            Hopper in bfloat16 with humming-kernels and cuda-bindings installed.
+            Hopper in bfloat16 with cuda-bindings installed.
+        deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case), also in a run that
+            was resumed. An NVFP4 base then needs the native kernels; steps of more than 256 tokens, that is, with
+            prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimate
+            of the price: 5 % of a long prompt's time, and more in steps of 257 to 1000 tokens; decoding as before.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.
     """
 
     def __init__(
@@ -78,12 +83,16 @@ class VLLMEngine:
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
         decoding_kernel: Literal["auto", "native", "humming"] = "auto",
+        deterministic: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        if deterministic and decoding_kernel == "humming":
+            raise ValueError("deterministic is true and decoding_kernel 'humming', which adds in any order: use 'auto'")
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
+        self.deterministic = deterministic
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Size of the KV cache that ``plan_cache`` set."""
@@ -107,6 +116,7 @@ class VLLMEngine:
         """Settings that decide how much memory the engine takes."""
         given = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
         given["one_copy"] = setup.one_copy(self.decoding_kernel)
+        given["dequantises"] = setup.dequantises(self.decoding_kernel, deterministic=self.deterministic)
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     batch_tokens = 0  # ``memory`` describes the KV cache
@@ -119,7 +129,8 @@ class VLLMEngine:
         """Load vLLM with the policy's base and adapter.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
+            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; ``deterministic`` cannot
+                hold.
         """
         if self._llm is not None:
             return
@@ -136,6 +147,7 @@ class VLLMEngine:
             dtype=self.dtype,
             max_model_len=max_model_len,
             decoding_kernel=self.decoding_kernel,
+            deterministic=self.deterministic,
             fp32_norms=self._fp32_norms,
             fp32_head=self._fp32_head,
             watch=watch,
@@ -291,23 +303,9 @@ class VLLMEngine:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, adapter: bool
     ) -> list[RequestOutput]:
-        from vllm.inputs import TokensPrompt
-
-        llm = self._running()
-        if not llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not clear its prefix cache: requests of an earlier call are still queued")
-        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         lora = self._lora_request if adapter else None
-        # vLLM's CPU sampler has one compiled function, whose compilation takes 20 s and a C++ compiler and gains no
-        # speed.
-        compilation = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
-        try:
-            with preserved_rng(), compilation, self._norms_of(adapter):
-                return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
-        except BaseException:
-            # Requests left in the queue would make the next call wait for ever.
-            llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
-            raise
+        with preserved_rng(), self._norms_of(adapter):
+            return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu)
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:

@@ -38,6 +38,7 @@ def launch(
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int,
     decoding_kernel: Literal["auto", "native", "humming"],
+    deterministic: bool,
     fp32_norms: bool,
     fp32_head: bool,
     watch: Stopwatch,
@@ -50,12 +51,13 @@ def launch(
         given: arguments of ``vllm.LLM`` that the user set; they override the ones that follow from the policy.
         dtype: compute dtype; "auto" means the policy's.
         max_model_len: tokens of the longest prompt and completion together.
-        decoding_kernel: as in ``VLLMEngine``.
+        decoding_kernel, deterministic: as in ``VLLMEngine``.
         fp32_norms, fp32_head: as in ``llm_arguments``.
         watch: measures the phases "imports" and "vLLM".
 
     Raises:
-        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
+        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot
+            hold.
     """
     # vLLM uses deprecated names of torch, and users cannot act on the warnings.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -69,13 +71,17 @@ def launch(
         plugin.register()
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
+        prompts = setup.prompt_kernel(deterministic=deterministic)
         on_cpu = current_platform.is_cpu()
+        if deterministic and not on_cpu:
+            setup.check_deterministic(policy.packed_format, compute, kernel)
         arguments = llm_arguments(
             policy,
             sizes,
             dtype=compute,
             max_model_len=max_model_len,
             kernel=kernel,
+            prompts=prompts,
             on_cpu=on_cpu,
             fp32_norms=fp32_norms,
             fp32_head=fp32_head,
@@ -86,7 +92,7 @@ def launch(
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:
-            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
+            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, prompts, policy, compute)
             apart = patches.decoder_classes_apart()
             quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
             with uncounted, kernels, apart, quiet, setup.among_ranks() as more, watch.phase("vLLM"):

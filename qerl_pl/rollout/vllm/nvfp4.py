@@ -1,7 +1,9 @@
-"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and Humming's kernels for prompts, on the same weights.
+"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and others for prompts, on the same weights.
 
-The native kernels are in ``qerl_pl.kernels``. This module imports vLLM's Humming classes, so the engine imports it only
-if the native kernels can run.
+The native kernels are in ``qerl_pl.kernels``. Prompts are computed by Humming's kernels, or by dequantising the weight
+to scratch memory and cuBLAS: from ``costs.DEQUANTISED_FROM`` tokens on, and always without Humming
+(``without_humming.py``). This module imports vLLM's Humming classes, so the engine imports it only if the native
+kernels can run.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.nn import functional as F
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.nvfp4 import dequantize
 from qerl_pl.rollout.vllm import base_weights, patches
 from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
@@ -68,7 +73,7 @@ def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) 
     """Compute a linear without an adapter, [..., K] -> [..., N]; replaces the method of vLLM's Humming kernel."""
     if getattr(layer, "decoding", None) is None:
         return _apply(self, layer, x, bias)
-    return _call(layer, x, bias, [], [], None, None)
+    return call(layer, x, bias)
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,7 +81,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
     layer = self.base_layer
     if getattr(layer, "decoding", None) is None or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
-    return _call(layer, x, bias, self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens)
+    return call(layer, x, bias, self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens)
 
 
 def fewest_unfused(linear: Any) -> int:
@@ -85,10 +90,13 @@ def fewest_unfused(linear: Any) -> int:
     return next(tokens for tokens in count(1) if not _fused_linear(tokens, a, b))
 
 
-def _call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+    """Compute a prepared linear, [..., K] -> [..., N]; ``adapter`` is the last arguments of ``nvfp4_linear``."""
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
-    y = torch.ops.qerl_pl.nvfp4_linear(x.reshape(-1, x.shape[-1]), *weights, given, *layer.decoding, *adapter)
+    y = torch.ops.qerl_pl.nvfp4_linear(
+        x.reshape(-1, x.shape[-1]), *weights, given, *layer.decoding, *(adapter or ([], [], None, None))
+    )
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -113,7 +121,8 @@ def nvfp4_linear(
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        locks, layer_config, compute_config: arguments of Humming's GEMM.
+        locks, layer_config, compute_config: arguments of Humming's GEMM; an empty layer_config means that Humming is
+            not used.
         a: one [1, 1, R, K] for each slice of N; empty without an adapter.
         b: one [1, 1, n, R] for each slice.
         indices: [T] or longer, int64: -1 for a token without the adapter.
@@ -128,8 +137,13 @@ def nvfp4_linear(
         first, second, which = adapter
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1]):
+    humming = bool(layer_config)
+    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], humming=humming):
         y = native.multiply(x, weight, weight_scale, weight_scale_2, bias)
+    elif not humming or len(x) >= costs.DEQUANTISED_FROM:
+        # The order of the bias is its own inverse.
+        in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
+        y = dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
     else:
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
@@ -145,6 +159,24 @@ def nvfp4_linear(
     if adapter:
         add_lora(y, x, *adapter)
     return y
+
+
+def dequantised_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Compute [T, K] bf16 -> [T, N] with the weight dequantised to scratch memory of 2 N K bytes, by cuBLAS.
+
+    cuBLAS adds in a fixed order, so equal inputs give equal bits.
+
+    Args:
+        x: [T, K].
+        weight: codes in tile order, [K / 16, 2 N] int32, or in row order, [N, K / 2] uint8.
+        weight_scale: e4m3 in the same order, [K / 16, N] or [N, K / 16].
+        weight_scale_2: [1] fp32, factor of all weights.
+        bias: [N] in row order, or None.
+    """
+    packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2.double())
+    return F.linear(x, dequantize(packed, x.dtype), bias)
 
 
 @cache
@@ -164,14 +196,17 @@ class _NativeLinear(NamedTuple):
     spare: lora_hopper.SpareSMs
 
 
-def _native_linear(tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> _NativeLinear | None:
+def _native_linear(
+    tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, humming: bool = True
+) -> _NativeLinear | None:
     """Choose the native kernel for a GEMM; None if no native kernel can run it, or if Humming's kernel is faster.
 
-    With ``fuses_lora`` the GEMM also adds an adapter, and Humming's kernel is not considered.
+    With ``fuses_lora`` the GEMM also adds an adapter; then, and without ``humming``, Humming's kernel is not
+    considered.
     """
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
         return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
-    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora):
+    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora or not humming):
         multiply = partial(nvfp4_batch.batch_linear, schedule=more)
         return _NativeLinear(multiply, nvfp4_batch.spare_sms(more, tokens, outputs, inputs))
     return None

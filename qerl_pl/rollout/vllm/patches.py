@@ -117,6 +117,34 @@ def native_nvfp4_linears(
         HummingNvFp4LinearKernel.process_weights_after_loading = before
 
 
+@contextmanager
+def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
+    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
+
+    Symptom: with humming-kernels on Hopper, equal calls may sample other tokens; without it Marlin computes prompts.
+    Cause: vLLM chooses from a list of kernel classes of its own.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        kernel: makes the kernel object of one linear.
+    """
+    layers = "vllm.model_executor.layers.quantization"
+    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    owners: list[Any] = [scheme, import_module(f"{layers}.modelopt")]
+    before = scheme.init_nvfp4_linear_kernel
+
+    def init(use_a16: bool = False) -> Any:
+        return kernel() if use_a16 else before(use_a16=use_a16)
+
+    for owner in owners:
+        replace(owner, "init_nvfp4_linear_kernel", init, takes=("use_a16",))
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.init_nvfp4_linear_kernel = before
+
+
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
@@ -232,6 +260,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     parallel_token_scores,
     humming_schedules,
     native_nvfp4_linears,
+    nvfp4_linears_without_humming,
     cache_of_unchanged_blocks,
     memory_of_ended_engines,
     decoder_classes_apart,

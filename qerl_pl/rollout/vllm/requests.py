@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+import torch
 
 from qerl_pl.common.types import Completion
 from qerl_pl.rollout.base import Sampling
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
 
@@ -44,6 +48,35 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
         )
         for seed in seeds
     ]
+
+
+def results(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    lora: LoRARequest | None,
+    *,
+    on_cpu: bool,
+) -> list[RequestOutput]:
+    """Clear vLLM's prefix cache, and run one request per prompt.
+
+    Raises:
+        RuntimeError: requests of an earlier call are still queued.
+    """
+    from vllm.inputs import TokensPrompt
+
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM did not clear its prefix cache: requests of an earlier call are still queued")
+    inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    # vLLM's CPU sampler has one compiled function, whose compilation takes 20 s and a C++ compiler and gains no speed.
+    compilation = torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
+    try:
+        with compilation:
+            return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
+    except BaseException:
+        # Requests left in the queue would make the next call wait for ever.
+        llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
+        raise
 
 
 def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:

@@ -110,12 +110,41 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
     needs = {
         "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": on_hopper,
         "NVRTC (the package nvidia-cuda-nvrtc)": hopper.has_compiler(),
-        "the package humming-kernels": find_spec("humming") is not None,
         "a vLLM that has Humming's kernel for NVFP4": any(Path(folder, HUMMINGS_KERNEL).exists() for folder in folders),
         "a base in NVFP4": fmt is NVFP4,
         "bfloat16 as compute dtype": dtype == torch.bfloat16,
     }
     return [what for what, found in needs.items() if not found]
+
+
+def prompt_kernel(*, deterministic: bool) -> Literal["humming", "dequantised"]:
+    """Return how linears with native decoding kernels compute prompts, that is, more than 256 tokens at a time."""
+    return "dequantised" if deterministic or find_spec("humming") is None else "humming"
+
+
+def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
+    """Check that equal calls give equal bits on a GPU with these kernels.
+
+    Linears that are not packed are computed by cuBLAS, which adds in a fixed order. About vLLM's kernels for packed
+    ones nothing is known, except that Humming's add in any order.
+
+    Raises:
+        ValueError: vLLM's own kernels would compute packed linears.
+    """
+    if fmt is None or lacks(fmt) or kernel == "native":
+        return
+    needs = ", and ".join(decoding_lacks(fmt, dtype))
+    raise ValueError(
+        f"deterministic is true, but vLLM's own kernels would compute this {fmt.name} base, and these may add in any "
+        f"order. The native kernels, which do not, need {needs}; otherwise use a dense base or set deterministic to "
+        "false"
+    )
+
+
+def dequantises(wanted: Literal["auto", "native", "humming"], *, deterministic: bool) -> bool:
+    """Return whether the engine will need scratch memory for a dequantised linear if base and dtype allow it."""
+    native = decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
+    return native and prompt_kernel(deterministic=deterministic) == "dequantised"
 
 
 def one_copy(wanted: Literal["auto", "native", "humming"]) -> bool:

@@ -1,0 +1,137 @@
+"""One copy of the packed base in a real engine on a CPU, with the linears that it has on Hopper without Humming.
+
+The native kernels do not run here, so every step is dequantised, as steps with more than 256 tokens are on Hopper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.tile_order import is_in_tile_order
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine, arguments
+from qerl_pl.rollout.vllm import worker as vllm_worker
+from tests.rollout.conftest import (
+    MAX_MODEL_LEN,
+    assert_sampled_by_its_policy,
+    make_policy,
+    random_adapter,
+    save_dense,
+    some_prompts,
+)
+
+base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(torch.cuda.is_available(), reason="needs vLLM's CPU platform")]
+PROMPTS = some_prompts(1, 40, 70)
+SAMPLING = Sampling(num_completions=2, max_tokens=6)
+
+
+@contextmanager
+def hoppers_linears() -> Iterator[None]:
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
+
+    from qerl_pl.rollout.vllm import cpu, nvfp4
+
+    with pytest.MonkeyPatch.context() as patch, arguments.without_humming():
+        scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
+        patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
+        patch.setattr(nvfp4, "prepare", lambda *shape: None)
+        patch.setattr(nvfp4, "_native_linear", lambda *shape, **options: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Policy:
+    folder = tmp_path_factory.mktemp("unpadded")
+    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    policy = make_policy(str(folder / "nvfp4"))
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    return policy
+
+
+@pytest.fixture(scope="module")
+def row_order(policy) -> dict[str, torch.Tensor]:
+    return {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
+
+
+@pytest.fixture(scope="module")
+def engine(policy, row_order) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(block_size=32, max_num_seqs=64, kv_cache_bytes=2**20, deterministic=True)
+    base_weights.put_in_tile_order(policy.packed_linears())
+    assert all(is_in_tile_order(linear.packed) for linear in policy.packed_linears().values())
+    with hoppers_linears():
+        engine.start(policy, max_model_len=MAX_MODEL_LEN)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture(autouse=True)
+def _check_trainers(engine, policy, row_order) -> Iterator[None]:
+    """No test may change or move the trainer's base."""
+    places = [linear.codes.data_ptr() for linear in policy.packed_linears().values()]
+    yield
+    assert all(torch.equal(policy.packed_linears()[name].dense(torch.bfloat16), row_order[name]) for name in row_order)
+    assert [linear.codes.data_ptr() for linear in policy.packed_linears().values()] == places
+
+
+def assert_shared(engine: VLLMEngine, policy: Policy) -> None:
+    codes = {linear.codes.untyped_storage().data_ptr() for linear in policy.packed_linears().values()}
+    parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
+    words = [weight for weight in parameters.values() if weight.dtype == torch.int32]
+    assert {weight.data_ptr() for weight in words} == codes
+    assert len(words) == len(codes) == 8
+    assert not [name for name, weight in parameters.items() if weight.dtype == torch.uint8]
+    assert engine._call(vllm_worker.check_base, policy.packed_linears()) == 8
+
+
+def test_vllm_computes_with_the_trainers_memory(engine, policy):
+    assert_shared(engine, policy)
+    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and WithoutHumming": 8}
+    assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
+
+
+def test_a_repeated_call_gives_equal_bits_before_and_after_sleep(engine):
+    held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)
+    engine.generate(PROMPTS[1:], SAMPLING, 6)
+    assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+    engine.sleep()
+    engine.wake()
+    assert engine.fingerprint() == held
+    assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+
+
+def test_a_base_that_is_overwritten_is_seen(engine, policy):
+    codes = policy.packed_linears()["model.layers.1.mlp.up_proj"].codes
+    codes[3, 5] ^= 1
+    with pytest.raises(RuntimeError, match=r"1 of 8 linears.*gate_up_proj"):
+        engine.fingerprint()
+    codes[3, 5] ^= 1
+    engine.fingerprint()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_closing_and_failed_starts_leave_the_trainers_base_where_it_is(engine, policy, monkeypatch, fails):
+    samples = engine.generate(PROMPTS, SAMPLING, 5)
+    engine.close()
+    if fails:
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.start(policy, max_model_len=MAX_MODEL_LEN)
+        with pytest.raises(ValueError, match=r"(?i)cache"):
+            VLLMEngine(kv_cache_bytes=1024, block_size=8).start(policy, max_model_len=MAX_MODEL_LEN)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert_shared(engine, policy)
+    assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no room for the adapter")
