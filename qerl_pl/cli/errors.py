@@ -25,6 +25,7 @@ EXAMPLES = {
     "model.optimizer": "torch.optim.AdamW",
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
     "data.source": "datamodules.table.Table",
+    "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
 """Setting that names a class -> a class to show as an example."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
@@ -64,7 +65,7 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     given = re.search(r"Given value: (.*)", message)
     body = message[subject.end() :] if subject else message
     body = body.partition("Errors:")[2].partition("Given value type:")[0] if "Errors:" in body else body
-    causes = [" ".join(cause.split()) for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
+    causes = [" ".join(cause.split()).removeprefix(": ") for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
     causes = [cause for cause in causes if cause.strip(" :") and not cause.startswith("Expected a path but")]
     said = [cause.strip(": ") for cause in causes if not cause.startswith(GENERIC)]
     if said:
@@ -130,7 +131,7 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
         return f"{place} is {other[2]}, which is {other[1][:100]}; expected the path of a function or a class"
     if missing := re.search(r"the following arguments are required: (.+)", cause):
         return f"{place} needs {missing[1]} (under init_args)"
-    if value := re.search(r"Expected a (.+)\. Got value: (.*)", cause):
+    if value := re.search(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: |$)", cause):
         return _expected(place, value[2], _kind(value[1]), arguments)
     if classes:
         cause = re.sub(r"^Problem with given class_path '[\w.]+': ", "", cause)

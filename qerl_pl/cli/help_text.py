@@ -1,4 +1,4 @@
-"""Text of ``qerl fit --help``: a short usage, own settings first, types in words, no options that are refused."""
+"""Text of ``--help`` of training: a short usage, own settings first, types in words, no options that are refused."""
 
 from __future__ import annotations
 
@@ -61,11 +61,14 @@ FORM = (
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Formats the options of a training command."""
+    """Formats the options of a command that is built from type hints."""
 
     def add_usage(self, usage: str | None, actions: Iterable[Action], *more: Any, **named: Any) -> None:
-        """Show the form of a command and not each of its two hundred options."""
+        """Show the form of a training command and not each of its two hundred options."""
         program, command = self._prog.split()[0], self._prog.split()[-1]
+        if command not in DESCRIPTIONS:
+            super().add_usage(usage, actions, *more, **named)
+            return
         program = "python train.py" if program.endswith("train.py") else "qerl"
         super().add_usage(f"{program} {command} -c TASK -c MODEL -c ARM [--KEY VALUE ...]", [], *more, **named)
 

@@ -111,6 +111,7 @@ def carried_files(source: Path) -> list[Path]:
         if file.is_file()
         and not file.name.startswith(".")
         and file.name not in of_one
+        and file.stem != Path(REPORT).stem  # its picture
         and file.suffix not in _WEIGHT_FILES
         and not file.name.endswith(".index.json")
     ]

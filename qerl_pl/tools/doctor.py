@@ -1,4 +1,4 @@
-"""Check what this machine can run, and with -c whether a configuration can run on it (python -m qerl_pl doctor)."""
+"""Check what this machine can run, and with -c whether a configuration can run on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
+
+from qerl_pl.common.program import called_as
 
 PACKAGES = (
     "torch",
@@ -38,7 +40,7 @@ TESTED = {
 def main(argv: list[str]) -> int:
     """Print one line per check; returns 0 if the quickstart, or the given configuration, can run, else 1."""
     parser = argparse.ArgumentParser(
-        prog="python -m qerl_pl doctor",
+        prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
         "fail after the start; further arguments are those of `fit`.",
     )

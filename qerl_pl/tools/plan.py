@@ -1,4 +1,4 @@
-"""Predict the GPU memory of a run, part by part, before it is started (python -m qerl_pl plan)."""
+"""Predict the GPU memory of a run, part by part, before it is started."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.program import called_as
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
@@ -43,7 +44,7 @@ BAR = 60
 def main(argv: list[str]) -> int:
     """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
     parser = argparse.ArgumentParser(
-        prog="python -m qerl_pl plan",
+        prog=called_as("plan"),
         description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
         "its weight files; a folder with config.json alone, or a model's name, is enough. Further arguments are those "
         "of `fit`, e.g. --model.lora.rank 64.",

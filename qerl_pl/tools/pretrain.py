@@ -1,4 +1,4 @@
-"""Train a policy from scratch on generated word problems and measure it (python -m qerl_pl pretrain).
+"""Train a policy from scratch on generated word problems and measure it.
 
 A Qwen2-architecture model with a small tokenizer of its own, in ordinary Hugging Face format, trained on problems with
 worked solutions (docs/word_problems.md). At the end it is sampled from: reinforcement learning has room where pass@1 is
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from qerl_pl.common.program import called_as
 from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings, new_policy, train
 from qerl_pl.pretraining.measure import (
     MIN_PASS_AT_N,
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m qerl_pl pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called_as("pretrain"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")

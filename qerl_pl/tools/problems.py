@@ -1,4 +1,4 @@
-"""Write generated word problems as JSON Lines, for use with other software (python -m qerl_pl problems)."""
+"""Write generated word problems as JSON Lines, for use with other software."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.program import called_as
 from qerl_pl.tasks.quantities import Split
 from qerl_pl.tasks.word_problems import (
     MAX_OPERATIONS,
@@ -22,7 +23,7 @@ from qerl_pl.tasks.word_problems import (
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and write the sets; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m qerl_pl problems", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called_as("problems"), description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for train, validation and reach .jsonl")
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
     for split, num in (("train", 8192), ("validation", 512), ("reach", 512)):

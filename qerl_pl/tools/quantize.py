@@ -1,4 +1,4 @@
-"""Write a 4-bit copy of a checkpoint (python -m qerl_pl quantize)."""
+"""Write a 4-bit copy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import get_args
 
 import torch
 
+from qerl_pl.common.program import called_as
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m qerl_pl quantize", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called_as("quantize"), description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")

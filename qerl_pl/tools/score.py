@@ -1,4 +1,4 @@
-"""Score a file of completions with a reward (python -m qerl_pl score)."""
+"""Score a file of completions with a reward."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
+from qerl_pl.cli.words import Parser
+from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.base import Reward, judge_rows
+from qerl_pl.rewards.base import WeightedReward, judge_rows
+from qerl_pl.rewards.guard import guarded
 
 CHUNK = 1024  # rows held in memory at a time; one completion may have 100 kB
 NAMED = {
@@ -39,14 +43,23 @@ Row = dict[str, object]
 
 def main(argv: list[str]) -> int:
     """Score a file; returns the exit status."""
-    parser = ArgumentParser(prog="python -m qerl_pl score", description=__doc__, epilog=_EPILOG)
-    parser.add_argument("--reward", type=Reward, required=True, help="gsm8k, math, dapo, or the path of a reward")
+    parser = Parser(prog=called_as("score"), description=__doc__, epilog=_EPILOG)
+    parser.add_argument(
+        "--reward",
+        type=Callable[..., Any],
+        required=True,
+        help="gsm8k, math, dapo, or a path such as my_reward.closeness",
+    )
     parser.add_argument("--input", type=Path, required=True, help='JSON lines: {"completion": ..., "answer": ...}')
     parser.add_argument("--output", type=Path, required=True, help='the same rows with "score" and "reason"')
-    arguments = parser.instantiate(parser.parse_args(_named(argv)))
     try:
-        counts, reasons = score_file(arguments.reward, arguments.input, arguments.output)
-    except (OSError, ValueError) as error:
+        arguments = parser.instantiate(parser.parse_args(_named(argv)))
+        reward = WeightedReward("reward", arguments.reward).reward
+        counts, reasons = score_file(reward, arguments.input, arguments.output)
+    except OSError as error:
+        print(f"error: {in_words(error)}", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     scored = sum(counts.values()) - counts[None]
@@ -62,7 +75,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
+def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Write the rows of ``source`` to ``target`` with a score and a reason each. Nothing is written after an error.
 
     Returns:
@@ -70,6 +83,7 @@ def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[floa
 
     Raises:
         ValueError: a row is malformed; the message names file and line.
+        RewardError: the reward failed, or did not return one score per row.
     """
     num_rows = sum(1 for _ in read_rows(source))  # reports a malformed row before any row is scored
     counts: Counter[float | None] = Counter()
@@ -81,7 +95,9 @@ def score_file(reward: Reward, source: Path, target: Path) -> tuple[Counter[floa
             while chunk := list(islice(rows, CHUNK)):
                 prompts = [Prompt((), str(row["answer"]), row=row) for row in chunk]
                 completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
-                for row, verdict in zip(chunk, judge_rows(reward, prompts, completions, bar.update), strict=True):
+                with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
+                    verdicts = judge_rows(reward, prompts, completions, bar.update)
+                for row, verdict in zip(chunk, verdicts, strict=True):
                     file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
                     counts[verdict.score] += 1
                     if verdict.score is None:

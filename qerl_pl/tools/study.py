@@ -1,4 +1,4 @@
-"""Run a grid of arms and seeds and compare the results (python -m qerl_pl study, docs/study.md).
+"""Run a grid of arms and seeds and compare the results (docs/study.md).
 
 Every run is an ordinary `fit` in a folder of its own, with the evaluations that the study asks for. Given again, the
 command goes on: finished runs are recognised and never touched, interrupted ones continue from their checkpoint.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_pl.common.program import called_as
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m qerl_pl study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called_as("study"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", type=Path, help="YAML file with arms and seeds")
     parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")

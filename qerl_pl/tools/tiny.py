@@ -1,4 +1,4 @@
-"""Make a small policy with a skill and a bad habit, for the quickstart and for tests (python -m qerl_pl tiny).
+"""Make a small policy with a skill and a bad habit, for the quickstart and for tests.
 
 A Qwen2-architecture model of 464 000 parameters in ordinary Hugging Face format, with a byte-level tokenizer (any text
 can be encoded) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.program import called_as
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
@@ -49,7 +50,7 @@ END_ID, PAD_ID = 256, 257  # the bytes come first
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, make the policy and print what it can do; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m qerl_pl tiny", description="Make a small policy with a skill and a bad habit."
+        prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit."
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default: 0)")

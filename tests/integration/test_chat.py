@@ -34,16 +34,19 @@ def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter
 
 
 @pytest.mark.slow
-def test_the_loop_asks_both_and_forgets_at_an_empty_line(finished, monkeypatch, capsys):
-    def talk(*lines: str) -> list[str]:
+def test_the_loop_asks_both_and_forgets_between_questions_or_at_an_empty_line(finished, monkeypatch, capsys):
+    def talk(*lines: str, options: tuple[str, ...] = ()) -> list[str]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        assert command(["chat", str(finished), "--max-tokens", "6"]) == 0
-        return capsys.readouterr().out.split("[base]")[1:]
+        assert command(["chat", str(finished), "--max-tokens", "6", *options]) == 0
+        return capsys.readouterr().out.split("> 1+1=?\n")[1:]
 
-    first, second, third = talk("1+1=?", "1+1=?", "", "1+1=?")[:3]
-    assert "[policy]" in first
-    assert first.split(">")[0] == third.split(">")[0]
-    assert talk("1+1=?")[0].split(">")[0] == first.split(">")[0]
+    [alone] = talk("1+1=?")
+    assert alone.startswith("[base] ")
+    assert "[policy] " in alone
+    alone = alone.removesuffix("> \n")
+    assert [each.removesuffix("> \n") for each in talk("1+1=?", "1+1=?")] == [alone, alone]
+    first, second, third = talk("1+1=?", "1+1=?", "", "1+1=?", options=("--conversation",))
+    assert first == third.removesuffix("> \n") == alone
     assert second
 
 

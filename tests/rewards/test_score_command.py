@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -86,3 +87,33 @@ def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
         score(files, "--reward", "gsm9k")
     assert "gsm9k" in capsys.readouterr().err
     assert not files[1].exists()
+
+
+def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_score.py").write_text(
+        "def by_id(prompts, completions):\n    return [prompt.row['id'] for prompt in prompts]\n\n\n"
+        "def by_level(prompts, completions):\n    return [prompt.row['level'] for prompt in prompts]\n\n\n"
+        "def alone(prompts):\n    return []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(files, "--reward", "own_score.by_id") == 0
+    assert [json.loads(line)["score"] for line in files[1].read_text().splitlines()] == [1, 2, 3, 4, 5]
+    capsys.readouterr()
+    for name, said in (
+        ("own_score.by_level", "KeyError: 'level' (own_score.py, line 6"),
+        ("own_score.alone", "expected two parameters"),
+        ("own_score.by_lever", "there is no 'by_lever' in own_score; did you mean by_level?"),
+        ("numeric", "in short: gsm8k, math, dapo"),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert score(files, "--reward", name) == 1
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert said in line, line
+
+
+def test_a_missing_file_and_a_word_that_is_none_are_named(files, capsys):
+    assert main(["score", "--reward", "gsm8k", "--input", "gone.jsonl", "--output", str(files[1])]) == 1
+    assert "gone.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        score(files, "--reward", "math", "--reward.fallback", "non")
+    assert "fallback is 'non'; expected 'none', 'last_math'; did you mean none?" in capsys.readouterr().err
