@@ -1,0 +1,112 @@
+"""With ``deterministic``, equal calls of the vLLM engine on Hopper give equal bits, in this process and in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.kernels import hopper
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import setup as vllm_setup
+from qerl_pl.rollout.vllm import worker as vllm_worker
+from tests.rollout.conftest import (
+    MAX_MODEL_LEN,
+    assert_sampled_by_its_policy,
+    make_policy,
+    random_adapter,
+    save_dense,
+    some_prompts,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
+]
+SEQUENCES = [1, 8, 64, 250]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unpadded")
+    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder / "nvfp4"
+
+
+def start(base: Path, *, prefix_caching: bool) -> VLLMEngine:
+    policy = make_policy(str(base), dtype=torch.bfloat16).cuda()
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    engine = VLLMEngine(kv_cache_bytes=2**30, enable_prefix_caching=prefix_caching, deterministic=True)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    return engine
+
+
+@pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["prefixes", "one copy"])
+def engine(base, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
+    prefix_caching, one_copy = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_setup, "ONE_COPY", one_copy)
+        engine = start(base, prefix_caching=prefix_caching)
+        yield engine
+        engine.close()
+
+
+def samples(engine: VLLMEngine, count: int) -> list:
+    """Completions of as many prompts of 40 tokens, with their log-probabilities."""
+    return engine.generate(some_prompts(*[40] * count), Sampling(num_completions=1, max_tokens=12), 5)
+
+
+def test_humming_computes_nothing(engine):
+    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and WithoutHumming": 8}
+
+
+def test_prompts_and_decoding_are_those_of_the_trainer(engine):
+    for copies in (1, 40, 80):
+        assert_sampled_by_its_policy(engine, some_prompts(1, 40, 70), Sampling(num_completions=copies, max_tokens=12))
+
+
+@pytest.mark.parametrize("count", SEQUENCES)
+def test_a_repeated_call_gives_equal_tokens_and_log_probabilities(engine, count):
+    first = samples(engine, count)
+    engine.generate(some_prompts(70, 3), Sampling(num_completions=30, max_tokens=12), 6)
+    assert samples(engine, count) == first
+    for level in (0, 1):
+        engine.sleep_level = level
+        engine.sleep()
+        engine.wake()
+        assert samples(engine, count) == first
+
+
+HERE = """
+import json
+import sys
+from pathlib import Path
+from tests.rollout.test_deterministic_gpu import SEQUENCES, samples, start
+
+engine = start(Path(sys.argv[1]), prefix_caching=sys.argv[2] == "True")
+found = [[[*map(list, (each.tokens, each.logprobs))] for [each] in samples(engine, count)] for count in SEQUENCES]
+engine.close()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_gives_equal_bits(engine, base):
+    """As a run that is resumed does."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
+    caching = str(engine._arguments["enable_prefix_caching"])
+    command = [sys.executable, "-c", HERE, str(base), caching]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    other = json.loads(output.splitlines()[-1])
+    for count, found in zip(SEQUENCES, other, strict=True):
+        assert found == [[list(each.tokens), list(each.logprobs)] for [each] in samples(engine, count)]
