@@ -23,10 +23,11 @@ PACKAGES = (
     "torchmetrics",
     "tensorboard",
     "jsonargparse",
-    "datasets",
     "math-verify",
     "safetensors",
 )
+EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
+"""Purpose of a package that not everybody needs, and its name."""
 
 TESTED = {
     "torch": ("2.11", "2.13"),
@@ -55,12 +56,11 @@ def main(argv: list[str]) -> int:
         ("GPU", _gpu),
         ("vLLM rollouts", _vllm),
         ("NVFP4 rollouts", _nvfp4),
-        ("8-bit AdamW", lambda: _package("bitsandbytes")),
-        ("fused training", lambda: _package("liger-kernel")),
+        *((what, lambda name=name: _package(name)) for what, name in EXTRAS.items()),
         ("memory", _memory),
         ("disk", _disk),
     ]
-    optional = {"GPU", "8-bit AdamW", "fused training"}
+    optional = {"GPU", *EXTRAS}
     failed = _print_checks(checks, optional)
     _print_patches()
     if options.config:
@@ -75,14 +75,18 @@ def main(argv: list[str]) -> int:
 
 
 def _print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Collection[str] = ()) -> int:
-    """Print one line per check; returns the number of required checks that failed."""
+    """Print one line per check, with [no] where a required one failed and [--] where another did.
+
+    Returns:
+        The number of required checks that failed.
+    """
     failed = 0
     for name, check in checks:
         try:
             mark, said = "ok", check()
         except Exception as error:
             kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-            mark, said = "no", f"{kind}{error}".splitlines()[0]
+            mark, said = "--" if name in optional else "no", f"{kind}{error}".splitlines()[0]
             failed += name not in optional
         print(f"[{mark}] {name:20} {said}")
     return failed
@@ -105,7 +109,11 @@ def _python() -> str:
 
 
 def _package(name: str) -> str:
-    importlib.import_module(name.replace("-", "_"))
+    try:
+        importlib.import_module(name.replace("-", "_"))
+    except ModuleNotFoundError:
+        optional = ", where it is wanted" if name in EXTRAS.values() else ""
+        raise RuntimeError(f"not installed: pip install {name}{optional}") from None
     return with_advice(name, importlib.metadata.version(name))
 
 

@@ -354,6 +354,8 @@ def test_the_doctor_names_every_check_and_the_commands_are_listed(capsys):
     command(["doctor"])
     said = capsys.readouterr().out
     assert all(name in said for name in ("Python", "GPU", "vLLM rollouts", "NVFP4 rollouts", "disk"))
+    for name in ("hub data sets", "8-bit AdamW", "fused training"):  # not needed for the quickstart
+        assert re.search(rf"^\[(ok|--)\] {name}", said, re.MULTILINE)
     assert command(["--help"]) == 0
     assert "quantize" in capsys.readouterr().out
     assert command(["train"]) == 2
