@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return the configuration that holds for each layer: the model's own, unless its layers differ."""
+    """Return one configuration per layer: the model's, or the layer's own in families whose layers differ in size."""
     own = getattr(config, "per_layer_config", None)  # older versions of transformers have none
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
 

@@ -184,9 +184,9 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict on the row, or None if it is not there yet.
+        """Return the verdict on the answer that the process was given last, or None.
 
-        If no verdict will come, set ``failure`` and reap the process.
+        None means that the process is still at work, or, if ``failure`` is set, that it hung or died: it is then ended.
         """
         late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):

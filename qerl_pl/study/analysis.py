@@ -37,7 +37,7 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def strata(self, readout: str) -> list[list[float]]:
-        """Return the readout's values by stratum, in the order of the seeds."""
+        """Return a measured quantity of these runs, one list per stratum (such as a base model), ordered by seed."""
         found: dict[str, list[float]] = {}
         for (stratum, _), values in sorted(self.runs.items()):
             if readout in values:
@@ -93,7 +93,10 @@ def _place(study: Study, run: Run) -> tuple[str, str]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare the study's pairs of arms in one readout, at every point of the grid that both arms have."""
+    """Test the paired difference of two arms in one measured quantity, for each pair of arms that the study names.
+
+    Arms are compared at equal settings (points of the grid), for all settings with which both were run.
+    """
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     found: list[tuple[Group, Group, Comparison]] = []

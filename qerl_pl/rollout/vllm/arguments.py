@@ -107,8 +107,7 @@ def policy_arguments(
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
-        # Part of the key of vLLM's cache of compiled graphs, because a cached graph calls the kernels it was compiled
-        # for.
+        # These are in the key of vLLM's cache of compiled graphs: a graph compiled with other kernels is not used.
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",

@@ -229,7 +229,7 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of vLLM's adapter slots and of the norm weights of its model, after a check of its base."""
+        """Compute checksums of the adapter and norms that vLLM holds; raises if its base is not the trainer's."""
         known = self._policy.adapter_state() if self._running() else {}
         self._call(worker.check_base, self._policy.packed_linears())
         slots = self._call(worker.read_adapter, self._policy.peft_config.r)
