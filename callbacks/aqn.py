@@ -30,8 +30,9 @@ class AdaptiveQuantizationNoise(Callback):
         per_rank: true draws different noise on every rank, so that a step sees more of it; false draws the same noise
             on all ranks, so that a step does not depend on the number of ranks.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
-            the compute dtype, as other implementations do: bf16 loses most noise below about 2e-3 of a weight
-            (``aqn/sigma_realized`` shows what is left). For comparisons.
+            the compute dtype, as other implementations do: rounding to bf16 removes most of a noise whose sigma is
+            below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains). Use it only to compare with such
+            implementations.
 
     Raises:
         ValueError: a setting is out of range, or the settings contradict each other.

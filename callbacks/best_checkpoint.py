@@ -33,7 +33,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self, monitor: str = "val/reward", mode: Literal["min", "max"] = "max") -> None:
         super().__init__(monitor=monitor, mode=mode, save_top_k=1, filename=BEST, enable_version_counter=False)
-        self._last_global_step_saved = -1  # with Lightning's 0 the validation before the first step would not be saved
+        # Lightning starts at step 0 and saves once per step, so it would not save the validation before the first step
+        self._last_global_step_saved = -1
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,10 +21,12 @@ from qerl_pl.rollout.common import trained_norms
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout, RolloutLoop
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}  # mean nats per token; correct engines: docs/correctness.md
-ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)  # two completions, as rollouts have several
+# mean nats per token; docs/correctness.md has those of correct engines
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+# two completions per prompt, as rollouts have several
+ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
 NUM_PROMPTS = 16
-STRENGTH = 0.5  # scale of the probe adapter: it adds about a third of a linear's input to its output, in rms
+STRENGTH = 0.5  # scale of the probe adapter: what it adds to a linear's output has about a third of the input's rms
 SEED = 0
 
 WITH_ADAPTER = "scores with the adapter"
@@ -39,15 +41,15 @@ class SyncCanary(Callback):
     The checks run after every training rollout, before the update, and before every batch of an evaluation:
 
     1. Checksums. The engine's adapter slots and norms are read back and compared with the trainer's adapter and its
-       norms with the current noise. This is exact in every dtype, however small the last update was. vLLM also
-       compares a row of each of its packed linears with the trainer's; if both use one copy, a digest of all of it with
-       that at the start.
+       norms with the current noise. This is exact in every dtype, however small the last update was. With vLLM, one row
+       of each NVFP4 linear of the base is compared with the trainer's too; where engine and trainer share one copy of
+       the base, its digest is compared with the digest at the start of the run.
     2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: with cached prefixes
-       of an older policy, or without any adapter. Early in a run B is near 0, so scores cannot tell such policies
-       apart. Therefore a few tokens are sampled, a random adapter is loaded, tokens are sampled again after the same
-       prompts, and their log-probabilities must be those of the trainer's model with that adapter. The difference may
-       be at most half of what the adapter changes there (``canary/probe_share`` is the share). Then the policy is
-       loaded again.
+       of an older policy, or without any adapter. Early in a run the adapter's matrix B is near 0, so log-probabilities
+       cannot tell such policies apart. Therefore a few tokens are sampled, a random adapter is loaded, tokens are
+       sampled again after the same prompts, and their log-probabilities must be those of the trainer's model with that
+       adapter. The difference may be at most half of what the adapter changes there (``canary/probe_share`` is the
+       share). Then the policy is loaded again.
     3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with and without the
        adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
 
@@ -105,14 +107,14 @@ class SyncCanary(Callback):
         gaps = self._check(pl_module, pl_module.norm_noise, seed=seed, with_scores=is_due or self._is_first)
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
-        # A score that was computed only because the process is new is not logged: a resumed run then logs what an
-        # uninterrupted one does.
+        # Scores that were compared only because the process is new are not logged, so that a resumed run logs the same
+        # values as an uninterrupted one.
         change = gaps.pop(CHANGE)
         pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[PROBE])
         pl_module.log("canary/probe_share", gaps[PROBE] / max(change, 1e-9))
 
     def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
-        """Run all checks; returns the mean difference in nats by check. The probe adapter depends only on the seed.
+        """Run all checks; returns mean |engine - trainer| in nats by the name of the check, see ``score_gaps``.
 
         Raises:
             RuntimeError: the engine does not hold the policy, or does not compute with it.
@@ -138,7 +140,8 @@ class SyncCanary(Callback):
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype in which an engine with these checksums holds the policy with this noise, or None."""
+    """Find the compute dtype for which the policy with this noise has the engine's checksums ``held``; None if none
+    has."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 
@@ -147,10 +150,10 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
     """Describe how an engine's tensors differ from the policy with this noise.
 
     Args:
-        held: what its ``fingerprint`` returned.
-        policy: the trainer's.
-        noise: that the norms should have.
-        before: what the engine held at the last check that passed; empty if none has.
+        held: checksums from the engine's ``fingerprint``, by name of the tensor.
+        policy: the trainer's policy.
+        noise: noise that the norm weights should have.
+        before: the engine's checksums at the last check that passed; empty if none has passed.
     """
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
@@ -178,7 +181,8 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Compute the checksums of the policy with this noise, as an engine of this compute dtype should hold it."""
+    """Compute the checksums that adapter and norms, with this noise, should have in an engine with this compute
+    dtype."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))
@@ -186,11 +190,13 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
 
 
 def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
-    """Select the entries of ``score_gaps`` that show a fault; returns the limit of each.
+    """Select the differences between engine and trainer that show a fault; returns the limit that each exceeds, in
+    nats.
 
-    An engine that ignores the probe adapter is wrong by what that adapter changes; a correct engine differs by a small
-    share of it, whatever the dtype and the model. Half of it separates the two. A tolerance as wide as that of bf16
-    does not help here: rounding errors grow with the number of layers, and so does what the adapter changes.
+    The probe adapter changes log-probabilities by ``gaps[CHANGE]`` on average. An engine that ignores it differs from
+    the trainer by all of this, a correct engine by a small share of it, whatever the dtype and the model; half of it
+    separates the two. A fixed tolerance as wide as that of bf16 would not: rounding errors and the change by the
+    adapter both grow with the number of layers.
     """
     limits = {what: tolerance for what in gaps if what != CHANGE}
     half = gaps[CHANGE] / 2
@@ -201,17 +207,18 @@ def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
 def score_gaps(
     loop: RolloutLoop, policy: Policy, noise: NormNoise, tokens: list[int], *, seed: int, with_scores: bool
 ) -> dict[str, float]:
-    """Compare engine and trainer; returns mean |engine - trainer| in nats by check, and ``CHANGE``.
+    """Compare log-probabilities of engine and trainer; returns mean |engine - trainer| in nats by check.
 
-    Engine and policy are restored afterwards.
+    The entry ``CHANGE`` is the mean change in nats that the probe adapter makes to the trainer's log-probabilities. The
+    current adapter and noise are loaded into the engine again afterwards.
 
     Args:
-        loop: its engine holds the policy with the noise.
-        policy: the trainer's.
-        noise: of the current rollout; the trainer's model gets the same noise during the call.
-        tokens: to score, and to sample after.
-        seed: of the probe adapter; it must differ from the previous check's, whose prefixes may still be cached.
-        with_scores: compare scores as well as samples.
+        loop: rollout loop whose engine holds the policy with the noise.
+        policy: the trainer's policy.
+        noise: noise of the current rollout; the trainer's model gets the same noise during the call.
+        tokens: fixed tokens that are scored, and whose prefixes are the prompts of the samples.
+        seed: seed of the probe adapter; it must differ from the previous check's, whose prefixes may still be cached.
+        with_scores: compare the scores of ``tokens`` as well as the sampled tokens.
     """
     engine, adapter = loop.engine, policy.adapter_state()
     oracle = TransformersEngine()
@@ -236,17 +243,17 @@ def score_gaps(
 def probe_adapter_gap(
     engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
 ) -> tuple[float, float]:
-    """Sample one token after each of several prefixes of the tokens, and compare its log-probability with the oracle's.
+    """Sample one token after each of several prefixes of ``tokens``; compare its log-probability in engine and oracle.
 
-    Engine and oracle are left with the adapter loaded. The prefixes are two tokens apart: a stale cache shows most in
-    the first tokens after a cached block (of 16 tokens or more), and less in later ones, which the engine computes.
+    The oracle is the trainer's model. Engine and oracle are left with ``adapter`` loaded. The prefixes differ in length
+    by two tokens: a stale prefix cache changes most the first tokens after a cached block (of 16 tokens or more).
 
     Returns:
         Mean |engine - oracle| in nats, and the mean absolute change in nats that the adapter makes to the oracle's
         scores of these tokens.
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
-    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # fills the cache with prefixes of the policy that must be forgotten
+    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # caches prefixes under the old adapter; must be dropped
     engine.load_adapter(adapter)
     completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, SEED)]
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -257,7 +264,7 @@ def probe_adapter_gap(
 
 
 def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:
-    """Draw random tokens that are the same in every run."""
+    """Draw random tokens from a fixed seed, so that they are the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
 

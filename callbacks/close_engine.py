@@ -13,8 +13,8 @@ from qerl_pl.module import QeRLModule
 class CloseEngine(Callback):
     """Closes the rollout engine of a run that fails, so that a notebook gets its memory back.
 
-    Lightning calls ``teardown`` only for runs that end without an error. If closing fails too, that is only a warning,
-    because the user has to see the error of the run.
+    Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, this is only
+    a warning, so that the user sees the error that ended the run.
 
     Example:
         trainer:

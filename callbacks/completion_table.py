@@ -21,8 +21,8 @@ from qerl_pl.module import QeRLModule
 class CompletionTable(Callback):
     """Prints a few completions of a rollout with their rewards and, where a reward gave one, the reason.
 
-    They are chosen from the first rank's completions ordered by reward: the best, the worst and some in between. Long
-    texts are shown from their end, where the question and the answer are; ``RUN/completions`` has all of them in full.
+    They are chosen from the first rank's completions ordered by reward: the best, the worst and some in between. Of a
+    long text only the end is shown, where the question or the answer is; ``RUN/completions`` has the full texts.
 
     Args:
         every: rollouts from one table to the next; the first rollout of a run has one.
@@ -82,7 +82,7 @@ def completion_table(rows: Sequence[Mapping[str, Any]], *, title: str, max_chars
     Args:
         rows: records of ``ScoredBatch.rows``.
         title: title of the table.
-        max_chars: characters of a question and of a completion; longer ones are shown from their end.
+        max_chars: most characters shown of a question and of a completion; of a longer text the last ones are shown.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
     for name in ("reward", "scores", "question", "completion", "answer"):

@@ -1,4 +1,4 @@
-"""Write completions to files and loggers, so that they can be read."""
+"""Write the sampled completions to JSON Lines files, and some of them to the loggers, so that people can read them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class CompletionLogger(Callback):
     ranks in the order of the prompts, independent of the number of ranks.
 
     Args:
-        every: rollouts from one written file to the next; validation and prediction are always written.
-        num_text: completions shown each time in TensorBoard (a text), Weights & Biases (a table) and MLflow (a file).
-        tokens_every: written files from one with per-token numbers to the next, for the page of ``python -m qerl_pl
-            report --html``: log-probability, entropy and gap, ten bytes per token, in a file of their own
+        every: completions of every this many rollouts are written; those of validation and prediction always are.
+        num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
+            table) and MLflow (a file).
+        tokens_every: every this many written files, a second file has per-token numbers, for the page of ``python -m
+            qerl_pl report --html``: log-probability, entropy and trainer-sampler gap, ten bytes per token
             (``train-000010.safetensors``). 0 writes none.
 
     Raises:
@@ -109,7 +110,7 @@ class CompletionLogger(Callback):
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy the sampled tokens of each row, with their numbers, to the CPU."""
+    """Copy each completion's tokens, with the per-token log-probability, entropy and gap, to the CPU."""
     batch = update.experience.to(torch.device("cpu"))
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs

@@ -10,7 +10,8 @@ MULTILINE = "Multiline"
 
 
 def lines(*tags: str) -> list[str | list[str]]:
-    """Describe a chart of TensorBoard's custom-scalars tab with one line for each of these scalars and no others."""
+    """Describe a chart of TensorBoard's custom-scalars tab that shows one line for each of the given scalars and no
+    others."""
     return [MULTILINE, [f"^{tag}$" for tag in tags]]
 
 

@@ -18,10 +18,10 @@ SMALLEST = 1e-8  # nats; the resolution of fp32 entropies
 class EntropyLogger(Callback):
     """Logs the entropy of the trained policy over the sampled tokens, in nats, at the sampling temperature.
 
-    It covers the completions of the update; with dynamic sampling, those of the groups that were kept.
+    It is taken over the completions of the update; with dynamic sampling, over those of the groups that were kept.
 
     Args:
-        quantiles: in [0, 1]; logged as ``policy/entropy_p90`` and so on.
+        quantiles: quantiles over tokens, in [0, 1]; 0.9 is logged as ``policy/entropy_p90``.
         histogram_every: rollouts from one histogram to the next, logged as ``policy/log10_entropy``: decimal
             logarithms, because entropies span many orders of magnitude (TensorBoard and Weights & Biases); 0 logs none.
 
@@ -57,7 +57,8 @@ class EntropyLogger(Callback):
             log_histogram(trainer.loggers, "policy/log10_entropy", decades(finite, smallest=SMALLEST), step=index)
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Compute the statistics by the suffixes of their names, and return the values [T] too."""
+        """Compute statistics of the entropies of T tokens by suffix of the logged name, and the entropies [T] as
+        "values"."""
         if not len(entropy):
             return {"values": entropy}
         ordered = entropy.sort().values

@@ -1,4 +1,4 @@
-"""Print the table at the end of an evaluation: avg@k and pass@k with intervals."""
+"""Print the table of results at the end of an evaluation: avg@k and pass@k with confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qerl_pl.module import QeRLModule
 class EvaluationReport(Callback):
     """Prints the results of an evaluation outside of training and writes them to ``run_dir/evaluation/validate.json``.
 
-    A completion is right if the first reward gives it 1. One that could not be scored counts as wrong, because leaving
-    it out would make a hard problem look easy; the table has the share of such completions.
+    A completion is right if the first reward gives it 1. A completion that could not be scored counts as wrong, because
+    leaving it out would make a hard problem look easy; the table has the share of such completions.
 
     Args:
-        level: coverage of the intervals over problems.
+        level: coverage of the bootstrap intervals over problems, in (0, 1).
 
     Example:
         trainer:

@@ -31,7 +31,7 @@ class GracefulStop(Callback):
 
     @property
     def exit_status(self) -> int:
-        """Return 0, or 128 plus the number of the signal that ended the run."""
+        """Return the program's exit status: 0, or 128 plus the number of the signal that ended the run."""
         return 128 + self._asked if self._asked else 0
 
     @override
@@ -47,7 +47,7 @@ class GracefulStop(Callback):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
-            if not due:  # Lightning validates whenever a run stops, which a straight run would not do here
+            if not due:  # Lightning validates whenever a run stops; an uninterrupted run has no validation at this step
                 trainer.limit_val_batches = 0
             rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
 

@@ -23,7 +23,7 @@ class GradientGuard(Callback):
 
     Adapter, optimizer and schedule keep their state, ``last.ckpt`` is from before this step, and the prompts and
     completions of the rollout are written to ``RUN/faults``. A loss that is not finite is caught too, by its gradient.
-    Steps without a gradient (no group had a signal) do not count.
+    Steps without a gradient, because all completions of each prompt earned the same reward, do not count.
 
     Args:
         max_ratio: gradient norm before clipping divided by its median over recent steps, above which the run stops.
@@ -70,7 +70,7 @@ class GradientGuard(Callback):
         """Check the gradient. Lightning calls this inside ``optimizer.step``, before anything is changed.
 
         Raises:
-            FloatingPointError: the step must not be taken.
+            FloatingPointError: the gradient is not finite or too large; the parameters are unchanged.
         """
         norm = pl_module.grad_norm.item()
         if norm == 0:

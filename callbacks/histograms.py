@@ -12,7 +12,7 @@ from qerl_pl.common.loggers import decades, log_histogram
 from qerl_pl.common.metrics import Pooled, over_ranks
 from qerl_pl.module import QeRLModule
 
-SMALLEST_GAP = 1e-8  # nats; smaller differences of fp32 log-probabilities are rounding errors
+SMALLEST_GAP = 1e-8  # in nats; smaller differences of two fp32 log-probabilities are rounding errors
 
 
 class GapHistograms(Callback):

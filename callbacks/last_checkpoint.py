@@ -25,13 +25,13 @@ class LastCheckpoint(ModelCheckpoint):
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
     before that are not saved, so that training does not wait for the disk. A killed run then repeats at most the steps
-    of the time that two writes and two steps take; a run that fails with an error repeats half of that.
+    that fit into the time of two writes, and two more; a run that fails with an error repeats at most half as many.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
             always saved.
-        background_bytes: size of adapter and optimizer state from which they are written in the background, from a copy
-            in host memory that is kept until the run ends.
+        background_bytes: a checkpoint whose tensors take at least this many bytes is written in the background, from a
+            copy in host memory that is kept until the run ends.
 
     Raises:
         ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
@@ -48,11 +48,12 @@ class LastCheckpoint(ModelCheckpoint):
             raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
         if background_bytes < 0:
             raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
-        super().__init__(save_top_k=0)  # the parent class saves nothing; it resolves the folder and finds last.ckpt
+        # with save_top_k=0, Lightning's ModelCheckpoint saves nothing; it resolves the folder and finds last.ckpt
+        super().__init__(save_top_k=0)
         self.every_n_rollouts = every_n_rollouts
         self.background_bytes = background_bytes
         self._pending = False
-        self._step_is_over = False  # and its scalars are on disk, so the pending checkpoint may be renamed
+        self._step_is_over = False  # and that step's scalars are on disk, so its checkpoint may be renamed
         self._is_left_out = False  # whether the last step was not saved
 
     @property
@@ -114,14 +115,15 @@ class LastCheckpoint(ModelCheckpoint):
             writer.wait()
         self._pending = False
         if writer and not (self._folder / PENDING).exists():
-            return  # it could not be written, and the callback that waited for it has raised the error
+            return  # writing failed, and whoever waited for it has already raised the error
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.flush()
         last = self._folder / LAST
         if last.exists() and not (writer and writer.damaged and writer.damaged.samefile(last)):
-            # Link the old file to its second name first, so that one of the names exists at any moment.
+            # Hard-link last.ckpt as previous.ckpt before replacing it, so that at any moment one of the two names
+            # exists.
             link = self._folder / (PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
             os.link(last, link)
@@ -133,12 +135,13 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
-    """Return the plug-in that can write in the background, or None; others have written when they return."""
+    """Return the trainer's checkpoint plug-in if it can write in the background, else None: the plug-in then only
+    returns after writing."""
     io = trainer.strategy.checkpoint_io
     return io if isinstance(io, SafeCheckpointIO) else None
 
 
 def _is_writing(trainer: Trainer) -> bool:
-    """Tell whether rank 0, which writes, is still writing; the same answer on all ranks. Collective."""
+    """Tell on all ranks whether rank 0 is still writing the previous checkpoint in the background. Collective."""
     writer = _writer(trainer)
     return writer is not None and trainer.strategy.broadcast(not writer.is_written())

@@ -1,4 +1,4 @@
-"""Split the difference between the trainer's and the sampler's log-probabilities by its causes."""
+"""Split the difference between the trainer's and the sampler's log-probabilities into parts by cause."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class MismatchLedger(Callback):
     terms add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}``
     (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks.
 
-    The engine scores the rows before the update and gets its noise back.
+    The engine scores the rows before the update, and the rollout's noise is set again afterwards.
 
     Args:
-        num_rows: rows per rollout, spread evenly over it; ranks share them, and each has at least one.
-        max_tokens: limit on the tokens of these rows, which reduces their number; each row is scored up to four times.
+        num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
+            one per rank.
+        max_tokens: limit on the tokens of the scored completions, which may reduce their number; each is scored up to
+            four times.
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
             about a tenth of a step (`time/check_s`).
 
@@ -109,7 +111,8 @@ class MismatchLedger(Callback):
         statistics = over_ranks(self._gap, log_ratio[self._sampled])
         del statistics["count"]
         values = {f"ledger/{cause}/{name}": float(value) for name, value in statistics.items()}
-        for logger in pl_module.trainer.loggers:  # ``log`` would repeat the values at rollouts that are not measured
+        # Lightning's ``log`` would repeat the values at rollouts that are not measured
+        for logger in pl_module.trainer.loggers:
             logger.log_metrics(values, step=self._rollout)
 
 
@@ -120,13 +123,14 @@ def spread(num_rows: int, num_chosen: int) -> Tensor:
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose as many evenly spread rows as their tokens allow, at least one; returns their indices.
+    """Choose evenly spread rows of this rank, as many as the limits on rows and tokens allow, at least one; returns
+    their indices.
 
     Args:
         lengths: [B] tokens of each row of this rank.
-        num_rows: most rows of all ranks together.
-        max_tokens: most tokens of all ranks together.
-        num_ranks: ranks that share both.
+        num_rows: limit on the rows of all ranks together.
+        max_tokens: limit on the tokens of all ranks together.
+        num_ranks: number of ranks that share both limits equally.
     """
     num_rows, max_tokens = -(-num_rows // num_ranks), max_tokens // num_ranks
     fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
@@ -135,10 +139,11 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """Compute [B, S] fp32 nats at temperature 1 of the sampled tokens, 0 elsewhere; the policy's mode is kept.
+    """Compute the log-probabilities of the sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens. The
+    policy stays in training or evaluation mode, whichever it is in.
 
     Args:
-        policy: the trainer's.
+        policy: the trainer's policy.
         tokens: [B, S] int64, right-padded.
         sampled: [B, S] bool, never True in column 0.
         micro_batch_tokens: most tokens in one forward pass.
@@ -153,10 +158,11 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute [B, S] fp32 nats at temperature 1 of every token but the first of each row; 0 there and in padding.
+    """Compute an engine's log-probabilities at temperature 1, [B, S] fp32 nats; 0 at each row's first token and in
+    padding.
 
     Args:
-        engine: with the adapter and noise that it holds.
+        engine: rollout engine; it scores with the adapter and noise that are loaded.
         tokens: [B, S] int64, right-padded.
         lengths: [B] int64, tokens of each row that are not padding.
     """

@@ -30,7 +30,7 @@ class MatchedTemperature(Callback):
     Args:
         curve: JSON file with a list of nats per token, one per rollout; rollouts beyond its end use the last value.
             ``python -m qerl_pl study STUDY.yaml --analyse`` writes one per arm, analysis/surprisal/ARM.json.
-        gain: factor of the correction; more corrects faster.
+        gain: the gain in this formula; a higher one corrects faster.
         limits: lowest and highest temperature.
 
     Raises:

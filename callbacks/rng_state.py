@@ -19,7 +19,7 @@ class RNGState(Callback):
     Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
     the random numbers of its first steps. The program itself uses derived seeds; this covers all other code. The states
     are restored when training starts and not when the checkpoint is loaded, because the set-up in between draws numbers
-    too. Each rank has its own states; a rank that the checkpoint does not have keeps those that it started with.
+    too. Each rank has its own states; a rank for which the checkpoint holds none keeps the states that it started with.
 
     Example:
         trainer:

@@ -24,7 +24,7 @@ from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout
 
-MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; correct engines: docs/correctness.md
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
 SURE_SIGMAS = 6.0
 
@@ -38,29 +38,30 @@ class RolloutEvidence(Callback):
 
     - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
       run stops above ``max_gap`` or ``max_jump`` times the recent median, and warns above ``warn_jump`` times the
-      median. Then tokens or log-probabilities were altered or come from another policy.
+      median. A large gap means that tokens or log-probabilities were altered or come from another policy.
     - ``evidence/other_sampling`` is evidence in nats that the tokens were sampled at another temperature or with top-p,
       and scored at the reported one afterwards.
     - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
-      copies: the engine copies completions, or its seed does not change. It uses all rows.
+      copies: the engine copies completions, or its seed does not change. All completions of the rollout are compared.
 
     Evidence is a likelihood ratio that accumulates over rollouts (``qerl_pl.policy.evidence.accumulated``), so a fault
-    that one rollout does not show is found after several. A policy that is nearly certain of every token samples nearly
-    the same at any temperature, and its completions are nearly all equal; there the tests find little.
+    that one rollout does not show is found after several. If a policy is nearly certain of every token, its completions
+    are nearly equal at any temperature, and these two tests can find little.
 
     If no group had a signal for several rollouts, a warning says what to do.
 
     Args:
-        max_tokens: tokens of the rows that go through the model, including prompts, over all ranks; each rank may
-            exceed its share by at most one row.
+        max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
+            ranks; each rank may exceed its share by at most one row.
         false_alarm: bound on the probability that a correct rollout stops the run, for each of the two tests of
             evidence. It holds for any model and any numerical difference between trainer and engine.
-        max_gap: nats, above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
-        max_jump: factor on the median of recent rollouts, above which the run stops; null: it only warns.
-        warn_jump: factor on that median, above which it warns.
+        max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
+        max_jump: multiple of the median gap of recent rollouts above which the run stops; null: it only warns.
+        warn_jump: multiple of that median above which it warns.
         window: number of rollouts in that median.
-        silent_rollouts: warn after this many consecutive rollouts without a signal, and after each further as many.
-        remembered: number of earlier completions that new ones of the same prompt are compared with.
+        silent_rollouts: warn after every this many consecutive rollouts without a signal (every group's rewards were
+            equal).
+        remembered: number of most recent completions that new completions are compared with.
 
     Raises:
         ValueError: a value is out of range.
@@ -109,13 +110,14 @@ class RolloutEvidence(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what later rollouts are compared with; it is the same on every rank."""
+        """Return evidence, gaps and completion digests of past rollouts, which later ones are compared with; equal on
+        all ranks."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         return {"evidence": evidence, "gaps": self._gaps, "silent": self._silent, "seen": seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what later rollouts are compared with."""
+        """Restore the evidence, gaps and completion digests of past rollouts."""
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
@@ -126,7 +128,8 @@ class RolloutEvidence(Callback):
         pl_module.loop.observers.append(partial(self._check, pl_module))
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout; raises RuntimeError if it must not be trained on."""
+        """Check a rollout before the update; raises RuntimeError if its completions are no samples from the current
+        policy."""
         self._check_copies(pl_module, rollout)
         gap, evidence = self._measure(pl_module, rollout)
         pl_module.log("evidence/gap", gap)
@@ -135,7 +138,8 @@ class RolloutEvidence(Callback):
         self._count_silence(rollout)
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Tensor]:
-        """Return mean |trainer - sampler| in nats over the chosen rows of all ranks, and their evidence, [K] nats."""
+        """Return mean |trainer - sampler| in nats over the chosen rows of all ranks, and the evidence for K other ways
+        of sampling, [K] nats."""
         prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
         rank = pl_module.global_rank
         generator = torch.Generator().manual_seed(
@@ -167,7 +171,8 @@ class RolloutEvidence(Callback):
             )
 
     def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
-        """Bound the probability, per rollout of a correct run, of at least as much evidence as there is now."""
+        """Add a rollout's evidence; returns a bound on the probability per rollout that a correct run collects as much
+        evidence."""
         self._evidence[name] = accumulated(self._evidence.get(name, torch.full_like(evidence, -math.inf)), evidence)
         log_p = log_false_alarm(self._evidence[name])
         pl_module.log(f"evidence/{name}", -log_p)
@@ -226,8 +231,8 @@ def repeats(
     """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
 
     Args:
-        seen: digests of completions of earlier rollouts.
-        rows: of this rollout.
+        seen: digests of prompt and completion, of earlier rollouts.
+        rows: this rollout's completions.
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     for prompt, completion, logprob in rows:
@@ -239,7 +244,8 @@ def repeats(
 def _alternative_logprobs(
     pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor:
-    """Compute [N, 1 + K] fp64 on the CPU for the completions' tokens, under the policy with the rollout's noise."""
+    """Compute log-probabilities of the completions' N tokens under the policy with the rollout's noise: [N, 1 + K] fp64
+    on the CPU, in nats. Column 0 has the reported way of sampling, the others have ``ALTERNATIVES``."""
     starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
     lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
     tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)

@@ -35,10 +35,10 @@ class RunLock(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the lock.
+        """Take the lock on the run's folder.
 
         Raises:
-            ValueError: another process holds it; names the process and its machine.
+            ValueError: another process holds the lock; names the process and its machine.
         """
         if stage != "fit" or not trainer.is_global_zero or self._file is not None:
             return

@@ -13,7 +13,8 @@ from qerl_pl.module import QeRLModule
 
 
 class RolloutStatistics(Callback):
-    """Logs rewards (also by component), lengths, truncation, unscored rows by cause, and groups with a signal.
+    """Logs rewards (their sum and each one), lengths, truncation, unscored rows by cause, and groups whose rewards
+    differ.
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
     estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is that of the clean policy.

@@ -8,7 +8,8 @@ from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 
 class Arithmetic:
-    """Problems such as "7+5-3+8=?"; training and validation share none, for any seeds (qerl_pl/tasks/arithmetic.py).
+    """Problems such as "7+5-3+8=?"; training and validation share no problem, whatever the seeds
+    (qerl_pl/tasks/arithmetic.py).
 
     Args:
         seed: seed of the draw.

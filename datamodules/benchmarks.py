@@ -23,11 +23,11 @@ _HUB = {
 
 
 class Benchmark:
-    """A benchmark as validation problems. It has no training problems.
+    """A source whose validation problems are those of a benchmark, and which has no training problems.
 
     Args:
         name: name of the benchmark.
-        path: a .jsonl or .parquet file or a hub name, with the same columns; None takes the published one.
+        path: a .jsonl or .parquet file or a hub name, with the columns of the published data set, which None reads.
     """
 
     def __init__(self, name: Literal["math500", "aime24", "aime25", "amc23"], path: str | None = None) -> None:

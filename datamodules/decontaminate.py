@@ -14,7 +14,7 @@ from qerl_pl.common.words import runs_of_words
 
 
 class Overlap(NamedTuple):
-    """A training question and an evaluation question that share a run of words."""
+    """A pair of a training question and an evaluation question that share a run of words, and that run."""
 
     train_index: int
     train_question: str
@@ -24,14 +24,15 @@ class Overlap(NamedTuple):
 
 
 class Decontaminated:
-    """A source without the training problems that share a run of words with a problem of an evaluation set.
+    """A source of problems from which training problems that share a run of words with an evaluation problem are
+    removed.
 
     Args:
         source: source of the training problems; its validation problems are kept.
         against: sources of the evaluation problems.
-        num_words: length of the run: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds more
-            overlaps and more false ones. An evaluation question with fewer words matches a training question that has
-            the same words and no others.
+        num_words: length of the run of words: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds
+            more overlaps, and more chance ones. An evaluation question with fewer words matches a training question
+            that has the same words and no others.
         report_path: JSON Lines file that lists what was removed and why; None writes none.
     """
 
@@ -71,10 +72,9 @@ class Decontaminated:
 
 
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
-    """Find one overlap for each training problem that has any. Case, punctuation and white space are ignored."""
-    owners: dict[
-        tuple[str, ...], str
-    ] = {}  # run of words, or all words of a short question, to the evaluation question
+    """Find the training problems that share a run of words with an evaluation problem, and one such run for each. Case,
+    punctuation and white space are ignored."""
+    owners: dict[tuple[str, ...], str] = {}  # evaluation question by run of words (all words of a short question)
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):
             owners.setdefault(run, problem.question)

@@ -1,6 +1,6 @@
-"""Loaders of prompt batches: iterables with a length, so that Lightning prefetches nothing and injects no sampler.
+"""Loaders of prompt batches: iterables with a length, so that Lightning neither prefetches batches nor adds a sampler.
 
-torchdata's StatefulDataLoader would need the same class as its batch sampler. It also starts worker processes, which
+torchdata's StatefulDataLoader would need a batch sampler with the same code. It also starts worker processes, which
 lists of tokens do not need, and draws from the global random state at every start.
 """
 
@@ -19,9 +19,10 @@ from qerl_pl.common.types import Prompt
 
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
-    """Set the ``copy`` of each prompt: the number of equal prompts (same tokens) before it, including ``before``.
+    """Set the field ``copy`` of each prompt: the number of earlier prompts with the same tokens, including those in
+    ``before``.
 
-    The random numbers of a completion depend on its prompt and this number, and not on the rank that samples it.
+    The random numbers with which a completion is sampled depend on its prompt and ``copy``, and not on the rank.
     """
     seen = Counter(prompt.tokens for prompt in before)
     for prompt in prompts:
@@ -39,8 +40,7 @@ class TrainLoader:
     Args:
         prompts: all training prompts.
         batch_size: prompts per batch, over all ranks.
-        seed: of the order.
-        rank: rank whose share of each batch is served.
+        seed: seed of the order. rank: rank whose share of each batch is served.
         num_ranks: number of ranks that share a batch.
 
     Raises:
@@ -71,27 +71,29 @@ class TrainLoader:
         return len(self.prompts) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the remaining batches of the epoch, or those of the next epoch if none remain."""
-        if self.next_batch == len(self):  # at entry, because Lightning takes len(self) batches and never sees the end
+        """Yield the batches of prompts that remain in the current epoch, or those of the next epoch if none remain."""
+        # done here, because Lightning takes len(self) batches and never exhausts the iterator
+        if self.next_batch == len(self):
             self.epoch, self.next_batch = self.epoch + 1, 0
         order = self._order()
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
             self.next_batch += (
-                1  # before the yield, so that a checkpoint written during a step counts its batch as served
+                1  # increased before the yield, so that a checkpoint written during a step counts its batch as served
             )
             batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position (epoch and next batch) and what it depends on."""
+        """Return the position in the data (epoch and next batch), and the digest of the data, batch size and seed."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue from a saved position.
+        """Continue from a saved position in the data.
 
         Raises:
-            ValueError: it was saved with other data, another batch size or another seed, and would mean other prompts.
+            ValueError: the position was saved with other data, another batch size or another seed, so it stands for
+                other prompts.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -106,7 +108,7 @@ class TrainLoader:
 
     @cached_property
     def _digest(self) -> str:
-        """Compute a digest, sixteen hex digits, over tokens and answers in order."""
+        """Compute a digest of prompts, sixteen hex digits, from their tokens and known answers in order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             tokens = array("q", prompt.tokens).tobytes()

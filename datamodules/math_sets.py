@@ -1,6 +1,7 @@
-"""Training sets of mathematics with checkable answers; each is a function that YAML names like a class.
+"""Training sets of mathematical problems with checkable answers; each is a function that YAML can name as a data
+source.
 
-A path is a name on the hub, or a .jsonl or .parquet file with the same columns.
+The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parquet file with the same columns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def big_math(
     Args:
         levels: subset of the hub data set; not used for a file.
         path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
-        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B was right, because problems that are
-            always or never solved teach nothing.
+        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved the problem (column
+            llama8b_solve_rate), because problems that are always or never solved teach nothing.
         validation_share: share that is held out, chosen by a hash of the question.
     """
     return Table(

@@ -14,10 +14,10 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_messages(row: Row, column: str) -> tuple[Message, ...]:
-    """Read a column that holds a list of messages, ``[{"role": "user", "content": "..."}]``.
+    """Read a row's column that holds a list of messages, ``[{"role": "user", "content": "..."}]``.
 
     Raises:
-        ValueError: it is something else, or the last message is not the user's; names file and line.
+        ValueError: the column holds something else, or the last message is not the user's; names file and line.
     """
     value = row.columns[column]
     where = f"{row.where}: column {column!r}"
@@ -37,7 +37,7 @@ def read_messages(row: Row, column: str) -> tuple[Message, ...]:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages but the system prompt; equal problems are found by this text."""
+    """Join all messages of a problem but the system prompt to one text, by which equal problems are found."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
@@ -47,8 +47,8 @@ def chat_of(
     """Build the messages that the policy gets for a problem.
 
     Args:
-        problem: with a question, or messages of its own.
-        system_prompt: text of a system turn for problems without one of their own; None adds no such turn.
+        problem: a problem with a question, or with messages of its own.
+        system_prompt: text of a system turn for problems whose messages have none; None adds no such turn.
         question_template: text of the last user turn; ``{question}`` is replaced by the problem's last user message.
     """
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
@@ -65,8 +65,8 @@ def chat_text(
     """Render the messages with the chat template, including special tokens and the start of the assistant's turn.
 
     Args:
-        tokenizer: has the template.
-        messages: the chat.
+        tokenizer: tokenizer with the chat template.
+        messages: messages of the chat.
         arguments: further variables of the template.
 
     Raises:
@@ -74,7 +74,7 @@ def chat_text(
     """
     try:
         return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False, **arguments))
-    except Exception as error:  # a template is a program that may raise any of Jinja's and Python's errors
+    except Exception as error:  # a chat template is a program that may raise any error of Jinja or Python
         said = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(

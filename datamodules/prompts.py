@@ -22,7 +22,7 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.rollout.stop import check_stop
 
-SHARED_WORDS = 13  # in a row, as in datamodules.decontaminate: then two problems are too alike
+SHARED_WORDS = 13  # questions that share so many words in a row are too alike, as in decontaminate.py
 
 
 class PromptDataModule(LightningDataModule):
@@ -31,10 +31,11 @@ class PromptDataModule(LightningDataModule):
     A prompt that is too long is dropped and counted. It is never truncated, because it would lose its question or its
     instructions. A training problem whose question is also a validation question is removed and counted. With
     ``held_out``, ``fit`` and ``validate`` use held-out training problems, and the source's validation problems are left
-    to ``test`` and ``predict``, because a checkpoint chosen by those problems looks better on them than it is.
+    to ``test`` and ``predict``, because a checkpoint that was chosen by its score on some problems looks better on them
+    than it is.
 
     Args:
-        source: source of the problems.
+        source: source of the training and validation problems.
         tokenizer: folder or hub name of the policy's tokenizer; it must have a chat template.
         batch_size: training prompts per rollout (P), over all ranks.
         max_prompt_tokens: longest prompt in tokens, including the chat template.
@@ -112,7 +113,7 @@ class PromptDataModule(LightningDataModule):
         self._held_out: list[Prompt] = []
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise what the stage needs. A second call does nothing."""
+        """Read and tokenise the problems that a stage (such as "fit") needs. A second call does nothing."""
         reads_train = stage == "fit" or (stage == "validate" and self.held_out > 0)
         if self._validation and (self._train or not reads_train):
             return
@@ -144,10 +145,11 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for one rollout, none of them in any rank's batch; the same on every rank.
+        """Return further training prompts for a rollout, none of them in any rank's batch; the
+        same on every rank.
 
-        Their order depends only on the seed and the rollout index. They do not count as served: the epoch still serves
-        every prompt once.
+        Their order depends only on the seed and the rollout index. The epoch serves these prompts in batches all the
+        same.
         """
         seed = derive_seed(self.seed, "refill", rollout_index)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -159,11 +161,13 @@ class PromptDataModule(LightningDataModule):
         return numbered(others, served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """Create the loader of this rank's held-out prompts, or of the validation prompts if none are held out."""
+        """Create the loader of this rank's share of the held-out prompts, or of the validation prompts if none are held
+        out."""
         return self._evaluation(self._held_out if self.held_out else self._validation)
 
     def test_dataloader(self) -> EvaluationLoader:
-        """Create the loader of the validation prompts; a benchmark is a source with only validation problems."""
+        """Create the loader of the source's validation prompts (a benchmark is a source with only validation
+        problems)."""
         return self._evaluation(self._validation)
 
     def predict_dataloader(self) -> EvaluationLoader:
@@ -209,13 +213,13 @@ def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_
     """Refuse to continue if too large a share of the prompts is too long.
 
     Args:
-        lengths: tokens of each prompt.
+        lengths: number of tokens of each prompt.
         side: "train" or "validation", for the message.
         limit: longest prompt that is kept, in tokens.
-        max_dropped_share: largest share that may be dropped.
+        max_dropped_share: largest share of the prompts that may be dropped.
 
     Raises:
-        ValueError: with the numbers, and the limit that would suffice.
+        ValueError: more are too long; names their number, and the limit that would suffice.
     """
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
@@ -230,20 +234,21 @@ def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_
 
 
 def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Remove training problems whose question is a validation question, ignoring white space; returns their number."""
+    """Remove training problems whose question is also a validation question, ignoring white space; returns the others
+    and the number that was removed."""
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)
 
 
 def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
-    """Split training problems into those that stay in training and those that are held out, each in their order.
+    """Split training problems into those that stay in training and those that are held out; each part keeps the order.
 
     The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
     Problems that share ``SHARED_WORDS`` consecutive words with a held-out one are in neither part.
 
     Args:
-        problems: of training.
+        problems: the training problems.
         num: number of distinct questions to hold out.
 
     Raises:

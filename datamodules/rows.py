@@ -12,11 +12,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from qerl_pl.common.extras import not_installed
 
-MAX_TEXT = 1_000_000  # characters of a question or an answer; more is a broken row and takes minutes to tokenise
+# most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
+MAX_TEXT = 1_000_000
 
 
 class Written(float):
-    """A number that is printed with the digits of the file, because 27.10 and 27.1 may be different answers."""
+    """A float that is printed with the digits that the file has, because 27.10 and 27.1 may be different answers."""
 
     def __init__(self, written: str) -> None:
         self.written = written
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     """One row as it is stored."""
 
     where: str
-    """Location for error messages: file and line, or data set and row."""
+    """Location of a row for error messages: file and line, or data set and row number."""
     columns: dict[str, object]
 
 
@@ -79,10 +80,10 @@ def jsonl_rows(path: str) -> Iterator[Row]:
 
 
 def text(row: Row, column: str) -> str:
-    """Return the text or number in a column as text.
+    """Return the text or number in a row's column as text.
 
     Raises:
-        ValueError: the row has no such column, or it is empty or of another type.
+        ValueError: the row has no such column, or the value is empty or of another type.
     """
     if column not in row.columns:
         raise ValueError(f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}")
@@ -102,7 +103,7 @@ def text(row: Row, column: str) -> str:
 
 
 def in_share(question: str, share: float) -> bool:
-    """Tell whether a question falls into a share of all questions; it depends only on the question's text."""
+    """Tell by a hash of its text whether a question belongs to a ``share`` of all questions, such as those held out."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 

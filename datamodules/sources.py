@@ -1,4 +1,4 @@
-"""The protocol of a source of problems, and a source that combines two."""
+"""The protocol of a source of problems, and a source that combines the problems of two sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qerl_pl.common.types import Problem
 
 
 class PromptSource(Protocol):
-    """A source of problems. It is cheap to build from YAML; data is read on demand."""
+    """Protocol of a source of training and validation problems. The constructor reads no data; the methods do."""
 
     def train(self) -> list[Problem]:
         """Return the training problems, always in the same order."""
@@ -20,7 +20,7 @@ class PromptSource(Protocol):
 
 
 class Pair:
-    """A source that trains on one source and validates on another, e.g. on a benchmark.
+    """A source that takes training problems from one source and validation problems from another, e.g. a benchmark.
 
     Args:
         training: source of the training problems; its validation problems are not used.

@@ -11,7 +11,7 @@ from qerl_pl.rewards.answers import marked_answer
 
 
 class Table:
-    """Problems from a table; rewards see all of its columns as ``prompt.row``.
+    """A source that reads problems from a table; rewards see all columns of a problem's row as ``prompt.row``.
 
     Args:
         train_path: a .jsonl or .parquet file, or a hub name such as ``openai/gsm8k``.
@@ -20,15 +20,15 @@ class Table:
             by a hash of the question, so they are the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``.
         answer: column of the verifiable answer; None if the reward needs none.
-        marker: how the answer is marked if that column holds a worked solution: "boxed" or "hash"; None takes the whole
-            column.
+        marker: mark of the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or "hash"
+            (``####``); None: the column holds the answer alone.
         subset: subset of a hub data set.
         train_split: split of a hub data set.
         validation_split: split of a hub data set.
-        system: column of each row's system prompt; None: there is none.
-        only: columns to the values that are kept in training, e.g. ``{level: ["Level 4", "Level 5"]}``.
-        between: columns to the lowest and highest number that is kept in training, e.g.
-            ``{llama8b_solve_rate: [0.1, 0.9]}``.
+        system: column with each row's system prompt; None: the table has no such column.
+        only: values to which training rows are restricted, by column, e.g. ``{level: ["Level 4", "Level 5"]}``.
+        between: lowest and highest number to which training rows are restricted, by column, e.g. ``{llama8b_solve_rate:
+            [0.1, 0.9]}``.
 
     Raises:
         ValueError: a share outside (0, 1), both or none of validation_path and validation_share, or a marker without
@@ -70,7 +70,7 @@ class Table:
         self.between = between or {}
 
     def train(self) -> list[Problem]:
-        """Return the training problems that pass the filters, in the order of the table."""
+        """Return the training problems that pass the filters ``only`` and ``between``, in the order of the table."""
         rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
         problems = [self._problem(row) for row in rows if self._keeps(row)]
         if self.validation_share is None:

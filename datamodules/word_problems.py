@@ -10,16 +10,18 @@ from qerl_pl.tasks.word_problems import WordProblem, check_operations, draw_sets
 
 
 class WordProblems:
-    """Word problems of 2 to 14 operations (qerl_pl/tasks/word_problems.py); the sets differ in their structure.
+    """A source of generated word problems of 2 to 14 arithmetic operations (qerl_pl/tasks/word_problems.py). No two of
+    the training, validation and reach sets share a structure: how quantities are computed from one another.
 
     A reward sees ``operations``, ``structure`` and ``id`` as ``prompt.row``.
 
     Args:
-        seed: seed of the draw. Keep the default in runs that are compared; ``seed_everything`` only changes the order.
+        seed: seed of the draw. Keep the default in runs that are compared; ``seed_everything`` does not change the
+            problems, only their order.
         num_train: number of training problems.
         num_validation: number of validation problems.
         operations: fewest and most operations of a training or validation problem.
-        validates: the set used for validation: "validation" or "reach".
+        validates: set that provides the validation problems: "validation" or "reach", which has more operations.
         reach_operations: fewest and most operations of a problem of the reach set.
 
     Raises:

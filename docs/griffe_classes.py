@@ -1,4 +1,5 @@
-"""Show examples of classes as YAML and fields of named tuples: an extension of griffe, the reader of mkdocstrings."""
+"""Extension of griffe, with which mkdocstrings reads docstrings: shows the examples of classes as YAML, and the fields
+of named tuples."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Classes(Extension):
     """Completes what griffe reads of a class."""
 
     def on_class_members(self, *, cls: Class, **more: Any) -> None:
-        """Put the example of a docstring into a fenced block, and give a named tuple the signature that it has."""
+        """Put the YAML example of a class's docstring into a fenced code block, and show a named tuple with the
+        signature of its constructor."""
         if cls.docstring:
             cls.docstring.value = EXAMPLE.sub(lambda found: block(found[1]), cls.docstring.value)
         if "NamedTuple" in map(str, cls.bases):

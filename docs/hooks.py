@@ -1,7 +1,7 @@
-"""Hooks of mkdocs.yml: pages have the same places in the site as in the repository, so links between them hold.
+"""MkDocs hooks that build the documentation site with the folders of the repository, so that relative links work.
 
-Pages from outside docs/ are added, and pages made from the code: one per package, settings, commands. A link to a
-Python file or package of the repository becomes a link to its API page.
+They add Markdown files from outside docs/, and pages made from the code: one per package, settings, commands. A link to
+a Python file or package becomes a link to its API page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ API = tuple(f"reference/{name}" for name in PACKAGES)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Complete the navigation: packages, and the change log where there is one."""
+    """Add the packages' API pages, and CHANGELOG.md if it exists, to the navigation of the site."""
     assert config.nav is not None
     config.nav[-1]["API"] = [{name: f"reference/{name}.md"} for name in packages()]
     if (ROOT / "CHANGELOG.md").exists():
@@ -33,7 +33,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the files of docs/ by those of the whole site."""
+    """Replace the files of docs/ in the site by all pages: Markdown files of the repository, and pages made from the
+    code."""
     own = [file for file in files if file.src_dir == config.docs_dir]
     found = Files([file for file in files if file not in own])
     inside = [f"docs/{file.src_uri}" for file in own if file.src_uri.endswith(PUBLISHED)]
@@ -50,9 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change links to Python files and packages, and to LICENSE, to their pages in the site.
+    """Replace links in a page to Python files, packages and LICENSE by links to their pages in the site.
 
-    The search puts the page of error messages first and the API last.
+    In results of the site's search, the page of error messages is ranked higher, and API pages lower.
     """
     path = page.file.src_uri
     page.meta["search"] = {"boost": 0.3 if path.startswith(API) else 4 if path.endswith("troubleshooting.md") else 1}
@@ -62,7 +63,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def _target(link: str, source: File, files: Files) -> str:
     folder = posixpath.dirname(source.src_uri)
     path = posixpath.normpath(posixpath.join(folder, link))
-    page = f"{path}.md"  # of a file without one of its own, such as LICENSE
+    page = f"{path}.md"  # the page of a file that is not Markdown, such as LICENSE
     if path.split("/")[0] in PACKAGES and (ROOT / path).exists():
         package = path if (ROOT / path).is_dir() else posixpath.dirname(path)
         page = f"reference/{'.'.join(package.split('/')[:2])}.md"
@@ -76,7 +77,8 @@ def packages() -> list[str]:
 
 
 def api_page(name: str) -> str:
-    """Markdown that mkdocstrings turns into the documentation of a package, or of the modules that are in none."""
+    """Return Markdown from which mkdocstrings makes the API page of a package, or of the modules directly in
+    ``qerl_pl``."""
     if name != PACKAGES[0]:
         return f"# {name}\n\n::: {name}\n"
     files = sorted((ROOT / name).glob("[a-z]*.py"))
@@ -85,7 +87,7 @@ def api_page(name: str) -> str:
 
 
 def shipped_files() -> str:
-    """Markdown of the page that shows the shipped configurations and launch scripts."""
+    """Return the Markdown of the page that shows the shipped configurations and launch scripts."""
     text = (
         "# Shipped files\n\nConfigurations, which `-c` finds by name from any folder, and scripts that start a run.\n"
     )

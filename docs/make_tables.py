@@ -1,4 +1,4 @@
-"""Put tables of measured numbers into README.md: python docs/make_tables.py
+"""Write the tables of measured numbers in README.md: python docs/make_tables.py
 
 A table is between ``<!-- table: FILE -->`` and ``<!-- end -->``. FILE is a path from the root of the repository to JSON
 lines that ``python -m qerl_pl report RUN... --json FILE`` has written.
@@ -29,7 +29,8 @@ COLUMNS = {
     "rollout tokens/s": ("rollout tokens/s (median)",),
     "seconds": ("seconds in RL steps",),
 }
-"""Header of a column to the names of its values; two values are the first and the last of the run."""
+"""Names of the values of a column by its header; of two values, the first is that at the run's start, the second that
+at its end."""
 
 
 def table(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Pages of the site that are made from the code: settings from type hints and docstrings, commands from --help."""
+"""Make the documentation's pages of settings, from type hints and docstrings, and of commands, from their
+``--help``."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ Kind = Callable[[Any], bool]
 
 
 def settings() -> str:
-    """Markdown of the page of settings: ``model``, ``data``, and every class of ours that YAML may name."""
+    """Return the Markdown of the page of settings: ``model``, ``data``, and every class of this repository that YAML
+    may name."""
     nested: dict[str, Any] = {}
     text = INTRODUCTION
     text += f"\n## model\n\n{_meaning(QeRLModule)}\n\n{table(QeRLModule, 'model.', nested)}"
@@ -73,7 +75,7 @@ def settings() -> str:
 
 
 def commands() -> str:
-    """Markdown of the page of commands: what each one's ``--help`` prints."""
+    """Return the Markdown of the page of commands, with the output of each command's ``--help``."""
     text = "# Commands\n\n`qerl COMMAND`, or `python -m qerl_pl COMMAND` in the repository. Training and evaluation "
     text += "take every [setting](settings.md) as well, as `--KEY VALUE`. This is what `--help` prints.\n"
     for name, what in (TRAINING | COMMANDS).items():
@@ -84,7 +86,8 @@ def commands() -> str:
 
 
 def help_of(command: str) -> str:
-    """Return what ``--help`` of a command prints; of ``fit`` without usage and settings, which have their own page."""
+    """Return the output of a command's ``--help``; that of ``fit`` without usage and settings, which have a page of
+    their own."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.suppress(SystemExit),
@@ -98,7 +101,8 @@ def help_of(command: str) -> str:
 
 
 def found_in(package: str, kind: Kind) -> Iterator[tuple[str, Any]]:
-    """Path and value of every public class or function of a kind in the modules of a package."""
+    """Yield import path and object of every public class or function in a package's modules for which ``kind`` returns
+    True."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         for name, value in list(vars(importlib.import_module(module.name)).items()):
             own = getattr(value, "__module__", None) or ""
@@ -115,14 +119,14 @@ def table(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     meanings: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Table of the settings of a class or function, as the command line's parser sees them.
+    """Return a Markdown table of the settings of a class or function, as the command line's parser reads them.
 
     Args:
         value: the class or function.
-        prefix: begins every key, e.g. ``model.``.
-        nested: gets the dataclasses that are values of settings, by name.
-        defaults: replace those of the constructor.
-        meanings: replace those of the docstring.
+        prefix: beginning of every key, e.g. ``model.``.
+        nested: dict to which dataclasses that are values of settings are added, by name.
+        defaults: defaults by name of the setting, in place of the constructor's.
+        meanings: meanings by name of the setting, in place of the docstring's.
     """
     parser = Parser()
     add = parser.add_class_arguments if isinstance(value, type) else parser.add_function_arguments
@@ -131,7 +135,7 @@ def table(
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         if hint is None or action.default == SUPPRESS or action.dest in ("prompts", "completions"):
-            continue  # an option --KEY.help, or what a reward is called with
+            continue  # no setting: an option --KEY.help, or an argument of a reward's call
         nested.update({each.__name__: each for each in _inside(hint) if is_dataclass(each)})  # pyright: ignore
         default = "required" if action.required else f"`{_yaml(defaults.get(action.dest, action.default))}`"
         meaning = meanings.get(action.dest, action.help or "")
@@ -141,7 +145,8 @@ def table(
 
 
 def _shown(value: Any) -> str:
-    """A class, linked where the page has a section on it, or one of the values that a setting may have."""
+    """Return the Markdown of a type's name, with a link to the page's section on the class, or of a value of a
+    Literal."""
     if not isinstance(value, type) and typing.get_origin(value) is None and not hasattr(value, "__name__"):
         return f"`{value}`"
     name = getattr(value, "__name__", str(value))
@@ -176,7 +181,7 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape what looks like an element of HTML outside code, such as <answer>."""
+    """Escape text outside of code that would be read as an HTML element, such as <answer>."""
     return re.sub(r"(`+[^`]*`+)|<", lambda found: found[1] or "&lt;", text)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 
-# bitsandbytes warns at import that a faster CPU kernel is on a hub. We use it only for 4-bit formats on a GPU.
+# bitsandbytes warns at import that a hub has a faster CPU kernel. This package uses bitsandbytes only on a GPU.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Checkpoints: the adapter and the training state, written so that a crash loses nothing."""
+"""Write and load checkpoints (adapter and training state), so that a crash never damages the last written one."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ PREVIOUS = "previous.ckpt"
 class SafeCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary file and renames it, so that a full disk or a kill leaves the old checkpoint intact.
 
-    A damaged ``last.ckpt`` falls back to the checkpoint before it. A large checkpoint can be written in the background:
-    with Adam, an adapter of rank 32 on a 7B takes 1 GB. It is first copied to host memory, which is reused for the next
-    checkpoint until ``teardown``.
+    In place of a damaged ``last.ckpt``, ``previous.ckpt`` is loaded. A large checkpoint can be written in the
+    background: with Adam, an adapter of rank 32 on a 7B model takes 1 GB. The checkpoint is first copied to host
+        memory, which is reused
+    for the next checkpoint until ``teardown``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors; the writing thread reads it
+        self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors, which the writing thread reads
         self.damaged: Path | None = None
-        """The damaged file that the last load replaced by the checkpoint before it."""
+        """The damaged ``last.ckpt`` in place of which the previous checkpoint was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, or leave the old file intact.
+        """Write a checkpoint; on failure the old file is left intact.
 
         Args:
-            checkpoint: may be modified as soon as this returns.
-            path: of the file.
+            checkpoint: content of the checkpoint; it may be modified as soon as this returns.
+            path: path of the file.
             storage_options: with ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
                 written in the background; ``wait`` waits for it.
 
@@ -65,7 +66,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._writing = self._in_background(checkpoint_file.write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
-        """Tell whether no write is pending, so that ``wait`` would return at once."""
+        """Tell whether no checkpoint is being written in the background, so that ``wait`` would return at once."""
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
@@ -76,12 +77,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         writing = self._writing
         if writing is not None:
-            wait_for([writing])  # Ctrl-C may interrupt this; the file is then still being written
+            wait_for([writing])  # if Ctrl-C interrupts this line, the file is still being written
             self._writing = None
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename a file over another and return before the old file's blocks are freed (0.2 seconds for 1 GB).
+        """Rename a file over another without waiting until the overwritten file's blocks are freed (0.2 seconds for 1
+        GB).
 
         Raises:
             OSError: the source does not exist, or it cannot be renamed.
@@ -108,7 +110,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint to the host, reusing the memory of the previous copy, which must have been written.
+        """Copy a checkpoint's tensors to host memory, reusing that of the previous copy, which must have been written
+        to disk.
 
         A tensor whose shape or dtype differs from the previous one gets new memory.
         """
@@ -121,10 +124,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of tensors and builtins only; a damaged ``last.ckpt`` falls back to the one before it.
+        """Load a checkpoint of tensors and builtins only; in place of a damaged ``last.ckpt``, ``previous.ckpt`` is
+        loaded.
 
         Raises:
-            ValueError: the file is damaged and there is no older one; the message names every damaged file.
+            ValueError: the file is damaged and there is no previous checkpoint; the message names every damaged file.
         """
         path = Path(path)
         try:
@@ -163,7 +167,7 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 
 
 def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """Allocate host memory for a copy of the tensor: pinned for a GPU tensor, so that the copy is asynchronous."""
+    """Allocate host memory for a copy of a tensor: pinned memory for a GPU tensor, so that the copy is asynchronous."""
     wanted = (tensor.shape, tensor.dtype, tensor.is_cuda)
     if before is not None and (before.shape, before.dtype, before.is_pinned()) == wanted:
         return before
@@ -171,7 +175,7 @@ def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Describe what a checkpoint's policy needs when it is loaded: the base (a digest), adapter settings and seed."""
+    """Describe what the adapter of a checkpoint belongs to: digest of the base model, adapter settings and seed."""
     settings = asdict(lora)
     settings["targets"] = sorted(settings["targets"])
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
@@ -184,10 +188,10 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the identity that is stored in a checkpoint.
+    """Return the identity (base, adapter settings, seed) that is stored in a checkpoint.
 
     Raises:
-        ValueError: the checkpoint holds none.
+        ValueError: the checkpoint has no identity.
     """
     found = checkpoint.get("identity")
     if not isinstance(found, Mapping) or "base" not in found:
@@ -196,10 +200,10 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with settings that differ from those it was started with.
+    """Refuse to resume a run with settings that differ from those that it was started with.
 
     Raises:
-        ValueError: lists every difference; the run's value comes first.
+        ValueError: lists every difference, with the value at the start before the new one.
     """
     differences = [
         f"{name}: the run has {json.dumps(saved.get(name))}, this start has {json.dumps(value)}"

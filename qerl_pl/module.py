@@ -64,7 +64,8 @@ class QeRLModule(LightningModule):
     def __init__(self, engine: RolloutEngine, rewards: list[WeightedReward], **settings: Any) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.strict_loading = False  # checkpoints hold only the adapter; on_load_checkpoint checks its keys
+        # Lightning's strict loading is off, since checkpoints hold only the adapter; on_load_checkpoint checks its keys
+        self.strict_loading = False
         self.settings = ModuleSettings(**settings)
         self.engine = engine
         self.sampling = self.settings.rollouts
@@ -72,11 +73,11 @@ class QeRLModule(LightningModule):
         self.rewards = ready_rewards(rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric)
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
-        """The memory plan of this run on its GPU; None on a CPU or where everything is set in YAML."""
+        """The memory plan of this run on its GPU; None on a CPU, or if the YAML sets all that the plan chooses."""
         self.entropy_coefficient = 0.0
-        """Coefficient of the entropy bonus in the next rollout's loss; only used where the objective adapts it."""
+        """Coefficient of the entropy bonus in the next rollout's loss; only used with ``objective.entropy_control``."""
         self.norm_noise = NormNoise()
-        """Noise of the next rollout; a callback may set it before each rollout."""
+        """AQN noise of the next rollout's norm weights; a callback may set it before each rollout."""
         self.policy: Policy
         self.grad_norm: Tensor
         """[] gradient norm at the last optimizer step, before clipping."""
@@ -99,7 +100,7 @@ class QeRLModule(LightningModule):
     # ---- set-up and tear-down ---------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check settings and the rewards' use of the data's answers, plan the memory, and create the rollout loop.
+        """Check settings, and that rewards can read the data's answers; plan the memory; create the rollout loop.
 
         Raises:
             ValueError: settings of the trainer contradict each other or the module's.
@@ -133,7 +134,7 @@ class QeRLModule(LightningModule):
         )
 
     def configure_model(self) -> None:
-        """Load the base on this rank's device and add the adapter. A second call does nothing."""
+        """Load the base on this rank's device and add the LoRA adapter. A second call does nothing."""
         if hasattr(self, "policy"):
             return
         self.policy = load_policy(
@@ -147,8 +148,8 @@ class QeRLModule(LightningModule):
                 self.policy.set_recompute(how)
             device = self.trainer.strategy.root_device
             rank_zero_info(describe_attention(self.policy.config, device, self.settings.compute_dtype))
-        # DDP has no work: every rank reads the base from disk, and ``ranks`` averages the gradients. DDP still gets one
-        # parameter to manage, because it refuses a module without any.
+        # DDP is not needed: every rank reads the base from disk, and ``qerl_pl.common.ranks`` averages the gradients.
+        # DDP still manages one parameter, because it refuses a module without any.
         kept = next(name for name, parameter in self.named_parameters() if parameter.requires_grad)
         names = {name for name, _ in chain(self.named_parameters(), self.named_buffers())}
         self._ddp_params_and_buffers_to_ignore = names - {kept}
@@ -166,7 +167,7 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Restore the optimizer settings of this start; loading a checkpoint replaced them by the earlier start's."""
+        """Restore the configuration's optimizer settings, which the loaded checkpoint replaced by older ones."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -187,7 +188,7 @@ class QeRLModule(LightningModule):
     # ---- one RL iteration -------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Sample, score and update once; returns rollout, update report and seconds per phase, for the callbacks."""
+        """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
         index, watch = self.rollout_index, Stopwatch()
         self._start_engine()
         rollout = self.loop.collect(
@@ -211,7 +212,8 @@ class QeRLModule(LightningModule):
             entropy_coefficient=self.entropy_coefficient,
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
-            backward=Tensor.backward,  # manual_backward would run DDP's reduction, but ranks differ in micro-batches
+            # manual_backward would run DDP's reduction, but ranks may have different numbers of micro-batches
+            backward=Tensor.backward,
             step=self._optimizer_step,
             watch=watch,
         )
@@ -232,7 +234,7 @@ class QeRLModule(LightningModule):
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Start the engine and load the current adapter, without noise."""
+        """Start the rollout engine and load the current adapter into it, without noise on its norm weights."""
         self._start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
@@ -250,7 +252,7 @@ class QeRLModule(LightningModule):
     test_step = predict_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the records and log means over the completions of all ranks. ``predict`` logs nothing."""
+        """Keep the records, and log their means over the completions of all ranks (not in ``predict``)."""
         self.evaluated = self._evaluation.records()
         if not self.trainer.predicting:
             stage = "test" if self.trainer.testing else "val"
@@ -263,18 +265,19 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what must not change during a run: base, adapter settings, seed. Reads the base's files."""
+        """Return what must not change during a run: digest of the base's files (read here), adapter settings, seed."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must not change, because progress is counted in optimizer steps."""
+        """Return the number of optimizer steps per rollout, which a resumed run must not change, as it counts optimizer
+        steps."""
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reduce the checkpoint's weights to the adapter, and add the run's identity."""
+        """Reduce the checkpoint's weights to the adapter's; add the run's identity (base, adapter settings, seed)."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
@@ -299,7 +302,7 @@ class QeRLModule(LightningModule):
         self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
 
     def _plan_memory(self, stage: str) -> None:
-        """Choose micro-batch, the engine's cache and recomputation, where the YAML leaves them open."""
+        """Choose micro-batch, KV-cache size and recomputation by the memory plan, where the YAML leaves them open."""
         limit = available_bytes(self.trainer.strategy.root_device, self.settings.gpu_memory)
         plan = plan_for(
             checkpoint_shape(self.settings.folder, self.settings.compute_dtype), self._run_memory(stage), limit

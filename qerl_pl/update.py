@@ -25,19 +25,20 @@ class UpdateReport:
     """Results of all updates on one batch."""
 
     metrics: dict[str, Tensor]
-    """Name to [] value; each covers the rows of all ranks."""
+    """Metrics of the update by name, [] each, over the rows of all ranks."""
     old_logprobs: Tensor
     """[B, S] fp32 nats: the trainer's log-probabilities before its first update, 0 where nothing was sampled."""
     entropy: Tensor
-    """[B, S] fp32 nats: entropies before the first update, 0 where nothing was sampled."""
+    """[B, S] fp32 nats: the policy's entropies before its first update, 0 where nothing was sampled."""
     experience: Experience
     """The batch on the policy's device; with ``kl_in`` "reward" the KL penalty is subtracted from its advantages."""
     with_gradient: Tensor
-    """[B] bool, rows that had a backward pass: rows in the loss whose advantage is not 0."""
+    """[B] bool, rows with a backward pass: those in the loss with an advantage other than 0, or all with a KL or
+    entropy term."""
     micro_batch_tokens: int
-    """The given limit, or the smaller one that remained after running out of memory."""
+    """Most tokens per pass: the given limit, or a smaller one if GPU memory ran out during the update."""
     entropy_coefficient: float
-    """The given coefficient, or the next batch's where the objective adapts it."""
+    """Coefficient of the entropy bonus for the next batch: the given one, unless ``entropy_control`` adapts it."""
 
 
 def improve(
@@ -59,9 +60,9 @@ def improve(
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
-    The old log-probabilities are the trainer's own before the first update. If nothing needs them earlier, they are
-    taken from the forward pass of the first update, so that one update per rollout costs one forward pass. Rows without
-    a gradient (advantage exactly 0, or left out of the loss) get a forward pass without gradient, for the statistics.
+    The old log-probabilities are the trainer's own before the first update. If nothing else needs them before, the
+    forward pass of the first update gives them, so that one update per rollout costs one forward pass. Rows without a
+    gradient (advantage exactly 0, or left out of the loss) get a forward pass without gradient, for the statistics.
 
     After running out of memory, the passes of an optimizer step or of a scoring are repeated with a smaller micro-batch
     or more recomputation (``Batch.run``). ``step`` only sees complete gradients, and the divisor of the loss is that of
@@ -74,7 +75,7 @@ def improve(
         policy: in training mode.
         experience: B = P * group_size rows.
         group_size: completions per prompt.
-        temperature: of sampling; the trainer's logits are divided by it too.
+        temperature: sampling temperature; the trainer's logits are divided by it too.
         max_tokens: limit on the completion length during sampling.
         num_updates: epochs over this batch.
         micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
@@ -86,7 +87,7 @@ def improve(
         seed: of random choices; the same on all ranks.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
-    # From the second mini-batch on, the policy has already been updated, so old log-probabilities are needed first.
+    # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
         counts = _score(batch, objective, group_size, everything=first_pass)
@@ -123,7 +124,8 @@ def improve(
 
 
 def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
-    """Return the adapted entropy coefficient of this batch (None if it is not adapted), and the next batch's."""
+    """Return the adaptive entropy coefficient for this batch (None without ``entropy_control``), and the next
+    batch's."""
     control, entropy = objective.entropy_control, terms.mean_entropy
     if control is None or entropy is None:
         return None, coefficient
@@ -143,7 +145,8 @@ def _score(batch: Batch, objective: Objective, group_size: int, *, everything: b
     """Run the forward passes without gradient; returns [B] bool, the rows that need a gradient.
 
     Args:
-        everything: score all rows, because the loss needs old log-probabilities before the first backward pass.
+        everything: True also scores rows that need a gradient, because the loss needs old log-probabilities before the
+            first backward pass.
     """
     if objective.kl_coefficient > 0:
         batch.score_reference()
@@ -174,8 +177,9 @@ def _gradient(
 
     Args:
         rows: rows of the mini-batch that need a gradient.
-        bonus: adapted entropy coefficient, or None if it is not adapted.
-        record: store log-probabilities and entropies, because this is the first pass before any update.
+        bonus: adaptive entropy coefficient, or None without ``entropy_control``.
+        record: True stores log-probabilities and entropies of the pass, because the policy has not been updated on this
+            batch yet.
         max_tokens: most tokens per pass.
     """
     experience = batch.experience

@@ -1,4 +1,5 @@
-"""Cache of folders that are derived from a base, shared by all runs on this machine; names depend on the content."""
+"""Cache of model folders that are derived from a base checkpoint, such as its quantised copy. All runs on this machine
+share it, and a folder's name has a digest of what it was made from."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ def cache_root() -> Path:
 
 
 def made_once(source: Path, label: str, settings: Mapping[str, object], make: Callable[[Path], object]) -> Path:
-    """Return the folder that is derived from a base with some settings, and make it if it does not exist.
+    """Return the cache's folder for a copy of a base that is made with some settings, and make it if it does not exist.
 
-    Only one process makes it, and others wait.
+    If several processes ask for the same folder, one makes it and the others wait.
 
     Args:
-        source: folder of the base. Its contents identify the result, and its path does not.
+        source: folder of the base. The result is looked up by the contents of this folder and not by its path.
         label: first part of the folder's name.
-        settings: everything else that the result depends on; values that can be written as JSON.
-        make: makes the folder at a given path; the folder must appear only when it is complete.
+        settings: everything else that the derived folder depends on, as values that can be written as JSON.
+        make: function that makes the derived folder at a given path; the folder must appear there only when it is
+            complete.
 
     Raises:
         ValueError: ``make`` raised it.

@@ -15,16 +15,17 @@ from tqdm import tqdm
 from qerl_pl.common.files import write_whole
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base's folder that maps the name of a weight file to its size, times and digest."""
+"""File in the base's folder that stores, by the name of a weight file, the file's size, its modification and change
+times and its SHA-256 digest."""
 LARGE = 2**30  # bytes of weights above which a progress bar is shown
 
 
 def base_digest(base: str | Path) -> str:
-    """Digest a base: config.json and every byte of its safetensors files.
+    """Compute a digest of a base checkpoint: of config.json and every byte of its safetensors files.
 
-    A file is read again only if its size or its modification or change time (in nanoseconds) differs from when it was
-    last read. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s), and up to four files are read in
-    parallel.
+    A weight file is read again only if its size, modification time or change time (in nanoseconds) has changed since
+    its digest was stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s), and up to four files are read
+    in parallel.
 
     Args:
         base: checkpoint folder.
@@ -72,7 +73,7 @@ def _file_digest(path: Path, *, bar: tqdm) -> str:
 
 
 def _read(path: Path) -> dict[str, list]:
-    """Read the stored digests; empty if the file is missing or damaged."""
+    """Read the stored digests of the base's weight files; return no entries if ``KEPT`` is missing or damaged."""
     try:
         found = json.loads(path.read_text())
         return {str(name): [list(stamp), str(digest)] for name, (stamp, digest) in found.items()}

@@ -17,13 +17,15 @@ from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Folder that the documents download models to; it is never taken for an owner on the hub."""
+"""Name of the local folder that the documents use for models; models/NAME is always a path and never a model of an
+owner called "models" on the hub."""
 
 T = TypeVar("T")
 
 
 def is_hub_name(base: str) -> bool:
-    """Return whether a base is OWNER/MODEL on the hub; it is a path if OWNER exists here as a file or folder."""
+    """Return whether a base is given as OWNER/MODEL on the hub; it is a local path if OWNER exists as a file or folder
+    in the working directory."""
     owner = base.partition("/")[0]
     return bool(NAME.fullmatch(base)) and owner != LOCAL and not Path(owner).exists()
 
@@ -38,7 +40,7 @@ def hub_config(name: str) -> Path:
         ValueError: the model cannot be downloaded, see ``hub_folder``.
     """
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
-    with suppress(EntryNotFoundError):  # also raised if there is no network and it is not cached
+    with suppress(EntryNotFoundError):  # also raised if there is no network and the file is not cached
         _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
     return Path(file).parent
 
@@ -79,7 +81,8 @@ def _fetched(name: str, fetch: Callable[[], T]) -> T:
 
 
 def _quietly(fetch: Callable[[], T]) -> T:
-    """Call ``fetch`` without the hub's warnings about each retry; the final error is reported in one line."""
+    """Call ``fetch``, which downloads, and suppress huggingface_hub's warnings about each retry; an error that remains
+    is raised."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

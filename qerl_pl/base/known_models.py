@@ -1,4 +1,4 @@
-"""Dimensions of well-known models, by which memory can be planned before anything is downloaded."""
+"""Dimensions of well-known models, so that the memory of a run can be planned before its model is downloaded."""
 
 from __future__ import annotations
 

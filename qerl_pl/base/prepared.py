@@ -1,4 +1,5 @@
-"""Prepare the folder that a run loads: the base of its settings, converted if trainer or engine cannot read it."""
+"""Prepare the checkpoint folder that a run loads: the base that its settings name, downloaded, quantised or converted
+if necessary."""
 
 from __future__ import annotations
 
@@ -23,20 +24,21 @@ from qerl_pl.quant.published import conversion_reasons, declared_layout
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:
-    """Return the folder that a run loads, and make it if necessary; logs what was ignored or changed.
+    """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log what
+    was left out or changed.
 
     Args:
         base: folder of a checkpoint, or a model's name on the hub.
-        base_format: format of an existing copy, see ``base_folder``.
-        quantization: settings for quantising a dense base; a base that has the format already is not changed.
+        base_format: use an existing copy of the base in this format, see ``base_folder``.
+        quantization: settings for quantising a dense base; a base that is already in the wanted format is not changed.
 
     Returns:
-        The base's folder, or a folder of the cache: the W4A16 copy of a published NVFP4 checkpoint that also quantises
-        activations, the KV cache or linears in FP8, the text model of a checkpoint with a vision part, or the quantised
-        base.
+        The base's folder, or a folder of the cache with one of: the quantised base; the text model of a checkpoint with
+        a vision part; the W4A16 copy of a published NVFP4 checkpoint that also quantises activations, the KV cache or
+        some linears (to FP8).
 
     Raises:
-        ValueError: the base cannot be used; says why in one line.
+        ValueError: the base cannot be used; the message says why in one line.
     """
     name = base.rstrip("/").rpartition("/")[2]
     check_format(base, base_format, quantization)

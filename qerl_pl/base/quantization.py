@@ -1,4 +1,4 @@
-"""Settings by which a run quantises its base when it is first used."""
+"""Settings with which a run quantises a dense base when it uses this base for the first time."""
 
 from __future__ import annotations
 

@@ -11,13 +11,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
-"""Variables of a template that are not arguments of the user."""
+"""Variables of a chat template that are set by this program, so the user's template arguments cannot have these
+names."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 """Text that must survive encoding and decoding; it has the characters of typical problems and answers."""
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder, and refuse missing files, which transformers would make up.
+    """Load the tokenizer of a checkpoint folder, and refuse a folder without tokenizer files, for which transformers
+    would silently build another tokenizer.
 
     Args:
         path: the folder.
@@ -63,16 +65,17 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None, arguments: Mapping[str, Any] = {}
 ) -> None:
-    """Check the chat template on a message.
+    """Check the tokenizer's chat template by applying it to one user message.
 
     Args:
         tokenizer: the tokenizer, with or without a template.
-        system_prompt: text of a system turn; None means no system turn.
-        arguments: further variables of the template, e.g. enable_thinking.
+        system_prompt: text of the system message; None means no system message.
+        arguments: further variables that the user sets for the template, e.g. enable_thinking.
 
     Raises:
-        ValueError: there is no template, it does not read one of the arguments, it fails, it leaves out the question or
-            the system prompt, or it has no generation prompt, without which the policy would continue the user's turn.
+        ValueError: there is no template; the template fails, does not read one of the arguments, or leaves out the
+            question or the system prompt; or it adds no generation prompt, so the policy would continue the user's
+            message.
     """
     name = tokenizer.name_or_path
     template = tokenizer.chat_template
@@ -90,7 +93,7 @@ def check_chat_template(
         options = {"add_generation_prompt": generation_prompt, "tokenize": False, **arguments}
         try:
             text = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template is a program and may raise any error of Jinja or Python
+        except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
             with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
             raise ValueError(
                 f"the chat template of {name} fails{with_system}: {type(error).__name__}: {_first_line(error)}"

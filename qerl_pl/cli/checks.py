@@ -1,4 +1,4 @@
-"""Mistakes in a parsed configuration that would end in a traceback of Lightning or jsonargparse."""
+"""Check a parsed configuration for mistakes that would end in a traceback of Lightning or jsonargparse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jsonargparse import Namespace
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a value in the place of named settings, as in ``sampling: [1]``.
+    """Refuse a value where a group of named settings is expected, as in ``sampling: [1]``.
 
     Args:
-        groups: names of what holds settings, such as model.sampling.
-        config: of one command.
+        groups: dotted paths of groups of settings, such as model.sampling.
+        config: parsed configuration of one command.
 
     Raises:
         ValueError: names the group and the value.
@@ -25,11 +25,11 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
-    """Refuse a checkpoint that is not there, before anything is loaded.
+    """Refuse a checkpoint that does not exist, before anything is loaded.
 
     Args:
-        path: what --ckpt_path says; None: none.
-        words: that stand for a checkpoint and are resolved later.
+        path: value of --ckpt_path; None if it is not given.
+        words: values, such as "last", that stand for a checkpoint and are resolved later.
 
     Raises:
         ValueError: names the file and what may be given.

@@ -1,4 +1,5 @@
-"""Filter library messages that do not help a user of this program. Each pattern has the reason next to it."""
+"""Filter out messages of libraries that do not help a user of this program; each pattern has the reason as a
+comment."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ WARNINGS = (
     r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
     r"Checkpoint directory .* exists and is not empty",  # expected when a run is resumed
-    r"Experiment logs directory .* exists and is not empty",  # the program renames an earlier metrics.csv first
+    r"Experiment logs directory .* exists and is not empty",  # no data is lost: an earlier metrics.csv is renamed
     r"The dirpath has changed from",  # expected when a run is evaluated
     r".*there is no last checkpoint available",  # expected at the first start with --ckpt_path last
 )
@@ -19,17 +20,18 @@ MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (
         r"\W*Tip: For seamless cloud",  # an advertisement
         r"TPU available: False",
-        r"`Trainer.fit` stopped: `max_steps=",  # a run that ends as it should; callbacks.progress.Progress says so
+        r"`Trainer.fit` stopped: `max_steps=",  # the regular end of a run; callbacks.progress.Progress reports it
         r"`Trainer\(val_check_interval=1\)` was configured",  # --smoke does it
     ),
     "vllm.triton_utils.importing": (r"Triton is installed, but doesn't include CPU backend",),  # on every CPU
 }
-"""Name of a logger to patterns of the messages that are dropped, matched at their start."""
+"""Patterns of messages that are dropped, by name of the logger; a pattern is matched at the message's start."""
 _with_place = warnings.formatwarning
 
 
 def quieten() -> None:
-    """Install the filters above; other warnings and messages are printed, this program's own warnings in one line."""
+    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES``, and print this program's own warnings in one
+    line."""
     warnings.formatwarning = _in_one_line
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
@@ -42,7 +44,7 @@ def quieten() -> None:
 def _in_one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning: without the place in the code where this program warns its user, which does not help them."""
+    """Format a warning; one that this program itself gives is printed without file and line of the code."""
     own = Path(__file__).parents[2]
     if any(Path(filename).is_relative_to(own / package) for package in ("qerl_pl", "callbacks", "datamodules")):
         return f"warning: {message}\n"

@@ -1,4 +1,5 @@
-"""Text of ``--help`` of training: a short usage, own settings first, types in words, no options that are refused."""
+"""Format the ``--help`` of the training commands: a short usage, this program's settings before Lightning's, types in
+words, and no options that would be refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ MEANINGS = {
     "ckpt_path": "last, best (not for fit) or a file. fit --ckpt_path last goes on where a run stopped, and starts a "
     "new one where there is none; an evaluation without it is of the base.",
 }
-"""Setting to what to say of it in place of Lightning's text, which speaks of what is different here."""
+"""Help text by setting, in place of Lightning's text, which does not hold for this program."""
 HIDDEN = {f"trainer.{name}" for name in UNUSABLE} | {
     "trainer.check_val_every_n_epoch",
     "trainer.enable_autolog_hparams",
@@ -61,10 +62,10 @@ FORM = (
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Formats the options of a command that is built from type hints."""
+    """Formats ``--help`` of a command whose options jsonargparse builds from type hints."""
 
     def add_usage(self, usage: str | None, actions: Iterable[Action], *more: Any, **named: Any) -> None:
-        """Show the form of a training command and not each of its two hundred options."""
+        """Show a training command's usage as one pattern, without listing its two hundred options."""
         program, command = self._prog.split()[0], self._prog.split()[-1]
         if command not in DESCRIPTIONS:
             super().add_usage(usage, actions, *more, **named)
@@ -93,7 +94,8 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 def in_order(groups: Sequence[_ArgumentGroup]) -> list[_ArgumentGroup]:
-    """Return the sections of ``--help`` that show anything, with titles that say what they hold, the trainer's last."""
+    """Return the sections of ``--help`` that have visible options, with descriptive titles; the trainer's section is
+    last."""
     shown = [group for group in groups if any(action.dest not in HIDDEN for action in group._group_actions)]
     for group in shown:
         section = group._group_actions[0].dest
@@ -108,7 +110,7 @@ def in_order(groups: Sequence[_ArgumentGroup]) -> list[_ArgumentGroup]:
 def in_plain_text(text: str) -> str:
     """Remove reStructuredText markup: ``:class:`~a.b.Name``` becomes ``Name``, double backticks single ones.
 
-    A default that is named twice is named once.
+    Where the text names a default twice, one is removed.
     """
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)

@@ -7,13 +7,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs"
-"""Folder of the configurations: next to the package, both in the repository and in an installed wheel."""
+"""Folder of the shipped configurations, next to the package ``qerl_pl`` in the repository and in an installed wheel."""
 BASE_CONFIG = FOLDER / "base.yaml"
 OPTIONS = ("-c", "--config")
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """Replace names of shipped configurations that follow ``-c`` on a command line by their paths.
+    """Replace names of shipped configurations after ``-c`` in a list of command-line arguments by the paths of their
+    files.
 
     Raises:
         ValueError: see ``config_path``.
@@ -29,7 +30,7 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> Path:
-    """Find a configuration: a file, or the name of a shipped one.
+    """Return the path of a configuration, which is given as a file or as the name of a shipped configuration.
 
     A name may contain its folder, as in ``eval/gsm8k``. A name without a folder prefers every other folder to eval/, so
     ``gsm8k`` means ``tasks/gsm8k``.

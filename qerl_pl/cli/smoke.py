@@ -20,7 +20,8 @@ HELP = (
 def shorten(config: Namespace) -> None:
     """Change a parsed configuration of ``fit`` into that of a smoke run.
 
-    Truncated completions stay in the loss, since all may be truncated, and a refill of dynamic sampling happens once.
+    Truncated completions stay in the loss, because all completions may be truncated, and dynamic sampling refills a
+    batch at most once.
     """
     trainer, model, data = config.trainer, config.model, config.data
     noisy = [
@@ -51,7 +52,7 @@ def shorten(config: Namespace) -> None:
 
 
 def free_folder(folder: str) -> str:
-    """The folder, or where it exists folder-2, folder-3 and so on: the first that does not."""
+    """Return the first of folder, folder-2, folder-3 and so on that does not exist."""
     number, free = 1, folder
     while Path(free).exists():
         number += 1
@@ -60,7 +61,8 @@ def free_folder(folder: str) -> str:
 
 
 def _few(batch_size: int, ranks: int, mini_batches: int) -> int:
-    """The smallest part of a batch, of more than one prompt, that ranks and mini-batches can share equally."""
+    """Return the smallest batch of at least two prompts that divides the batch size and that ranks and mini-batches can
+    share equally."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
     return next((size for size in parts if not size % ranks and not size % mini_batches), batch_size)
 

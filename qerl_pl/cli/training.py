@@ -1,4 +1,4 @@
-"""Training and evaluation: LightningCLI with one folder per run and each value given once."""
+"""The training and evaluation commands: LightningCLI, where a run has one folder and linked settings are given once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = trainer.log_dir  # a collective: rank 0 broadcasts it, so all ranks have to read it
+        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
         if trainer.is_global_zero and folder is not None:
             text = self.parser.dump(self.config, skip_none=False)
             changes, kept = keep_old_config(Path(folder, self.config_filename), text)
@@ -66,7 +66,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI with one folder per run and each value given once.
+    """LightningCLI that gives a run one folder, and links settings that have to be equal so that each is given once.
 
     Args:
         run_now: False builds module, data and trainer without running the subcommand.
@@ -98,7 +98,7 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
         parser.link_arguments("data.stop", "model.stop")
-        # None marks an objective setting as not given, so that it follows from the preset and not from a default.
+        # None marks an objective's setting as not given, so that its value follows from the preset.
         parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
 
     def before_instantiate_classes(self) -> None:
@@ -150,7 +150,8 @@ class QeRLCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """Build the trainer with checkpoints in the run's folder; Lightning's default is the first logger's folder."""
+        """Build the trainer, whose checkpoints go to the run's folder (Lightning's default is the first logger's
+        folder)."""
         trainer = super().instantiate_trainer(**settings)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -158,7 +159,7 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
-        """Have loggers write to a folder, without Lightning's default subfolder lightning_logs/version_0."""
+        """Set the folder that loggers write to, without Lightning's default subfolder lightning_logs/version_0."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -170,7 +171,8 @@ class QeRLCLI(LightningCLI):
                 keep_metrics(Path(folder, settings.name or "", settings.version))
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would read hyperparameters from the checkpoint here, and ours are in config.yaml."""
+        """Do nothing, because Lightning would read hyperparameters from the checkpoint here, and a run's are in
+        config.yaml."""
 
 
 def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:

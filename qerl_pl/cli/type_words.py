@@ -1,4 +1,4 @@
-"""Types in the words of somebody who writes YAML: ``int or null``, ``list of str``."""
+"""Describe a type hint in the words of a YAML file, e.g. ``int or null``, ``list of str``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda each: getattr(each,
 
     Args:
         hint: a type hint.
-        shown: text of a class, or of one value of a Literal.
+        shown: function that returns the text of a class, or of a value of a Literal.
     """
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:

@@ -1,4 +1,4 @@
-"""Accept the name of a preset as an objective: ``objective: dapo`` in YAML, ``--model.objective dapo`` as an option."""
+"""Let a configuration name an objective's preset alone: ``objective: dapo`` in YAML, or ``--model.objective dapo``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OPTION = "--model.objective"
 
 
 class Parser(LightningArgumentParser):
-    """Writes configurations (``--print_config``, config.yaml) with all settings of the objective filled in."""
+    """The command line's parser; it writes configurations (``--print_config``, config.yaml) with all settings of the
+    objective filled in."""
 
     def __init__(self, **named: Any) -> None:
         named.setdefault("formatter_class", HelpFormatter)
@@ -85,7 +86,8 @@ def _is_below_zero(text: str) -> bool:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Idempotent."""
+    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``; a second call does
+    nothing."""
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _spelt_out(load(text)), exceptions=(yaml.YAMLError,))
 

@@ -1,4 +1,4 @@
-"""Delete TensorBoard's event files in which nothing was logged, as a start that is refused leaves them."""
+"""Delete TensorBoard's event files in which nothing was logged, such as those of a run whose settings were refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-LENGTH, CHECKSUM = 8, 4  # bytes; a record is its length, a checksum of that, the record, and a checksum of the record
+LENGTH, CHECKSUM = 8, 4  # bytes of the fields around each record: length, checksum, data, checksum
 
 
 def remove(loggers: Iterable[Logger]) -> None:
-    """Delete this process's event files that hold at most the version of the format.
+    """Delete the event files of this process that hold no record but the one with the version of TensorBoard's format.
 
     Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
     """

@@ -20,10 +20,10 @@ def not_installed(module: str) -> str | None:
     """Say which command installs an optional package.
 
     Args:
-        module: name that could not be imported, with or without submodules.
+        module: name of the module that could not be imported; submodules after a dot are ignored.
 
     Returns:
-        One sentence; None for a module that belongs to no extra.
+        One sentence with the command; None if the module belongs to no optional dependency group (extra) of qerl-pl.
     """
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:

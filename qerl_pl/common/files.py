@@ -26,7 +26,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def allow_reading(path: Path) -> None:
-    """Give a file the permissions that ``open`` would; safetensors writes files that only their owner may read."""
+    """Give a file the permissions that ``open`` gives to a new file; safetensors writes files that only their owner may
+    read."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -1,4 +1,4 @@
-"""Check settings for nan and infinity, which would pass or fail range checks silently."""
+"""Refuse nan and infinity in settings; comparisons with nan are always False, so range checks may let it through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_finite(section: str, **settings: float | None) -> None:
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:
-    """Refuse nan for bounds that infinity disables.
+    """Refuse nan in settings that are bounds, for which infinity is allowed and means no bound.
 
     Args:
         section: as in ``require_finite``.

@@ -1,4 +1,4 @@
-"""Log texts and histograms to the loggers that support them, each through its own interface.
+"""Log texts and histograms to the Lightning loggers that support them, each through its own interface.
 
 Lightning's ``self.log`` reaches every logger, but takes only numbers. TensorBoard, Weights & Biases and MLflow support
 texts, and the first two support histograms; CSVLogger supports neither (completions are in ``RUN/completions`` anyway).
@@ -20,12 +20,13 @@ BINS = 60  # bins of a histogram
 
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Log some completions: a text in TensorBoard, a table in Weights & Biases, a file of the run in MLflow.
+    """Log sampled completions with their rewards: as a text in TensorBoard, a table in Weights & Biases, and a file
+    (artifact) of the run in MLflow.
 
     Args:
         loggers: the trainer's loggers.
         tag: name of the text or table, e.g. completions/train.
-        rows: records of ``ScoredBatch.rows``.
+        rows: one record per completion (prompt, completion, rewards), as in ``ScoredBatch.rows``.
         step: place on the x axis.
     """
     for logger in loggers:
@@ -57,9 +58,10 @@ def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: 
 
 
 def decades(values: Tensor, *, smallest: float) -> Tensor:
-    """Return the decimal logarithms of the magnitudes of [...] values, for a histogram on a logarithmic axis.
+    """Return log10 of the magnitudes of values of any shape [...], for a histogram on a logarithmic axis.
 
-    The viewers of histograms draw a linear axis, on which values of many orders of magnitude fall into one bar at 0.
+    TensorBoard and Weights & Biases draw histograms on a linear axis, on which values of very different orders of
+    magnitude would fall into one bar at 0.
 
     Args:
         values: values of either sign; nan and infinity remain nan and infinity.
@@ -74,7 +76,8 @@ def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def scores_of(row: Mapping[str, Any]) -> str:
-    """Format a record's rewards, with the reasons that rewards gave: ``accuracy 0 (no number), format 1``."""
+    """Format the rewards of one completion, with the reasons that reward functions gave, e.g. ``accuracy 0 (no number),
+    format 1``."""
     reasons = row.get("reasons", {})
     found = []
     for name, score in row.get("rewards", {}).items():
@@ -84,7 +87,8 @@ def scores_of(row: Mapping[str, Any]) -> str:
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """Return a record's question; if only the prompt was recorded, the prompt with its chat template."""
+    """Return the question of a recorded completion; if the record has only the prompt with its chat template, return
+    that."""
     return str(row.get("question") or row["prompt"])
 
 

@@ -1,7 +1,7 @@
-"""Metrics of torchmetrics over the rows and tokens of all ranks.
+"""Metrics built on torchmetrics that are computed over the completions or tokens of all ranks.
 
-A metric reduces over ranks only if there are several. torchmetrics would use any process group: in a run of one GPU
-that is vLLM's, which has only NCCL and fails for metrics on the CPU.
+A metric communicates only if the run has several ranks. torchmetrics would use any process group that exists: in a run
+on one GPU vLLM creates one, which has only NCCL and fails for metrics on the CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Statistics of the values of all ranks together, such as quantiles; every value is kept until ``reset``.
+    """Metric that gathers the values of all ranks and computes statistics of them, such as quantiles; it stores every
+    value until ``reset``.
 
     Args:
-        statistics: function of [N] values, ordered by rank and then by update, that returns [] tensors by name. Its
-            result must not depend on the order of the values if it is to be the same on any number of ranks.
+        statistics: function that takes the [N] values, ordered by rank and then by call of ``update``, and returns
+            scalar tensors by name. To give the same results on any number of ranks, it must not depend on the order of
+            the values.
     """
 
     full_state_update = False
@@ -83,8 +85,8 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
     """Compute a metric over the values of all ranks. Collective.
 
     Args:
-        metric: a metric without values; it is reset afterwards, and moved to the device of the collectives or, in a run
-            of one rank, to the device of the values.
+        metric: a metric without values; this function moves it to the device of the collectives (in a run of one rank,
+            to the device of ``values``) and resets it at the end.
         values: arguments of the metric's ``update`` on this rank.
 
     Returns:
@@ -99,6 +101,6 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Return the q-quantile, [], of [N] sorted values, without interpolation; torch.quantile takes at most 16
-    million."""
+    """Return the q-quantile, a scalar tensor, of [N] values that are sorted, without interpolation. It is used instead
+    of torch.quantile, which takes at most 16 million values."""
     return values[round(q * (len(values) - 1))]

@@ -7,5 +7,6 @@ from pathlib import Path
 
 
 def called_as(command: str) -> str:
-    """Return how a command was called: ``qerl COMMAND`` where it is installed, or ``python -m qerl_pl COMMAND``."""
+    """Return how to call a command of this program: ``qerl COMMAND`` if the user called it by this name, and ``python
+    -m qerl_pl COMMAND`` otherwise."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"

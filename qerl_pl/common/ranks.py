@@ -1,6 +1,6 @@
 """Collective operations between the ranks of a run; in a run of one rank they return their input.
 
-Every rank must make the same calls in the same order, whatever its share of the batch looks like.
+Every rank must make the same calls in the same order, even if it has no completions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def num_ranks() -> int:
 
 
 def are_several() -> bool:
-    """Tell whether the run has more than one process. A process group may exist in a run of one: vLLM makes its own."""
+    """Return whether the run has more than one process. An initialised process group is not enough: in a run of one
+    process vLLM creates one for itself."""
     return num_ranks() > 1
 
 
@@ -58,9 +59,9 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """Gather the rows of all ranks in the order of the whole batch.
+    """Gather the rows (completions) of all ranks in the order of the whole batch.
 
-    Rank r of W has the groups r, r + W, r + 2W, ... of the batch.
+    A group is the completions of one prompt; rank r of W has groups r, r + W, r + 2W, ... of the batch.
 
     Args:
         rows: rows of this rank, group by group; ranks may have different numbers of groups.
@@ -74,7 +75,7 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Replace the gradients of every rank by their mean over the ranks.
 
-    The gradient of a rank that has none counts as zero. If no rank has a gradient, ``grad`` stays None everywhere.
+    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None.
     """
     if num_ranks() == 1:
         return

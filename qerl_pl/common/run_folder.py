@@ -1,4 +1,4 @@
-"""Folder of a run: its name, its normalised path, and whether a process trains in it."""
+"""Output folder of a run: its default name, its normalised path, its files, and whether a process trains in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOCK = ".lock"
 def run_named_after(files: Sequence[Path]) -> str:
     """Derive the name of a run's folder from its configuration files, for settings that name no folder.
 
-    Files in a folder ``eval`` and ``base.yaml`` do not count.
+    Files in a folder ``eval``, and ``base.yaml``, add nothing to the name.
 
     ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16; no file gives runs/default.
     """
@@ -40,7 +40,7 @@ def run_folder(text: str) -> str:
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
-    """Return the configuration and a checkpoint of a run, both of which exist.
+    """Return the paths of a run's config.yaml and of one of its checkpoints, and check that both files exist.
 
     Args:
         run: the run's folder.
@@ -72,11 +72,12 @@ def is_running(folder: Path) -> bool:
 
 @rank_zero_only
 def keep_metrics(folder: Path) -> Path | None:
-    """Rename the metrics.csv of the previous start, because Lightning's CSVLogger would delete it.
+    """Rename the metrics.csv that an earlier start of the same run wrote, because Lightning's CSVLogger would delete
+    it.
 
     Returns:
-        The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no such file, or if a
-        process that trains in the folder still writes it.
+        The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no metrics.csv, or if
+        another process trains in the folder and still writes it.
     """
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):

@@ -1,4 +1,4 @@
-"""Seeds computed from the run's seed and their purpose, so that no random state has to be saved."""
+"""Seeds computed from the run's seed, a purpose and an index, so that a resumed run needs no saved random state."""
 
 import hashlib
 

@@ -18,23 +18,26 @@ class Problem(NamedTuple):
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """Chat that the policy is asked instead of the question, if the data source has one; the user has the last turn."""
+    """Chat messages that the policy gets instead of the question, if the data source has them; the last one is the
+    user's."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
 
 class Prompt(NamedTuple):
-    """A problem as tokens. It is a NamedTuple because Lightning's batch transfer refuses frozen dataclasses."""
+    """A problem as the tokens of a prompt. The class is a NamedTuple because Lightning's transfer of batches to the
+    device refuses frozen dataclasses."""
 
     tokens: tuple[int, ...]
     """The whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with the same tokens in the rollout or evaluation, over all ranks."""
+    """Number of earlier prompts with the same tokens in the same rollout or evaluation, over all ranks. It makes the
+    sampling seeds of equal prompts differ."""
     text: str = ""
     """The tokens as text, special tokens included."""
     messages: tuple[Message, ...] = ()
-    """The chat before the template was applied, including the system prompt."""
+    """The prompt's chat messages before the chat template was applied, including the system prompt."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
@@ -46,17 +49,19 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled tokens, including the one that ends the completion if there is one."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token in nats, at the sampling temperature, under the policy with its noise."""
+    """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from
+    (the policy with AQN's noise, if there is any)."""
     finished: bool
-    """False if the engine stopped at max_tokens, and not at an end-of-sequence token or stop string; it is the
-    engine's finish reason, not a search for an end token."""
+    """True if the engine ended the completion at an end-of-sequence token or stop string, False if it cut it off at
+    max_tokens. This is the finish reason that the engine reported."""
     text: str = ""
-    """The tokens decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
+    """Text of the completion, decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Scored rollouts of B rows. Position s of a per-token field describes token s, not the token after it."""
+    """One rollout as tensors: B rows, each a prompt and its completion, with rewards and advantages. Position s of a
+    per-token field describes token s, not the token after it."""
 
     tokens: Tensor
     """[B, S] int64, prompt then completion, right-padded."""

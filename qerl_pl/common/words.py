@@ -6,7 +6,8 @@ import re
 
 
 def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
-    """List the n-grams of ``num_words`` consecutive words of a text, ignoring case, punctuation and white space.
+    """List all sequences of ``num_words`` consecutive words (n-grams) of a text, ignoring case, punctuation and white
+    space.
 
     A shorter text gives one n-gram of all its words; a text without words gives none.
     """

@@ -13,10 +13,10 @@ from qerl_pl.common.types import Prompt
 
 
 class EvaluationCache:
-    """Records of finished batches, keyed by a digest of everything that they depend on.
+    """Stores the records of finished batches in files named by a digest of everything that the records depend on.
 
     Args:
-        folder: folder of the files.
+        folder: folder of the cache's files.
         identity: everything but the prompts that the records depend on (policy, engine, sampling, rewards), as JSON.
     """
 
@@ -24,7 +24,7 @@ class EvaluationCache:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]] | None:
-        """Return the records of a batch, or None if it has not been finished."""
+        """Return the stored records of a batch of prompts, or None if the batch has not been finished."""
         path = self._path(prompts)
         if not path.exists():
             return None

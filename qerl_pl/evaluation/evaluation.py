@@ -20,14 +20,14 @@ from qerl_pl.rollout.loop import RolloutLoop
 
 
 class Evaluation:
-    """One pass over the held-out prompts.
+    """Evaluates a policy in one pass over the held-out prompts.
 
     Args:
-        loop: its engine holds the policy that is evaluated.
-        sampling: settings of the completions.
+        loop: rollout loop whose engine holds the policy.
+        sampling: settings with which completions are sampled.
         seed: seed of the sampling, the same for every batch.
-        cache: of finished batches, to resume an interrupted evaluation; None stores nothing.
-        device: device of the means, on which the process group's collectives run.
+        cache: cache of finished batches, to resume an interrupted evaluation; None stores nothing.
+        device: device of the means over ranks, on which the process group's collectives run.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Evaluation:
         self._add([])  # a rank may get no prompts at all
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Return one record per completion of a batch: from the cache, or by sampling and scoring."""
+        """Return one record per completion of a batch of prompts, from the cache, or by sampling and scoring
+        completions."""
         rows = None if self._cache is None else self._cache.read(prompts)
         if rows is None:
             watch = Stopwatch()
@@ -58,15 +59,16 @@ class Evaluation:
         return rows
 
     def records(self) -> list[dict[str, Any]]:
-        """Gather the records of all ranks in the order of the prompts. Collective."""
+        """Gather the records of all ranks' completions, in the order of the prompts. Collective."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average over the completions of all ranks; [] fp64 each, empty where there is no completion. Collective.
+        """Average the records over the completions of all ranks, [] fp64 each; empty if there is no completion.
+        Collective.
 
-        The means are those of every reward by its name and of the weighted sum (``reward``); the shares of completions
-        that could not be scored and that were truncated; and, with several completions per problem, pass@k, where a
-        completion is right if the first reward gives it 1. A completion that could not be scored counts as 0.
+        The result has the mean of every reward by its name and of the weighted sum (``reward``); the shares of
+        completions that could not be scored and that were truncated; and, with several completions per problem, pass@k,
+        where a completion is right if the first reward gives it 1. A completion that could not be scored counts as 0.
         """
         found = self._means.compute() | self._pass_at_k.compute()
         return {} if found["reward"].isnan() else found

@@ -18,15 +18,15 @@ PLAIN = str, bytes, int, float, complex, bool, NoneType
 
 
 class Indescribable(ValueError):
-    """An object cannot be described in a way that is the same in every process."""
+    """Raised for an object that cannot be described in a way that is the same in every process."""
 
 
 def describe(value: object) -> str:
     """Describe an object by import paths, digests of their source, and settings, recursively.
 
-    Equal objects have equal descriptions in every process. The state is what pickle would store, so ``__reduce__`` and
-    ``__getstate__`` are respected. The source of a module inside a package is all files of that package, because a
-    module's behaviour often depends on its neighbours.
+    Equal objects have equal descriptions in every process. The settings of an object are what pickle would store, so
+    ``__reduce__`` and ``__getstate__`` are respected. The digest of a module inside a package covers all files of the
+    package, because modules of a package often use one another.
 
     Args:
         value: an instance of a class, a function, or plain data.

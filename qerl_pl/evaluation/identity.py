@@ -1,4 +1,4 @@
-"""Collect everything that an evaluation's records depend on; it is the key of the evaluation's cache."""
+"""Collect everything that an evaluation's records depend on, which is the key of the evaluation's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qerl_pl.rollout.common import end_tokens
 
 
 def described(*values: object) -> str | Indescribable:
-    """Describe an engine and rewards as they were built; returns the error where they cannot be described.
+    """Describe the settings and source of an engine and rewards; returns the error if they cannot be described.
 
     Call this before the engine starts, because a running engine holds more than its settings.
     """
@@ -35,10 +35,10 @@ def evaluation_identity(
     """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
 
     Args:
-        policy: with the adapter that is evaluated.
-        sampling: settings of the completions.
-        run: what does not change during a run: base, adapter settings, seed.
-        built: result of ``described``.
+        policy: the policy with the adapter that is evaluated.
+        sampling: settings with which completions are sampled.
+        run: identity of the run: base, adapter settings, seed.
+        built: description of engine and rewards, from ``described``.
     """
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
@@ -54,7 +54,8 @@ def evaluation_identity(
 
 
 def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | None:
-    """Open the cache of an evaluation in a folder; None, with a warning, if engine or rewards cannot be described."""
+    """Open an evaluation's cache in a folder; returns None, with a warning, if engine or rewards cannot be
+    described."""
     built = identity["engine and rewards"]
     if isinstance(built, Indescribable):
         rank_zero_warn(

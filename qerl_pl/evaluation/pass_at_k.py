@@ -1,4 +1,4 @@
-"""Accuracy over several completions per problem, with bootstrap intervals. P problems, n completions each."""
+"""Compute pass@k and avg@n from n completions of each of P problems, and bootstrap intervals of means over problems."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
-    """Estimate without bias the chance that one of k completions is right (arXiv 2107.03374, eq. 1).
+    """Estimate without bias the chance that at least one of k completions is right (arXiv 2107.03374, eq. 1).
 
     The estimate is 1 - C(n - c, k) / C(n, k) for c right completions of n. With k = 1 it is their share, avg@n.
 
     Args:
         num_correct: [P] int64, right completions of each problem, 0 to n.
         n: completions of each problem.
-        k: at most n.
+        k: number of completions, at most n.
 
     Returns:
         [P] fp64 in [0, 1].
@@ -26,14 +26,15 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
         raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
     if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
         raise ValueError(f"a problem has {num_correct.tolist()} right completions; expected 0 to {n}")
-    # The product of (n - c - i) / (n - i) over i < k: the same value without factorials, which would overflow.
+    # C(n - c, k) / C(n, k) is the product of (n - c - i) / (n - i) over i < k; the factorials would overflow.
     steps = torch.arange(k, dtype=torch.float64)  # [k]
     wrong = (n - num_correct.double()).unsqueeze(1)  # [P, 1]
     return 1 - ((wrong - steps).clamp(min=0) / (n - steps)).prod(dim=1)
 
 
 def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
-    """Compute avg@n, then pass@k for k = 2, 4, 8, ... and n, by name: [P] fp64 each; with n = 1 only avg@1."""
+    """Compute avg@n, and pass@k for k = 2, 4, 8, ... and n, of each of P problems, by name: [P] fp64; with n = 1 only
+    avg@1."""
     powers = {2**power for power in range(1, n.bit_length())}
     return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
         f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})
@@ -48,8 +49,8 @@ def bootstrap_interval(
     Args:
         values: [P] one value per problem, P at least 1.
         level: coverage, in (0, 1).
-        num_resamples: draws of P problems with replacement.
-        seed: of the resampling; equal arguments give equal intervals.
+        num_resamples: number of draws of P problems with replacement.
+        seed: seed of the resampling; equal arguments give equal intervals.
 
     Returns:
         Lower and upper bound.

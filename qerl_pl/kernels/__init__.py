@@ -1,4 +1,4 @@
-"""GPU kernels in Triton and CUDA C++, and for each the function in plain PyTorch that defines its result.
+"""GPU kernels in Triton and CUDA C++, each with a function in plain PyTorch that defines its result.
 
 No other package holds GPU code. ``docs/kernels.md`` explains the weight layout, the schedules and the tuning.
 """

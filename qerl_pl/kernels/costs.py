@@ -1,7 +1,8 @@
 """Constants by which schedules of the Hopper kernels are chosen, measured on an NVIDIA H200 (132 SMs, 1.755 GHz).
 
-No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
-change which of several correct schedules runs, and no result. The comment of each constant says where it comes from:
+No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. The
+constants decide which of several correct schedules runs, and do not change any result. The comment of each constant
+says where it comes from:
 
 - either ``python -m tests.bench.bench_constants`` measures it again and prints the new value next to the one here,
 - or it is a threshold between two alternatives, set where the named benchmark found both equally fast.
@@ -20,69 +21,79 @@ CLOCK_HZ = 1.755e9
 # The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
 # 7d881c1. For each of these linears, the schedule chosen with these constants is the fastest or within 1 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74}
-"""Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by tokens (64, 96 or 128).
+"""Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block.
 
 ``bench_constants`` fits them together with ``BLOCK_S`` to the times of one wave of thread blocks at several K."""
 TWO_TILES = 1.2
-"""Factor on ``K_BLOCK_CYCLES`` for thread blocks of two tiles, whose two warpgroups do not keep tensor cores busy.
+"""Factor by which ``K_BLOCK_CYCLES`` grow in thread blocks of two tiles, whose two warpgroups cannot keep the tensor
+cores busy.
 
-``bench_constants`` measures it as the ratio of two slopes of time over K: with two tiles and with more."""
+``bench_constants`` measures it as the slope of the GEMM's time over K with two tiles, divided by the slope with more
+tiles."""
 BLOCK_S = 3e-6
 """Seconds that a thread block takes in addition to its products: start, filling the pipeline, storing the sums."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
 """Seconds to start a cluster instead of single thread blocks, and to add up its fp32 sums of 256 outputs x 128 tokens.
 
-A cluster of ``splits`` thread blocks takes (splits - 1) / splits of ``SUMS_S``. ``bench_constants`` solves for both
-constants from the times of equal work in 2 and in 8 splits."""
+Adding up the sums takes a cluster of ``splits`` thread blocks the share (splits - 1) / splits of ``SUMS_S``.
+``bench_constants`` solves for both constants from the times of equal work in 2 and in 8 splits."""
 RESIDENT_CLUSTERS = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
 """Clusters that run at the same time, by thread blocks per cluster, with one thread block per SM.
 
-``bench_constants`` prints the driver's answer (``cuOccupancyMaxActiveClusters``) next to each."""
+``bench_constants`` prints what the driver says (``cuOccupancyMaxActiveClusters``) next to each number."""
 CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
 """Clusters that run at the same time, by thread blocks per cluster, if a second kernel's clusters fill the other SMs.
 
 From a sweep of `bench_layer` at commit 443f568."""
 ADAPTER_S = {(128, 5): 2.5e-6}
-"""Extra seconds that adding an adapter takes, by (tokens, tiles) of a thread block; 0 for sizes that are not listed.
+"""Extra seconds that the batch GEMM takes if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block; 0
+for sizes that are not listed.
 
 A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time.
 ``bench_constants`` measures it."""
 DEQUANTISED_FROM = 2**31
-"""Fewest tokens for which dequantising a weight to scratch memory and cuBLAS are faster than Humming.
+"""Fewest tokens for which dequantising a weight to scratch memory and multiplying by cuBLAS is faster than Humming's
+GEMM.
 
-The value means never: it has not been measured. Threshold: `bench_prompts`."""
+The value means never, because the threshold, which `bench_prompts` would find, has not been measured."""
 LARGE, FULL = 50e6, 0.83
-"""Bounds beyond which Humming runs a linear with more than 128 tokens: more than LARGE weights (N x K), and a schedule
-here that occupies less than the share FULL of the SMs, averaged over its waves.
+"""Bounds beyond which Humming's GEMM runs a linear with more than 128 tokens instead of the batch GEMM: the linear has
+more than LARGE weights (N x K), and the batch GEMM's best schedule occupies less than the share FULL of the SMs,
+averaged over its waves.
 
 Humming's stream-K schedules divide the last, partly filled wave among all SMs. Threshold: `bench_schedules`, 14B, 256
 tokens, at commit b8196c6."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE, WIDE_SPLITS = 64, 4
-"""Thread blocks (256 outputs each) above which a linear is wide, and the number of parts of K for wide linears.
+"""A linear is called wide if it has more than WIDE thread blocks (of 256 outputs each); its inputs K are then divided
+into WIDE_SPLITS parts.
 
-Wide linears fill the GPU without finer splits. The fixed number holds up to 32 tokens. Threshold: `bench_schedules`, 7B
-and 14B, 8 to 32 tokens."""
+Wide linears fill the GPU without more parts. The number of parts is fixed only for up to 32 tokens. Threshold:
+`bench_schedules`, 7B and 14B, 8 to 32 tokens."""
 GPCS, SMS_OF_GPC = 8, 16
-"""GPCs of the GPU, and SMs of each that the schedule of a narrow linear assumes; a cluster has to fit in one GPC."""
+"""Number of GPCs of the GPU, and number of SMs per GPC, by which a linear that is not wide is scheduled; a cluster has
+to fit in one GPC."""
 FULL_WAVE = 0.75
-"""Least share of the GPU that one or two parts of K have to occupy for a wide linear with 33 to 64 tokens to run here.
+"""Smallest share of the GPU that a wide linear's thread blocks have to occupy, with K in one or two parts, for the
+decode GEMM to run it with 33 to 64 tokens.
 
-Otherwise Humming runs it. Threshold: `bench_schedules`."""
+Otherwise another kernel runs the linear. Threshold: `bench_schedules`."""
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
-"""Seconds for h = x A^T of one tile of tokens while a base GEMM runs, by slices: a constant, and a term per input.
+"""Seconds for h = x A^T of one tile of tokens while a base GEMM runs, by the number of slices (linears that are fused
+into one): a constant, and seconds per input.
 
 ``bench_constants`` fits both terms over K with no other kernel running, which gives a lower bound."""
 IN_TIME, TOO_LATE = 0.8, 1.1
-"""Bounds on the time for h as a share of the time until the base GEMM first needs h.
+"""Bounds on the time for h = x A^T, as a share of the time until the base GEMM first needs h.
 
-Up to ``IN_TIME``, more clusters gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM in separate
-kernels is faster. Thresholds: `bench_layer`, its variants ``together`` and ``apart``."""
+If the share is at most ``IN_TIME``, more clusters for h gain nothing. If it is above ``TOO_LATE``, adding the adapter
+after the GEMM in separate kernels is faster. Thresholds: `bench_layer`, its variants ``together`` and ``apart``."""
 WIDE_OUTPUTS, WIDE_TOKENS = range(16384, 40961), 16
-"""Range of outputs N for which fusing the adapter pays although no SM is idle, and the tokens of a tile of h there.
+"""Range of outputs N for which fusing the adapter into the GEMM pays although the GEMM leaves no SM idle, and the
+tokens per tile of h = x A^T for such N.
 
-All tiles of h = x A^T are then computed at the same time. With fewer outputs, adding the adapter after the GEMM in
+For such N, all tiles of h are computed at the same time. With fewer outputs, adding the adapter after the GEMM in
 separate kernels is faster; with more, thread blocks of the base GEMM would wait for an SM. Threshold: `bench_layer`."""

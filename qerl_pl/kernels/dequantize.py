@@ -1,4 +1,4 @@
-"""Triton kernels that dequantise packed 4-bit weights; ``qerl_pl.quant.formats`` defines their results.
+"""Triton kernels that dequantise packed 4-bit weights; ``qerl_pl.quant.formats`` defines what they compute.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
 threads writes 16 bytes, coalesced. All arithmetic is done in registers, and each byte of memory is read or written
@@ -9,7 +9,7 @@ next layer gets the same memory. Unlike a static buffer, this is safe with sever
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
-# Triton's launch options and scalars are not in its type hints.
+# Triton's type hints do not have its launch options and scalars.
 from __future__ import annotations
 
 from functools import cache
@@ -20,12 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-WORDS, WARPS = 1024, 8  # 32-bit words of codes per program, warps per program
-TILE_BLOCKS, TILE_WARPS = 8, 4  # in tile order: k-blocks of a tile per program, warps per program
+WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps per program
+TILE_BLOCKS, TILE_WARPS = 8, 4  # for tile order: k-blocks of one tile, and warps, per program
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight: bit for bit ``nvfp4.dequantize_reference``, rounded once to ``dtype``.
+    """Dequantise an NVFP4 weight in row order; the result equals ``nvfp4.dequantize_reference``, rounded once to
+    ``dtype``, bit for bit.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
@@ -40,9 +41,9 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     out, words = _output_and_words(codes, dtype)
     num_words, global_scale = words.numel(), global_scale.double()
     with torch.cuda.device_of(codes):
-        # Triton's checks before each launch take longer than the kernel does for a small weight. They are skipped by
-        # launching a kernel that was compiled in advance for aligned tensors and a whole number of programs, which the
-        # weights of real models have.
+        # Triton's checks before each launch take longer than the kernel itself for a small weight. To skip them, a
+        # kernel is launched that was compiled in advance for aligned tensors and a whole number of programs, which is
+        # what real models' weights need.
         if codes.is_cuda and num_words % WORDS == 0 and _are_aligned(words, block_scale, out):
             compiled = _compiled_nvfp4(dtype, codes.device)
             compiled[num_words // WORDS, 1, 1](words, block_scale, global_scale, out, num_words, WORDS)
@@ -55,12 +56,12 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise an NVFP4 weight in tile order (``quant/tile_order.py``), or some rows of one.
 
-    A program reads 512 contiguous bytes of codes for each of its k-blocks, and writes 64 rows of 256 bytes. Triton
-    exchanges values between threads through shared memory in between.
+    A program reads 512 contiguous bytes of codes for each of its k-blocks, and writes 64 rows of 256 bytes. Between
+    reading and writing, Triton exchanges values between threads through shared memory.
 
     Args:
         codes: [K / 16, 2 N] int32; the stride of the first dimension may be larger, that of the second is 1.
-        block_scale: [K / 16, N] uint8, the bits of float8_e4m3fn values; the same holds for its strides.
+        block_scale: [K / 16, N] uint8, the bits of float8_e4m3fn values; strides as for ``codes``.
         global_scale: [] fp64 on the same device.
         dtype: dtype of the result.
 
@@ -81,9 +82,10 @@ def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight of any 4-bit format by table lookup: bit for bit ``formats.decode``.
+    """Dequantise a weight of any 4-bit format by table lookup; the result equals that of ``formats.decode`` bit for
+    bit.
 
-    NVFP4 weights take a third longer than with ``dequantize_nvfp4``.
+    For NVFP4 weights this takes a third longer than ``dequantize_nvfp4``.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
@@ -134,12 +136,13 @@ def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.co
     packed = tl.load(words + start + word, mask=inside, other=0)
     bits = tl.load(block_scale + start // 2 + word // 2, mask=inside, other=0).to(tl.int32)
     # An e4m3 value's exponent and mantissa, moved to the exponent and the top mantissa bits of an fp32, give the value
-    # times 2^-120, subnormals included. Its product with the global scale is taken in fp64 and rounded to fp32 once, as
-    # in the definition.
+    # times 2^-120, subnormals included. The product of this value and the tensor scale is computed in fp64 and rounded
+    # to fp32 once, as in ``nvfp4.effective_scale``.
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
-    # A code's sign, exponent and mantissa, moved to bits 31 and 24 to 22 of an fp32, give its value times 2^-126.
+    # An E2M1 code's sign, exponent and mantissa, moved to bits 31 and 24 to 22 of an fp32, give the code's value times
+    # 2^-126.
     column = tl.arange(0, 8)
     value = ((packed[:, None] << (28 - 4 * column)[None, :]) >> 6) & -0x7E400000  # [WORDS, 8]
     value = value.to(tl.float32, bitcast=True) * 2.0**126
@@ -156,14 +159,15 @@ def _tile_kernel(
     inside = (block < NUM_BLOCKS)[:, None]
     packed = tl.load(codes + block[:, None] * codes_stride + tile * 128 + tl.arange(0, 128)[None, :], mask=inside)
     bits = tl.load(block_scale + block[:, None] * scale_stride + tile * 64 + tl.arange(0, 64)[None, :], mask=inside)
-    bits = bits.to(tl.int32)  # [BLOCKS, 64]; scale and value are computed as in ``_nvfp4_kernel``
+    bits = bits.to(tl.int32)  # [BLOCKS, 64]; scale and value: see the comments in ``_nvfp4_kernel``
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
-    # The scale of output 8 j + g is at position 8 g + j, with j = 2 word + half.
+    # Among the 64 scales of a k-block of a tile, the scale of output 8 j + g is at position 8 g + j, with j = 2 word +
+    # half.
     scale = tl.reshape(scale, (BLOCKS, 8, 1, 4, 1, 2, 1))  # [block, g, c, word, odd, half, upper]
-    # Word (g, c, word) of a k-block has at nibble 4 odd + 2 half + upper output 16 word + 8 half + g, input
-    # 8 upper + 2 c + odd.
+    # In the word (g, c, word) of a k-block of a tile, nibble 4 odd + 2 half + upper is the code of output 16 word + 8
+    # half + g and input 8 upper + 2 c + odd.
     nibble = tl.arange(0, 8)
     value = ((packed[:, :, None] << (28 - 4 * nibble)[None, None, :]) >> 6) & -0x7E400000  # [BLOCKS, 128, 8]
     value = value.to(tl.float32, bitcast=True) * 2.0**126

@@ -1,4 +1,5 @@
-"""Compile CUDA C++ for Hopper with NVRTC, cache the binaries on disk and launch them; no CUDA toolkit is needed."""
+"""Compile CUDA C++ kernels for Hopper with NVRTC, cache the binaries on disk and launch them; no CUDA toolkit is
+needed."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ class Kernel(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the GPU has compute capability 9.0 and the package cuda-bindings is installed."""
+    """Return whether the GPU has compute capability 9.0 and the package cuda-bindings is installed."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return _has_bindings()
 
 
 def has_compiler() -> bool:
-    """Whether cuda-bindings is installed and finds NVRTC, which is a package of its own."""
+    """Return whether cuda-bindings is installed and finds the compiler NVRTC, which comes in a separate package."""
     if not _has_bindings():
         return False
     try:
@@ -73,7 +74,8 @@ def compiled(kernel: Kernel) -> bytes:
 
 
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
-    """Compile kernels in parallel threads and load them on a device. A CUDA graph must not be being captured."""
+    """Compile kernels in parallel threads and load them on a device. Do not call this while a CUDA graph is
+    captured."""
     kernels = list(dict.fromkeys(kernels))
     with ThreadPoolExecutor() as pool:  # NVRTC releases the GIL
         list(pool.map(_cubin, kernels))
@@ -111,10 +113,10 @@ def launch(
     """Launch a kernel on the current stream.
 
     Args:
-        kernel: the kernel; while a CUDA graph is captured, one that ``prepare`` has loaded.
+        kernel: the kernel; while a CUDA graph is captured, it must have been loaded by ``prepare`` before.
         grid: number of thread blocks in x, y and z.
         threads: threads per thread block.
-        cluster: thread blocks along y that form a cluster.
+        cluster: number of consecutive thread blocks along y that form a cluster.
         device: device of the tensors.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
         pdl: use programmatic dependent launch. The kernel may then start before the previous kernel of the stream has
@@ -122,7 +124,7 @@ def launch(
             previous kernel writes.
 
     Raises:
-        RuntimeError: the driver refuses the launch.
+        RuntimeError: the CUDA driver refuses the launch.
     """
     driver: Any = import_module("cuda.bindings.driver")
     config = driver.CUlaunchConfig()
@@ -143,17 +145,17 @@ def launch(
 
 
 def cache_folder() -> str:
-    """Return Triton's cache folder, in which the cubins are kept as well."""
+    """Return Triton's cache folder, in which the compiled CUDA C++ kernels (cubins) are stored as well."""
     from triton import knobs
 
     return knobs.cache.dir
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Strip the status from the values that a call of the CUDA bindings returned.
+    """Check the status that a call of the CUDA bindings returned, and return the call's other values.
 
     Raises:
-        RuntimeError: the call failed.
+        RuntimeError: the status says that the call failed.
     """
     error, *values = result
     if int(error):
@@ -163,7 +165,7 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Path:
-    """Return the path of a kernel's cubin, which is compiled if Triton's cache does not hold it."""
+    """Return the path of a kernel's cubin; compile it if it is not in Triton's cache folder."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())
@@ -181,7 +183,7 @@ def _text(kernel: Kernel) -> str:
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
-    """Return a kernel argument and its ctypes type, as the driver's bindings expect them."""
+    """Convert a kernel argument to the value and the ctypes type that cuda-bindings expects."""
     if value is None or isinstance(value, Tensor):
         return (0 if value is None else value.data_ptr()), ctypes.c_void_p
     return value, ctypes.c_int if isinstance(value, int) else None

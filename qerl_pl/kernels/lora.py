@@ -1,19 +1,19 @@
 """Triton kernels for y += (x A^T) B^T: one LoRA adapter, few tokens, any frozen base; used while decoding.
 
-A linear that vLLM fuses (q/k/v, gate/up) has up to three slices of its outputs, each with an A and a B of its own; one
-launch serves them all. The matrices are small (1 MB where the base has 70), so latency dominates: ``shrink`` splits K
+A linear that vLLM fuses (q/k/v, gate/up) has up to three slices of its outputs, each with its own A and B; one launch
+serves all slices. A and B are small (1 MB, where the base weight has 70 MB), so latency dominates: ``shrink`` splits K
 over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the partial sums in a fixed order (no
 atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic dependent
 launch). With many tokens or a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
-Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are restricted to
-powers of 2 and multiples of 128, because every new size is compiled, which takes longer than one rollout.
-Letters: T tokens, K inputs, N outputs of which a slice has n, R rank.
+Tile sizes are chosen by a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are powers of
+2 or multiples of 128 only, because each new size has to be compiled, which takes longer than one rollout. Letters: T
+tokens, K inputs, N outputs of which a slice has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
-# Triton's launch options, scalars and static_range are not in its type hints.
+# Triton's type hints do not have its launch options, scalars and static_range.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # tokens or ranks from which cuBLAS is faster
-PROGRAMS = 128  # programs of ``shrink``: about one per SM
-EXPAND_TOKENS = 16  # tokens per program of ``expand``; more would need more registers for sums, or fewer splits
-EXPAND_SUMS = 2**14  # partial sums that a program of ``expand`` holds in registers
-MOST_STEPS = 8  # output tiles per program of ``expand``; the kernel is compiled for each number of them
+MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # cuBLAS is faster from this many tokens, or this rank, on
+PROGRAMS = 128  # wanted number of programs of ``shrink``, about one per SM;
+EXPAND_TOKENS = 16  # tokens per program of ``expand``; more tokens need more registers, or fewer splits
+EXPAND_SUMS = 2**14  # largest number of partial sums in the registers of a program of ``expand``;
+MOST_STEPS = 8  # most output tiles per program of ``expand``, which is compiled for each number
 
 
 class ShrinkTiles(NamedTuple):
@@ -41,7 +41,7 @@ class ShrinkTiles(NamedTuple):
     k_block: int
     """Inputs of one step of the loop over K."""
     chunk: int
-    """Inputs of a program, a multiple of k_block: there are ceil(K / chunk) splits."""
+    """Number of inputs that one program sums over, a multiple of k_block; K is divided into ceil(K / chunk) splits."""
     warps: int = 4
     stages: int = 3
 
@@ -52,13 +52,13 @@ class ExpandTiles(NamedTuple):
     tokens: int
     outputs: int
     steps: int
-    """Output tiles that a program computes one after another from the same sums over splits; ``expand_tiles`` returns a
-    power of 2."""
+    """Number of output tiles that a program computes one after another from the same x A^T, which it sums over splits
+    once; a power of 2."""
     warps: int = 4
 
 
 def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkTiles:
-    """Choose enough splits to occupy the GPU, and few enough that ``expand`` spends little time on adding them up."""
+    """Choose tile sizes of ``shrink`` with enough splits of K to occupy the GPU, but few for ``expand`` to add up."""
     tokens = min(_power_of_2(num_tokens), 64)
     tile_rank = min(_power_of_2(rank), 64)
     k_block = 128
@@ -70,16 +70,16 @@ def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkT
 
 
 def expand_tiles(num_tokens: int, widths: Sequence[int]) -> ExpandTiles:
-    """Choose tiles such that each SM has four programs or a few more, as far as the widths allow."""
+    """Choose tile sizes of ``expand`` such that each SM has four programs or more, if there are enough outputs."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
     outputs = min(_power_of_2(per_program), 128)
     return ExpandTiles(EXPAND_TOKENS, outputs, min(_power_of_2_below(per_program // outputs), MOST_STEPS))
 
 
 def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -> list[int]:
-    """Return for each combination of tile sizes the lowest number of tokens, at least ``fewest``, that needs it.
+    """Return the lowest number of tokens for each combination of tile sizes of ``shrink`` and ``expand``.
 
-    ``add_lora`` called with each of these numbers of tokens has compiled every kernel that it may launch.
+    Numbers below ``fewest`` are ignored. Calling ``add_lora`` with each number compiles every kernel that it may need.
     """
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     for count in range(fewest, MATMUL_TOKENS):
@@ -88,7 +88,7 @@ def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -
 
 
 def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add (x A^T) B^T to the rows of y whose index is not negative; the other rows keep every bit.
+    """Add (x A^T) B^T to the rows of y whose entry in ``indices`` is not negative; no bit of the other rows changes.
 
     Sums are fp32. x A^T is rounded to the dtype of x, and y is rounded once.
 
@@ -109,12 +109,12 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
-    """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the kernels' tensor-core products do not take."""
+    """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the Triton kernels' products do not support."""
     return len(x) >= MATMUL_TOKENS or len(a[0]) >= MATMUL_RANK or x.dtype == torch.float32
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add (x A^T) B^T by two cuBLAS calls per slice; x must be finite, as it is also multiplied by 0."""
+    """Add (x A^T) B^T by two cuBLAS calls per slice; x must be finite (tokens without adapter count times 0)."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     widths = [len(matrix) for matrix in b]
     for part, first, second in zip(y.split(widths, dim=1), a, b, strict=True):
@@ -131,10 +131,10 @@ def add_lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
-    """Compute x A^T as partial sums over ranges of K.
+    """Compute x A^T as partial sums, one per split of K.
 
     From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
-    for it before it reads x (programmatic dependent launch).
+    for its end before reading x (programmatic dependent launch).
 
     Args:
         x: [T, K]; any row stride.
@@ -169,16 +169,16 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 
 
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
-    """Add B times the sum of the partials to the rows of y whose index is not negative.
+    """Add up the partial sums of x A^T, and add (x A^T) B^T to the rows of y whose entry in ``indices`` is >= 0.
 
     From compute capability 9.0 on, the kernel starts before ``shrink`` has ended, loads B, and then waits for the
     partial sums (programmatic dependent launch).
 
     Args:
         y: [T, N], written in place; any row stride.
-        partials: [slices, splits, T, R] from ``shrink``, which must be the kernel launched last.
+        partials: [slices, splits, T, R] from ``shrink``, which must be the previous kernel of the stream.
         b: one [n, R] for each slice, contiguous.
-        indices: [T] or longer, int64.
+        indices: [T] or longer, int64; negative for a token without the adapter.
         tiles: from ``expand_tiles``.
     """
     assert y.stride(1) == 1, y.stride()
@@ -293,7 +293,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs are ordered by slice, and no program covers outputs of two slices.
+    # Programs are numbered slice after slice, and each program computes outputs of one slice only.
     block = tl.program_id(0)
     outputs: tl.constexpr = STEPS * BLOCK_N
     blocks0, blocks1 = (n0 + outputs - 1) // outputs, (n1 + outputs - 1) // outputs
@@ -313,7 +313,7 @@ def _expand_kernel(
     split = tl.arange(0, BLOCK_S)
     row = (slice * SPLITS + split)[None, :] * num_tokens + t[:, None]  # [T, splits]
     in_row = (split < SPLITS)[None, :] & with_adapter[:, None]
-    # The partial sums of all splits are loaded at once; in a loop, each load would wait for the previous one.
+    # The partial sums of all splits are loaded at once, because in a loop each load would wait for the previous one.
     parts = tl.load(
         partials + row[:, :, None] * RANK + r[None, None, :],
         mask=in_row[:, :, None] & (r < RANK)[None, None, :],

@@ -1,4 +1,5 @@
-"""LoRA fused into the NVFP4 GEMMs on Hopper: one additional launch per linear, and no second pass over y.
+"""LoRA fused into the NVFP4 GEMMs on Hopper: one additional kernel launch per linear, and the output y is written only
+once.
 
 ``shrink`` computes h = x A^T and lets the base GEMM start at once (programmatic dependent launch). The GEMM multiplies
 x by the weights concurrently, waits for h at its end, and adds h B^T to its fp32 sums before it rounds them. An adapter
@@ -21,16 +22,17 @@ from qerl_pl.kernels import costs, hopper
 FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
 BLOCK_RANKS, SLICE_THREADS = 32, 256
 CHUNKS_IN_FLIGHT = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
-"""Chunks of 32 inputs that a warp loads at a time, by slices and tokens per tile; the number of registers limits it."""
-CHUNK, RANKS, OUTPUTS = 32, 8, 64  # K, R and the outputs of a slice have to be multiples of these
-SPLITS = 8  # thread blocks per cluster; each has a part of the inputs
+"""Number of chunks of 32 inputs that a warp of ``shrink`` loads at a time, by the number of slices and the tokens per
+tile; larger numbers would need more registers than there are."""
+CHUNK, RANKS, OUTPUTS = 32, 8, 64  # supported K, R and outputs per slice are multiples of these;
+SPLITS = 8  # thread blocks per cluster of ``shrink``, each of which has a part of the inputs
 NO_SLICE = 2**31 - 1
 PARAMETERS = "const u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
 ADAPTER = "Adapter{hidden, b0, b1, b2, first1, first2, rank}"
 
 
 class Update(NamedTuple):
-    """Adapter whose h B^T a GEMM adds to its output, slice by slice."""
+    """Adapter whose h B^T, with h = x A^T, a base GEMM adds to its output, slice by slice."""
 
     hidden: Tensor
     """[slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream."""
@@ -42,13 +44,15 @@ class Schedule(NamedTuple):
     """Division of the work of ``shrink`` among thread blocks."""
 
     tokens: int
-    """Tokens per tile; a thread block computes one tile at a time."""
+    """Tokens per tile of h = x A^T; a thread block computes one tile at a time."""
     clusters: int
-    """Clusters per 32 ranks. They share the tiles; each computes its tiles one after another."""
+    """Clusters per 32 ranks of the adapter. The tiles are divided among them, and each computes its tiles one after
+    another."""
 
 
 class SpareSMs(NamedTuple):
-    """SMs left idle by the base GEMM's first wave, and the time until its first thread blocks need h = x A^T."""
+    """SMs that the first wave of a base GEMM leaves idle, and the time until the GEMM's first thread blocks need h = x
+    A^T."""
 
     sms: int
     seconds: float
@@ -56,7 +60,7 @@ class SpareSMs(NamedTuple):
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose the schedule of ``shrink`` for an adapter that is fused into a base GEMM.
+    """Choose how ``shrink`` is divided among thread blocks, for an adapter that is fused into a base GEMM.
 
     Args:
         num_tokens: T.
@@ -65,7 +69,8 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
         spare: SMs that the base GEMM leaves idle, and for how long.
 
     Returns:
-        None if the kernels do not support the adapter, or if adding it after the GEMM in separate kernels is faster.
+        The schedule; None if the kernels do not support the adapter, or if adding it after the GEMM in separate kernels
+        is faster.
     """
     rank, inputs = a[0].shape
     if (
@@ -96,7 +101,8 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 @cache
 def kernel(tokens: int, slices: int) -> hopper.Kernel:
-    """Return the instance of the template in `lora_hopper.cu` for a number of tokens per tile and of slices."""
+    """Return the instance of the kernel template in `lora_hopper.cu` for a number of tokens per tile and a number of
+    slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
     chunks = CHUNKS_IN_FLIGHT[slices][tokens]
     code = f"""
@@ -110,15 +116,16 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 
 
 def all_kernels() -> list[hopper.Kernel]:
-    """List every instance of the template that an adapter may need."""
+    """List every instance of the kernel template that an adapter may need."""
     return [kernel(tokens, slices) for slices, by_tokens in CHUNKS_IN_FLIGHT.items() for tokens in by_tokens]
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
     """Compute h = x A^T, rounded to bf16 once; rows of tokens without the adapter are zero.
 
-    The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
-    reads h. All its other inputs must be complete before this kernel starts.
+    The next kernel of the stream may start before this one ends, so the next kernel must execute
+    ``griddepcontrol.wait`` before it reads h. All other inputs of the next kernel must be complete before this kernel
+    starts.
 
     Args:
         x: [T, K] bf16, contiguous.
@@ -146,7 +153,8 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) 
 
 
 def arguments(update: Update | None) -> list[Any]:
-    """Build the launch arguments of a GEMM that ``PARAMETERS`` declares: null pointers and zeros without an adapter."""
+    """Build the launch arguments by which a GEMM gets an adapter, as ``PARAMETERS`` declares them; null pointers and
+    zeros if there is no adapter."""
     if update is None:
         return [None] * 4 + [0] * 3
     first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]

@@ -1,9 +1,9 @@
 """GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper, for decoding large batches.
 
 With this many tokens the GEMM can keep the tensor cores busy, provided that they do not wait for weights to be
-converted to bf16. Each warpgroup therefore has outputs of its own, converts their weights in registers and waits for no
-other warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and added in a fixed order: equal
-inputs give equal bits.
+converted to bf16. Each warpgroup therefore computes outputs that no other warpgroup has, converts their weights in
+registers and waits for no other warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and
+added in a fixed order: equal inputs give equal bits.
 
 Names: a k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread
 block; a wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
@@ -24,8 +24,8 @@ from torch import Tensor
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
 MOST_TOKENS = 256
-TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs of a warpgroup; inputs of a scale; inputs of a pipeline stage
-SHARED_BYTES = 227 * 1024  # most shared memory of a thread block
+TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
+SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
 MOST_TOKEN_TILES, MOST_WAVES = 2, 8
 
 
@@ -38,12 +38,13 @@ class Variant(NamedTuple):
     """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup."""
 
     def token_tiles(self, num_tokens: int) -> int:
-        """Count the thread blocks that compute the same outputs for different tokens."""
+        """Count the thread blocks into which the tokens are divided, that is, which compute the same outputs for
+        different tokens."""
         return -(-num_tokens // self.tokens)
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a pipeline stage: 128 inputs of tokens, weights and scales."""
+        """Bytes of shared memory per pipeline stage: x, codes and scales for 128 inputs."""
         return -(-(self.tokens * 2 * STAGE_INPUTS + self.tiles * 576 * STAGE_INPUTS // K_BLOCK) // 1024) * 1024
 
     @property
@@ -59,7 +60,7 @@ class Variant(NamedTuple):
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes of shared memory for the scales that the warps of a thread block have converted to bf16."""
+        """Bytes of shared memory per thread block for the block scales that its warps have converted to bf16."""
         return self.tiles * 4 * STAGE_INPUTS * 2
 
 
@@ -68,12 +69,15 @@ class Schedule(NamedTuple):
 
     variant: Variant
     splits: int
-    """Parts of K. The thread blocks that compute these parts for the same outputs and tokens form a cluster."""
+    """Number of parts into which K is divided. The thread blocks that compute these parts for the same outputs and
+    tokens form a cluster."""
     blocks: int
-    """Thread blocks along the outputs. If K is not split, the last ones may have one tile fewer than the others."""
+    """Number of thread blocks among which the outputs are divided. If K is not split, the last ones may have one tile
+    fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Count the thread blocks along the outputs that have all of the variant's tiles; they are the first ones."""
+        """Count the thread blocks, among those that divide the outputs, that compute as many tiles as the variant has;
+        they are the first ones, and the others compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -84,7 +88,7 @@ FULL_TILES = sorted({tokens * tiles for tokens in costs.K_BLOCK_CYCLES for tiles
 
 @cache
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose the schedule with the least predicted time (``seconds``).
+    """Choose the schedule of the GEMM whose predicted time (``seconds``) is shortest.
 
     Args:
         num_tokens: T.
@@ -93,7 +97,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
         fuses_lora: whether the GEMM also adds a LoRA adapter, which Humming's kernel cannot do.
 
     Returns:
-        None if this kernel cannot run the GEMM or if, without an adapter, Humming's kernel is faster.
+        The schedule; None if this kernel cannot run the GEMM or if, without an adapter, Humming's kernel is faster.
     """
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
         return None
@@ -111,7 +115,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict which SMs the GEMM leaves idle for ``lora_hopper.shrink``, and how long.
+    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long.
 
     If SMs run several thread blocks one after another, SMs that finish early are counted as idle from the start.
     """
@@ -129,7 +133,8 @@ def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) ->
 
 
 def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield the candidates: every number of splits, and unsplit thread blocks of two widths that fill whole waves."""
+    """Yield candidate schedules: one per number of splits of K, and ones without splits whose thread blocks, of two
+    different numbers of tiles, fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -151,7 +156,7 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> int:
     """Return the largest number of tiles that one of ``sms`` SMs computes one after another.
 
-    An SM takes the next thread block when its last one has ended.
+    An SM starts the next thread block when its previous one has ended.
     """
     wide = schedule.wide(outputs)
     widths = [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
@@ -162,7 +167,8 @@ def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int)
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs for one tile of a thread block over the thread block's part of K."""
+    """Predict the seconds that an SM needs to multiply one tile of 64 outputs over the part of K that a thread block
+    has."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
     return k_blocks * costs.K_BLOCK_CYCLES[tokens] * (costs.TWO_TILES if tiles == 2 else 1) / costs.CLOCK_HZ
@@ -171,8 +177,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
     """Predict the GEMM's time in seconds on the GPU that ``costs`` describes.
 
-    It is infinite for schedules that were never the fastest: K split over more than one wave of clusters, or into more
-    parts than it has pipeline stages.
+    The time is infinite for schedules that were never the fastest: ones in which K is split and the clusters take more
+    than one wave, or in which K is split into more parts than it has pipeline stages.
     """
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
@@ -187,7 +193,7 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
-    """Return the instance of the template in `nvfp4_batch.cu` for a variant."""
+    """Return the instance of the kernel template in `nvfp4_batch.cu` for a variant."""
     name = "nvfp4_batch_" + "_".join(map(str, variant))
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
@@ -204,7 +210,8 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
     """List every kernel that a linear of this shape may need.
 
-    A number of tokens has the same schedule as the next larger one that fills its token tiles.
+    The numbers of tokens that fill their token tiles are enough: any other has the schedule of the next larger one of
+    these.
     """
     schedules = (
         choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in FULL_TILES for fuses in (False, True)
@@ -222,7 +229,7 @@ def batch_linear(
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """Compute x W^T + bias, plus an adapter's h B^T if one is given, rounded to bf16 once: [T, N] bf16.
+    """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once: [T, N] bf16.
 
     Args:
         x: [T, K] bf16, at an address that is a multiple of 16.
@@ -237,8 +244,8 @@ def batch_linear(
     (tokens, tiles), splits, blocks = schedule
     y = x.new_empty(num_tokens, outputs) if out is None else out
     k_blocks, all_tiles = inputs // K_BLOCK, outputs // TILE
-    # x is copied in rows of 128 bytes, swizzled as wgmma expects them. Weights and scales have 512 and 64 bytes per
-    # tile and k-block.
+    # TMA copies x in rows of 128 bytes, swizzled as wgmma expects. A tile has 512 bytes of codes and 64 bytes of scales
+    # per k-block.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
     weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
     scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)
@@ -269,8 +276,8 @@ def _tensor_map(
         sizes: elements per dimension, the contiguous one first.
         strides: bytes between elements of the second and of the third dimension.
         box: elements per dimension of one copy.
-        swizzled_bf16: elements are bf16, with the 128-byte swizzle in shared memory; otherwise 8 bytes each,
-            unswizzled.
+        swizzled_bf16: whether elements are bf16 and get the 128-byte swizzle in shared memory; otherwise they have 8
+            bytes each and are not swizzled.
 
     Raises:
         RuntimeError: the driver refuses the descriptor, for instance because the address is not a multiple of 16.

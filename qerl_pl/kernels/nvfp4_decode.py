@@ -6,9 +6,9 @@ that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: 
 bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` takes the
 weights of 64 outputs from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
 
-Weights have the layout of humming-kernels 0.1.17, whose kernels compute the prompts (prefill); ``fragments`` defines
-it. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview. Letters: T tokens, K inputs, N
-outputs.
+Weights have the layout of humming-kernels 0.1.17, which ``fragments`` defines, because Humming's kernels compute the
+prompts (prefill) from the same memory. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
+Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
-FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for any linear, and for linears that fill the GPU
-BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma, which is also the block of a scale
-MOST_SPLITS = 8  # thread blocks of a portable cluster
+FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
+BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma and per block scale;
+MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run
 
 
 class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
     tokens: int
-    """Largest number of tokens: 8, 16, 32 or 64."""
+    """Largest number of tokens that this variant computes: 8, 16, 32 or 64."""
     groups: int
-    """Warpgroups per thread block; each multiplies a part of the inputs of a pipeline stage."""
+    """Warpgroups per thread block; each multiplies a part of the inputs of every pipeline stage."""
     k_blocks: int
     """K-blocks of 16 inputs that a warp multiplies per pipeline stage: 4 or 8."""
     stages: int
@@ -53,11 +53,12 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Kernel variant of a GEMM, and the number of parts of K."""
+    """Kernel variant with which a GEMM runs, and number of parts into which K is divided."""
 
     variant: Variant
     splits: int
-    """Parts of K. The thread blocks that compute these parts for the same 256 outputs form a cluster."""
+    """Number of parts into which K is divided. The thread blocks that compute these parts for the same 256 outputs form
+    a cluster."""
 
 
 MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4), Variant(64, 1, 8, 2, 2)]
@@ -65,7 +66,7 @@ FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4,
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """Choose the schedule of a GEMM; None if this kernel cannot run it or another kernel is faster."""
+    """Choose the schedule of a GEMM; None if this kernel cannot run the GEMM, or if another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % BLOCK_OUTPUTS or inputs % (8 * K_BLOCK):
         return None
     blocks = outputs // BLOCK_OUTPUTS
@@ -74,8 +75,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
     if variant is None:
         return None
     if not wide:
-        # Take the most splits with which all clusters run at once, with one thread block per SM. A cluster has to lie
-        # within one GPC.
+        # Divide K into the largest number of parts with which all clusters run at the same time, with one thread block
+        # per SM. The SMs of a cluster have to be in one GPC.
         fitting = (s for s in range(MOST_SPLITS, 0, -1) if costs.GPCS * (costs.SMS_OF_GPC // s) >= blocks)
         splits = next(fitting)
     elif num_tokens <= FEW_TOKENS:
@@ -90,7 +91,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
-    """Return the instance of the template in `nvfp4_decode.cu` for a variant."""
+    """Return the instance of the kernel template in `nvfp4_decode.cu` for a variant."""
     name, parameters = "nvfp4_decode_" + "_".join(map(str, variant)), ", ".join(map(str, variant[:-1]))
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
-    """List every kernel that a linear of this shape may need, over all numbers of tokens."""
+    """List every kernel that a linear of this shape may need for any number of tokens."""
     counts = [variant.tokens for variant in MANY_BLOCKS]  # they include all token counts of FEW_BLOCKS
     schedules = (choose_schedule(most, outputs, inputs) for most in counts)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
@@ -119,13 +120,13 @@ def decode_linear(
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """Compute x W^T + bias, plus an adapter's h B^T if one is given, rounded to bf16 once.
+    """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once.
 
     Args:
         x: [T, K] bf16.
         weight: [K / 16, 2 N] int32, in the order of ``fragments``.
         scales: [K / 16, N] e4m3, not negative, in the order of ``fragments``.
-        global_scale: [1] fp32, factor of all weights.
+        global_scale: [1] fp32, tensor scale.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         schedule: from ``choose_schedule``.
         out: [T, N] bf16, contiguous, to write the result to; None allocates it.
@@ -153,7 +154,7 @@ def decode_linear(
 
 
 def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
-    """Compute the GEMM in fp32: the definition that tests compare the kernels with.
+    """Compute x W^T from NVFP4 values and scales in fp32: the definition that tests compare the GEMM kernels with.
 
     Args:
         x: [T, K].
@@ -168,18 +169,18 @@ def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_sc
 
 
 def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Reorder codes and scales so that the 16 bytes of codes that a lane needs of 64 outputs x 16 inputs are
-    contiguous.
+    """Reorder codes and scales of a weight such that, for each tile of 64 outputs x 16 inputs, the 16 bytes of codes
+    that one lane of a warp needs for ``wgmma`` are contiguous.
 
     Args:
         codes: [N, K] uint8, one e2m1 code of four bits each.
         scales: [N, K / 16] e4m3.
 
     Returns:
-        Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words, one per 16 outputs. With
-        g = lane // 4 and c = lane % 4, the nibbles of a word, lowest first, are (output g, input 2c), (g, 2c + 8),
-        (g + 8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. Within the scales of 64
-        outputs, the scale of output 8 j + g is at position 8 g + j.
+        Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With
+        g = lane // 4 and c = lane % 4, the nibbles of a word, lowest first, are (output g, input 2c), (g, 2c + 8), (g +
+        8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. Within the scales of 64 outputs, the
+        scale of output 8 j + g is at position 8 g + j.
     """
     outputs, inputs = codes.shape
     parts = codes.view(
@@ -193,5 +194,6 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as Humming does: of each 32 outputs first the ones with n % 8 in (0, 1), then (2, 3), ..."""
+    """Reorder a bias [N] as Humming's layout has it: within each 32 outputs, first the outputs n with n % 8 in (0, 1),
+    then those with n % 8 in (2, 3), and so on."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

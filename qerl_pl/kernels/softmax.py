@@ -1,4 +1,5 @@
-"""Triton kernels for log-softmax statistics of logits [R, V] and their gradient, each in one pass over the logits.
+"""Triton kernels for log-probabilities, entropies and log-partition functions of logits [R, V], and for their gradient,
+each in one pass over the logits.
 
 ``statistics`` reads the logits once and writes [R] values; ``logit_gradient`` reads them once and writes the gradient
 in the dtype of the next matrix product. ``qerl_pl.policy.logprobs`` defines both in plain PyTorch. Letters: R rows, V
@@ -6,7 +7,7 @@ vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
-# Triton's launch options and scalars are not in its type hints.
+# Triton's type hints do not have its launch options and scalars.
 from __future__ import annotations
 
 import torch
@@ -94,8 +95,8 @@ def logit_gradient(
 
 @triton.jit
 def _merge(highest, total, moment, highest2, total2, moment2):
-    """Merge two partial softmaxes, each given by its highest logit, the sum of e = exp(z - highest) and the sum of
-    e (z - highest)."""
+    """Merge two partial softmaxes over logits z. Each is given by its highest logit, the sum of exp(z - highest), and
+    the sum of exp(z - highest) (z - highest)."""
     top = tl.maximum(highest, highest2)
     drop, drop2 = highest - top, highest2 - top
     scale, scale2 = tl.exp(drop), tl.exp(drop2)
@@ -106,8 +107,8 @@ def _merge(highest, total, moment, highest2, total2, moment2):
 @triton.jit
 def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, inverse_temperature, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    # Each lane accumulates a softmax of its own; they are merged once, after the loop. The start is -1e30 and not -inf,
-    # because the difference of two infinities would be nan.
+    # Each lane accumulates the partial softmax of its logits, and these are merged once, after the loop. The highest
+    # logit starts at -1e30 and not -inf, because the difference of two infinities would be nan.
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.full([BLOCK], 0.0, tl.float32)
     moment = tl.full([BLOCK], 0.0, tl.float32)

@@ -1,4 +1,5 @@
-"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], made for few rows.
+"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], made for few rows (tens to
+hundreds).
 
 A decoding step has one row per sequence, often fewer rows than the GPU has SMs, so with one program per row most SMs
 would be idle. Here each program reads one block of the vocabulary of one row, and a second kernel merges the blocks.
@@ -6,7 +7,7 @@ Letters: T rows, V vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
-# Triton's launch options and scalars are not in its type hints.
+# Triton's type hints do not have its launch options and scalars.
 from __future__ import annotations
 
 import torch
@@ -18,7 +19,8 @@ BLOCK = 4096
 
 
 def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Compute a token's log-probability under softmax(logits), and its rank: how many logits are at least as high.
+    """Compute, for one token per row, its log-probability under softmax(logits) and its rank, the number of logits of
+    the row that are at least as high.
 
     Args:
         logits: [T, V] of any float dtype, with stride 1 along V; -inf marks a token that cannot be sampled.
@@ -55,7 +57,7 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
 
 
 def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``token_scores`` in plain PyTorch: the definition that tests compare the kernels with.
+    """Compute the results of ``token_scores`` in plain PyTorch: the definition that tests compare the kernels with.
 
     Returns:
         Log-probabilities, [T] fp64 in nats, and ranks, [T] int64.
@@ -77,8 +79,8 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Write three numbers per block: the highest logit z, the sum of exp(z - highest), and how many z are at least x,
-    the token's logit."""
+    """Write three numbers per row and block of the vocabulary: the highest logit z of the block, the sum of exp(z -
+    highest), and the number of z that are at least the logit of the row's token."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V

@@ -1,4 +1,4 @@
-"""Gaussian noise on norm weights: a pure function of the clean weights, sigma and a seed."""
+"""Add Gaussian noise to norm weights, as a pure function of the weights without noise, sigma and a seed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NormNoise:
-    """The noise of one rollout.
+    """Settings of the Gaussian noise that is added to the norm weights for one rollout.
 
     Raises:
         ValueError: sigma is negative or not finite.
     """
 
     sigma: float = 0.0
-    """Standard deviation in units of the norm weight; 0: no noise."""
+    """Standard deviation of the noise, in units of the norm weight; 0: no noise."""
     seed: int = 0
     """Seed in [0, 2^63); equal seeds give equal noise."""
     rounded: bool = False
-    """Noisy weights are rounded to the engine's compute dtype; else they stay in fp32, where all of the noise acts.
-    bf16 weights near 1 are 2^-8 to 2^-7 apart: of noise below about 2e-3 rounding leaves only a part."""
+    """True: noisy norm weights are rounded to the engine's compute dtype. False: they stay in fp32, so all of the noise
+    acts. bf16 values near 1 are 2^-8 to 2^-7 apart, so rounding removes a part of noise whose sigma is below about
+    2e-3."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that noisy weights are rounded to in an engine of a compute dtype; without noise fp32 at least."""
+        """Return the dtype of the norm weights in an engine that computes in ``dtype``: fp32 at least, unless noise is
+        rounded."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Whether the name of a weight is that of one of these norms of a block (``Family.noise_norms``)."""
+    """Tell whether a parameter is the weight of a norm to which noise is added; ``norms`` are module names, e.g. from
+    ``Family.noise_norms``."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 
@@ -50,12 +53,11 @@ def noisy_norms(
     rank. Sigma 0 returns copies that are equal bit for bit.
 
     Args:
-        clean: names to weights, [H] of any floating dtype on any device.
-        noise: sigma and seed.
-        dtype: of the result; None: that of each weight.
+        clean: norm weights by name, [H] of any floating dtype on any device.
+        noise: sigma and seed of the noise.
+        dtype: dtype of the result; None keeps that of each weight.
 
-    Returns:
-        The same names to new tensors on the same device; ``clean`` is left alone.
+    Returns: The noisy weights by name, new tensors on the same device; ``clean`` is not changed.
     """
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
@@ -68,14 +70,14 @@ def noisy_norms(
 
 
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
-    """Root mean square of the noise that is left once the noisy weights are rounded to a dtype.
+    """Compute the root mean square of the noise that remains after the noisy weights are rounded to a dtype.
 
-    In fp32 it is sigma up to sampling error. In bf16 it is less once sigma is below half the spacing of the weights.
+    In fp32 this is sigma up to sampling error. In bf16 it is less if sigma is below half the spacing of bf16 values.
 
     Args:
-        clean: names to weights.
-        noise: as asked for.
-        dtype: that the sampling copy is kept in.
+        clean: norm weights by name, without noise.
+        noise: sigma and seed of the noise.
+        dtype: dtype to which the noisy weights are rounded.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

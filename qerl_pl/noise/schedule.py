@@ -9,7 +9,7 @@ Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 
 
 def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> None:
-    """Refuse settings that mean nothing.
+    """Refuse settings that define no noise schedule.
 
     Raises:
         ValueError: fewer than 3 stages, sigma_start not finite, sigma_end not in (0, sigma_start].
@@ -27,12 +27,13 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
-    """Stage of a rollout: equal stages in order, the last one for every index at or past the end.
+    """Return the stage of a rollout, from 0: the run is split into equally long stages; after its end the last one
+    holds.
 
     Args:
         index: rollout index, from 0.
-        num_rollouts: rollouts in the whole run.
-        num_stages: stages in the run.
+        num_rollouts: number of rollouts of the whole run.
+        num_stages: number of stages of the run.
 
     Raises:
         ValueError: the index is negative, or the run has no rollouts.
@@ -53,19 +54,19 @@ def stage_sigma(
     sigma_end: float = 5e-4,
     decay: Decay = "exponential",
 ) -> float:
-    """Noise level of a rollout (arXiv 2510.11696, eq. 8 and algorithm 1).
+    """Return the sigma of a rollout's noise by the schedule (arXiv 2510.11696, eq. 8 and algorithm 1).
 
-    Stage 0 has no noise; stage 1 has sigma_start; the last stage has sigma_end and holds it. The paper's exponent,
+    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. The paper's exponent,
     (k - 1) / (K - 1), never reaches sigma_end; as in its published code, the K - 1 noisy stages span the range exactly.
 
     Args:
         index: rollout index, from 0.
         num_rollouts: rollouts in the whole run.
-        num_stages: K, the noise-free stage included.
-        sigma_start: level of stage 1, in units of the norm weight.
-        sigma_end: level of the last stage.
-        decay: path between the two over the stages; exponential is the paper's best.
-            "constant" holds sigma_start.
+        num_stages: K, including the stage without noise.
+        sigma_start: sigma of stage 1, in units of the norm weight.
+        sigma_end: sigma of the last stage.
+        decay: shape of the path from sigma_start to sigma_end over the stages; "exponential" did best in the paper;
+            "constant" keeps sigma_start.
 
     Returns:
         Sigma in units of the norm weight.

@@ -1,4 +1,4 @@
-"""Advantages of a group's completions relative to one another. P prompts, G completions each."""
+"""Compute advantages of completions relative to their group: the G completions of one of P prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
     """Find the groups with a signal: those in which two scored rewards differ.
 
     Args:
-        rewards: [P, G], anything where ``scored`` is False.
+        rewards: [P, G], any value where ``scored`` is False.
         scored: [P, G] bool, True where the reward is known.
 
     Returns:

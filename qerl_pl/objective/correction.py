@@ -23,7 +23,7 @@ MAX_LOG_RATIO = 20.0  # nats; keeps exp finite in fp32
 
 @dataclass(frozen=True)
 class Rejection:
-    """Leaves out completions on which trainer and sampler differ too much, in addition to weights per token.
+    """Leaves out completions on which trainer and sampler differ too much, in addition to importance weights per token.
 
     Weights per token bound the influence of single tokens. A completion whose tokens all differ a little may still be
     one that the trainer would hardly have sampled. Truncated weights and rejection can be used together.
@@ -67,15 +67,15 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights, and sums over units that add up over ranks; a unit is a token at the level "token", else a
-    row."""
+    """Importance weights, and sums for metrics. A unit has one weight: a token at the level "token", else a
+    completion."""
 
     weights: Tensor
-    """[B, S] constant factor of each token in the loss, 0 in padding."""
+    """[B, S] importance weight of each token: a factor of its loss without gradient, 0 in padding."""
     num_units: Tensor
     """[] units with a valid token."""
     num_outside: Tensor
-    """[] units whose ratio was outside the bounds, and so truncated or masked."""
+    """[] number of units whose ratio was outside the bounds, so that it was truncated or masked."""
     weight_sum: Tensor
     """[] sum of the units' weights."""
     square_sum: Tensor
@@ -99,18 +99,19 @@ def importance_weights(
     """Compute importance weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
 
     Modes: "none": 1. "truncate": r put into [low, high]; with low 0 truncated importance sampling (Ionides 2008; for
-    this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0: the unit leaves the loss (IcePop,
-    arXiv 2510.18855, with 0.5 and 5, at the level "token").
+    this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0, which leaves the token or row out
+    of the loss (IcePop, arXiv 2510.18855, with 0.5 and 5, at the level "token").
 
     Levels: "token": each its own ratio. "sequence": the product over the row, the true ratio of the whole completion,
-    with a variance that grows with its length. "geometric": its |y|-th root, biased, of the same size at any length.
+    with a variance that grows with its length. "geometric": the |y|-th root of this product for |y| tokens, biased,
+    with a spread that does not grow with the length.
 
     Args:
         log_ratio: [B, S] fp32, nats, anything in padding.
         mask: [B, S] bool, True on sampled tokens.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
-        rejection: of whole rows, in addition to the weights; None rejects no row.
+        rejection: bounds outside of which a whole row gets weight 0; None rejects no row.
 
     Raises:
         ValueError: the shapes differ, or not 0 <= low <= 1 <= high, or "mask" has low = high.
@@ -150,7 +151,8 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Compute each unit's ratio, and whether it has a valid token: [B, S] at the level "token", else [B, 1]."""
+    """Compute ratios of trainer to sampler, and whether each has a valid token: per token, [B, S], or per row, [B,
+    1]."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -160,19 +162,20 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
-    """Compute effective over actual sample size, (sum w)^2 / (n sum w^2), in [1 / n, 1]; 0 if all weights are 0."""
+    """Compute the effective sample size of n weights w as a share of n, (sum w)^2 / (n sum w^2); 0 if all weights are
+    0."""
     return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
 
 
 class Mismatch(NamedTuple):
-    """Statistics of a log-ratio over tokens, fp64; NaN if there is no token."""
+    """Statistics of log r, r = trainer / sampler, over tokens, fp64; NaN if there is no token."""
 
     count: Tensor
     """[] tokens."""
     k1: Tensor
-    """[] mean of -log r, nats: KL(sampler || trainer), unbiased and noisy."""
+    """[] mean of -log r, nats: an unbiased, noisy estimate of KL(sampler || trainer)."""
     k3: Tensor
-    """[] mean of r - 1 - log r, nats: the same KL, never negative."""
+    """[] mean of r - 1 - log r, nats: an estimate of KL(sampler || trainer) that is never negative."""
     mean_abs: Tensor
     """[] mean of |log r|, nats."""
     p99: Tensor
@@ -184,7 +187,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Describe log(trainer / sampler), or any part of it: engine error, noise, staleness.
+    """Compute statistics of log(trainer / sampler), or of a part of it such as the effect of noise.
 
     Args:
         log_ratio: [N] nats of sampled tokens, any float dtype, gathered from all ranks, because percentiles cannot be

@@ -71,12 +71,12 @@ def token_covariance(logprobs: Tensor, advantages: Tensor, *, mean_logprob: Tens
 
 
 def held_back_number(num_tokens: int, share: float) -> int:
-    """Convert a share of tokens to a number: rounded down, at least one."""
+    """Convert a share of ``num_tokens`` tokens to a number of tokens: rounded down, at least one."""
     return max(1, int(share * num_tokens))
 
 
 def largest_threshold(values: Tensor, number: int) -> Tensor:
-    """Return the ``number``-th largest of [N] values, []; +inf if there is none. All ties reach it."""
+    """Return the ``number``-th largest of N values, [], a threshold that all equal values reach too; +inf if N is 0."""
     if len(values) == 0:
         return values.new_tensor(math.inf)
     return values.topk(min(number, len(values))).values[-1]

@@ -1,4 +1,5 @@
-"""An entropy bonus that adapts to the entropy (Skywork-OR1, arXiv 2505.22312, its adaptive entropy control)."""
+"""Entropy bonus with a coefficient that adapts to the policy's entropy (adaptive entropy control of Skywork-OR1, arXiv
+2505.22312)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class EntropyControl:
                 raise ValueError(f"{section}.{name} is {value}; expected more than 0")
 
     def in_force(self, coefficient: float, entropy: float) -> float:
-        """Return the coefficient that acts on a rollout of this mean entropy, in nats."""
+        """Return the coefficient of the entropy bonus for a rollout of this mean entropy, in nats per token."""
         return coefficient if entropy <= self.target else 0.0
 
     def following(self, coefficient: float, entropy: float) -> float:

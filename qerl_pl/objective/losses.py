@@ -1,8 +1,8 @@
 """Policy losses, KL estimators and their reductions, as pure functions.
 
-Every loss is a sum over tokens of ``row_weights[b] * value[b, s]`` where the mask is True. The row weights hold the
-whole of the averaging rule and its divisor, which is counted once over the whole batch (micro-batches and ranks), so
-the losses of the parts add up to the loss of the whole. The published objectives are pairs of the two:
+Every loss is a sum over tokens of ``row_weights[b] * value[b, s]`` where the mask is True. The row weights contain the
+averaging rule and its divisor, which is counted once over the whole batch (micro-batches and ranks), so the losses of
+micro-batches add up to the loss of the batch. The published objectives are pairs of a loss and an averaging rule:
 
     GRPO       arXiv 2402.03300   clipped_policy_loss,  "sequence"
     DAPO       arXiv 2503.14476   clipped_policy_loss,  "token"
@@ -25,24 +25,25 @@ from torch import Tensor
 Aggregation = Literal["token", "sequence", "constant"]
 KLKind = Literal["k1", "k2", "k3"]
 
-MAX_LOG_RATIO = 20.0  # nats; exp of more overflows fp32 sooner or later, and its gradient is clipped or noise
+# nats; log-ratios are clamped to it, because exp of larger ones overflows fp32, and their gradient is clipped or noise
+MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and sums for its metrics. All but ``loss`` are detached sums over tokens, so that micro-batches add up."""
+    """A policy loss, and sums for its metrics: detached sums over tokens, which can be added over micro-batches."""
 
     loss: Tensor
-    """[] carries the gradient; a zero that can be backpropagated where no token is valid."""
+    """[] the loss, with gradient; 0 that can be backpropagated if no token is valid."""
     clipped_low: Tensor
     """[] tokens whose ratio was raised to its lower bound."""
     clipped_high: Tensor
     """[] tokens whose ratio was cut to its upper bound."""
     ratio: Tensor
-    """[] sum of the ratios before clipping, 1 per token in expectation."""
+    """[] sum over tokens of the ratio new / old before clipping, whose expectation is 1 per token."""
     k1: Tensor
-    """[] sum of log(old / new), nats: KL(old || new), unbiased and noisy."""
+    """[] sum of log(old / new), nats: an unbiased, noisy estimate of KL(old || new)."""
     k3: Tensor
-    """[] sum of new / old - 1 - log(new / old), nats: the same KL as k1, never negative."""
+    """[] sum of new / old - 1 - log(new / old), nats: estimates KL(old || new) too, and is never negative."""
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
@@ -111,8 +112,8 @@ def clipped_policy_loss(
 ) -> PolicyLoss:
     """Clipped surrogate with decoupled bounds: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = new / old.
 
-    arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` arXiv 2402.03300, eq. 3 without its KL term. The upper
-    bound acts where A > 0, the lower one where A < 0; ``max_ratio`` is the two-sided clip of INTELLECT-2 (arXiv
+    arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` arXiv 2402.03300, eq. 3 without its KL term. The upper bound
+    acts where the advantage A > 0, the lower one where A < 0; ``max_ratio`` is the two-sided clip of INTELLECT-2 (arXiv
     2505.07291, its delta), which bounds the ratio from above where A < 0 too.
 
     Args:
@@ -146,14 +147,15 @@ def sequence_policy_loss(
     importance: Tensor | None = None,
     whole: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate of one ratio a sequence, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, eq. 5).
+    """Clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071,
+    eq. 5).
 
     Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row
     carries the row's ratio, so the counts are in tokens and any ``row_weights`` may be used.
 
     Args:
-        whole: [B, S] bool, True on all tokens of the sequence, where ``mask`` has only some of them: the ratio is that
-            of the sequence whichever of its tokens carry the loss. None: ``mask``.
+        whole: [B, S] bool, True on all sampled tokens of a row, of which ``mask`` may select a part; the ratio is taken
+            over all of them, whichever tokens carry the loss. None: ``mask``.
     """
     log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
     whole = mask if whole is None else whole
@@ -215,18 +217,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Compute constant weights that turn per-token estimates at tokens of an older policy into ones of the current one.
+    """Compute importance weights per token for KL estimates at tokens that an older policy sampled; they have no
+    gradient.
 
     A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
     those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
-    2512.02556, which also lets a gradient through it). Quantities that depend only on the prefix, such as the exact
-    entropy, need no weight: given the prefix its mean is 1, so it would only add noise.
+    2512.02556, which also lets a gradient through it). Quantities that depend only on the tokens before, such as the
+    exact entropy, need no weight: the weight's mean over the next token is 1, so it would only add noise.
 
     Args:
         logprobs: [B, S] nats under the policy being trained.
-        old_logprobs: [B, S] nats, what the ratio is taken against.
+        old_logprobs: [B, S] nats, under the policy before the first update on this batch.
         mask: [B, S] bool.
-        importance: [B, S] constant weights between trainer and sampler, or None: 1.
+        importance: [B, S] constant importance weights between trainer and sampler; None: 1.
 
     Returns:
         [B, S] without a gradient, 1 x importance where the policies agree; 0 or 1 in padding.
@@ -236,7 +239,7 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the entropy that the top ``share`` of the tokens reach (arXiv 2506.01939, the paper's rho and tau).
+    """Find the entropy that a ``share`` of the tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
 
     Tokens with at least this entropy are kept. The paper divides the loss by all tokens, so the divisor is counted with
     the full mask.
@@ -270,7 +273,7 @@ def _clipped(
     if max_ratio is not None and max_ratio <= highest:
         raise ValueError(f"max_ratio is {max_ratio}; expected more than 1 + clip_high = {highest}")
     ratio = log_ratio.exp()
-    # min(r A, clip(r) A) is A times r, bounded from above where A > 0 and from below where A < 0.
+    # min(r A, clip(r) A) equals A times the ratio r bounded from above where A > 0, and from below where A < 0.
     low = torch.where(gain < 0, ratio.new_tensor(lowest), 0.0)
     high = torch.where(gain > 0, ratio.new_tensor(highest), math.inf)
     if max_ratio is not None:
@@ -309,7 +312,8 @@ def _prepare(
     weights: Tensor,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-ratio [B, S], and the factor of the ratio in the loss (advantage x weight x importance)."""
+    """Return the log-ratio [B, S], and its ratio's factor in the loss, [B, S]: advantage x row weight x importance
+    weight."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

@@ -34,7 +34,8 @@ SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run: a published objective by its name, optionally with single settings changed, or a combination.
+    """The loss of a run: a published objective by its name, optionally with some settings changed, or a free
+    combination.
 
     ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A setting of
     null gets a value that follows from the other settings; ``--print_config`` shows all resulting values.
@@ -52,13 +53,13 @@ class Objective:
         baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
             by that of the batch ("batch_normalized"), less the mean alone ("centered"), or "leave_one_out". null:
             "centered" with the "constant" aggregation (Dr. GRPO), else "normalized".
-        ratio_against: what the surrogate's ratio is taken against. "trainer": its own log-probabilities before the
-            first update, so the ratio starts at 1 and noise is kept out of it. "sampler": those of the engine, noise
-            included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the
-            clip bounds then act on the difference between trainer and sampler too.
-        correction: importance weights between trainer and sampler: "truncate" bounds the weight from above, "mask"
-            drops what is outside the bounds, "none" keeps the difference (noise included). null: "truncate", unless
-            the ratio itself is taken against the "sampler".
+        ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's own probabilities before the first
+            update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
+            included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the clip
+            bounds then act on the difference between trainer and sampler too.
+        correction: importance weights between trainer and sampler: "truncate" bounds the weight from above, "mask" sets
+            it to 0 where the ratio is outside the bounds, "none" corrects nothing (noise included). null: "truncate",
+            unless the ratio itself is taken against the "sampler".
         correct_noise: True: the weights correct the whole difference, from kernels and noise together. False keeps the
             effect of noise: rollouts with noise are not corrected at all, because the two causes cannot be separated
             per token without scoring every rollout a second time with clean norms (docs/correctness.md has their
@@ -68,9 +69,10 @@ class Objective:
         correction_low: lower bound of a weight, from 0 to 1.
         correction_high: upper bound of a weight, at least 1; .inf: none.
         correction_divisor: the policy loss is averaged over "all" tokens or rows, including masked and rejected ones
-            (IcePop's formula: masking makes the step smaller), or over those "kept", which costs a forward pass before
-            the first update. KL and entropy terms are averaged over all of them.
-        rejection: leaves out whole completions in addition to the weights; null: none.
+            (IcePop's formula: masking makes the step smaller), or over the "kept" ones alone, which costs a forward
+            pass before the first update. KL and entropy terms are always averaged over all tokens or rows.
+        rejection: bounds outside of which a whole completion is left out of the loss, in addition to the importance
+            weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: coefficient of the KL to the base model (adapter disabled); 0 needs no pass of the base.
         kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(base || policy)) or "k2"
@@ -80,7 +82,8 @@ class Objective:
             group, is subtracted from the advantage without division by the std of "normalized" (see
             ``qerl_pl.objective.advantages.less_penalty``).
         entropy_coefficient: coefficient of an entropy bonus.
-        entropy_control: an adaptive coefficient instead; costs a forward pass before the first update. null: none.
+        entropy_control: entropy bonus with an adaptive coefficient in place of entropy_coefficient; costs a forward
+            pass before the first update. null: none.
         covariance: restrains the tokens that reduce the entropy most (Clip-Cov, KL-Cov); null: none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
 
@@ -197,14 +200,15 @@ class Objective:
             )
 
     def at_noise(self, sigma: float) -> Objective:
-        """Return the objective for a rollout that was sampled with noise of this standard deviation."""
+        """Return the objective for a rollout that was sampled with AQN of this standard deviation, see
+        ``correct_noise``."""
         if sigma == 0 or self.correct_noise:
             return self
         return replace(self, correction="none", correction_divisor="all", rejection=None, correct_noise=True)
 
     @property
     def corrects(self) -> bool:
-        """Tell whether weights or rejection correct the difference between trainer and sampler."""
+        """Tell whether importance weights or rejection correct the difference between trainer and sampler."""
         return self.correction != "none" or self.rejection is not None
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
@@ -241,18 +245,19 @@ class Objective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Tell whether log-probabilities or entropies of the whole batch are needed before the first gradient."""
+        """Tell whether the loss needs log-probabilities or entropies of the whole batch before the first backward
+        pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or self.follows_entropy
 
     @property
     def follows_entropy(self) -> bool:
-        """Tell whether the loss depends on the entropy before the update."""
+        """Tell whether the loss depends on the policy's entropy before the update."""
         return self.entropy_control is not None or self.covariance is not None
 
     @property
     def every_row_counts(self) -> bool:
-        """Tell whether rows with advantage 0 have a gradient too, from a KL or entropy term."""
+        """Tell whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss."""
         bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
         penalty = self.covariance is not None and self.covariance.kind == "kl"
         return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
@@ -279,15 +284,15 @@ class Objective:
         Args:
             logprobs: [B, S] nats under the policy; carries the gradient.
             entropy: [B, S] nats; carries a gradient where there is an entropy bonus.
-            old_logprobs: [B, S] nats, what the ratio is taken against.
-            ref_logprobs: [B, S] nats under the reference; needed by a KL term in the loss.
-            advantages: [B].
+            old_logprobs: [B, S] nats, the denominator of the surrogate's ratio.
+            ref_logprobs: [B, S] nats under the base model; needed by a KL term in the loss.
+            advantages: [B] advantage of each row.
             mask: [B, S] bool, tokens in the loss.
-            kept: [B, S] bool, tokens of the mask that carry the policy loss (all, or those of the highest entropy).
-            importance: [B, S] constant weights, or None.
-            divisor: [] over the whole batch, see ``qerl_pl.objective.losses.count_divisor``.
-            counted: [B, S] bool, tokens of the mask over which the policy loss is averaged; None: all of them.
-            policy_divisor: [] divisor of the policy loss; None: ``divisor``.
+            kept: [B, S] bool, tokens of ``mask`` that have a policy loss (all, or those of the highest entropy).
+            importance: [B, S] constant importance weights of the tokens; None: 1.
+            divisor: [] divisor of the batch's loss, see ``qerl_pl.objective.losses.count_divisor``.
+            counted: [B, S] bool, tokens of ``mask`` over which the policy loss is averaged; None: all of them.
+            policy_divisor: [] divisor of the policy loss, if it is not ``divisor``.
             entropy_coefficient: adaptive coefficient of ``entropy_control`` on this batch; None: the fixed one.
             penalized: [B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none.
 

@@ -1,4 +1,5 @@
-"""Published objectives by name, and the defaults of settings that follow from other settings."""
+"""The published objectives (presets) by name, and defaults of an objective's settings that follow from other
+settings."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ DEFINING = ("surrogate", "aggregation", "baseline")
 """Settings that define a published objective; all others may be changed without contradicting its name."""
 
 PUBLISHED: dict[Preset, dict[str, Any]] = {
-    # arXiv 2503.14476: the loss alone. Dynamic sampling, overlong filtering and soft overlong have their own settings.
+    # arXiv 2503.14476: only DAPO's loss. Its dynamic sampling, overlong filtering and length reward have settings of
+    # their own.
     "dapo": {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized", "clip_high": 0.28},
     # arXiv 2402.03300, without its KL (there kl_coefficient is 0.04)
     "grpo": {"surrogate": "clipped", "aggregation": "sequence", "baseline": "normalized", "clip_high": 0.2},
@@ -25,7 +27,7 @@ PUBLISHED: dict[Preset, dict[str, Any]] = {
 }
 
 CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
-"""Surrogate to the distances of lower and upper bound from 1 (of DAPO, of GSPO, and our choice for CISPO)."""
+"""Distances of the ratio's lower and upper bound from 1, by surrogate: DAPO's, GSPO's, and our choice for CISPO."""
 
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Norms, rotary embeddings and SwiGLU as one fused kernel each, forward and backward, by the library liger-kernel.
+"""Norms, rotary embeddings and SwiGLU as one fused kernel each for forward and backward, from the library liger-kernel.
 
-transformers computes each as a chain of element-wise kernels, whose intermediate results autograd keeps: norms keep
-their input in fp32, SwiGLU keeps the activated gate. The library's kernels round at the same places as these chains,
-keep less for backward, and work in place where possible: rotary embeddings overwrite queries and keys, and SwiGLU's
-backward overwrites its inputs with their gradients. Linears that read the same input become one node of the autograd
-graph (``apply_linears``). Attention and residual sums are not changed.
+transformers computes each of these operations as a chain of element-wise kernels, whose intermediate results autograd
+keeps: norms keep their input in fp32, SwiGLU keeps the activated gate. liger-kernel's kernels round at the same places
+as these chains, keep less for backward, and work in place where possible: rotary embeddings overwrite queries and keys,
+and SwiGLU's backward overwrites its inputs with their gradients. Linears that read the same input become one node of
+the autograd graph (``apply_linears``). Attention and residual sums are not changed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Elementwise(NamedTuple):
     """Element-wise operations of a decoder block."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """RMSNorm of x [..., H] with a weight [H] and an epsilon; [..., H] in x's dtype, rounded to it before the
-    weight."""
+    """RMSNorm of x [..., H] with a weight [H] and an epsilon. The normalised x is rounded to x's dtype before it is
+    multiplied by the weight; the result is [..., H] in x's dtype."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Rotary embedding of queries [1, heads, T, D] and keys [1, key heads, T, D] by cosines and sines [1, T, D]; may
     overwrite queries and keys."""
@@ -50,12 +50,13 @@ def liger_elementwise() -> Elementwise:
         liger_swiglu,
     )
 
-    # Not in place: backward would overwrite the incoming gradient, which other operations may also read.
+    # liger-kernel's norm is not used in place, because its backward would then overwrite the incoming gradient, which
+    # other operations may also read.
     return Elementwise(partial(liger_rms_norm, in_place=False), liger_rope, liger_swiglu)
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether to use liger-kernel on a GPU; the setting "auto" means if it is installed.
+    """Return whether to use liger-kernel on a GPU; with the setting "auto", it is used if it is installed.
 
     Args:
         setting: ``model.fused_elementwise``.
@@ -70,11 +71,11 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Replace the forward of a model's norms, MLPs and attention modules by one that uses these operations.
+    """Replace the forward methods of a model's norms, MLPs and attention modules by ones that use the given operations.
 
-    Only the module instances are changed, no class. Parts of a family that compute something else keep their own
-    forward (``Family.elementwise``), and so does an MLP with an activation other than SiLU, and attention while it
-    fills a KV cache (sampling).
+    Only the module instances are changed, no class. Modules keep their own forward if in their family they compute
+    another function (``Family.elementwise``), if they are MLPs with an activation other than SiLU, or, in the case of
+    attention, while a KV cache is in use (sampling).
     """
     parts = FAMILIES[model.config.model_type].elementwise
     for module in model.modules():
@@ -105,9 +106,10 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' attention of Llama, Mistral, Granite, Qwen2 and Qwen3 with a fused rotary embedding.
+    """Compute what the attention modules of Llama, Mistral, Granite, Qwen2 and Qwen3 in transformers compute, with a
+    fused rotary embedding.
 
-    With a KV cache (``past_key_values``) it calls ``plain``, the module's own forward.
+    With a KV cache (``past_key_values``), ``plain`` is called, which is the module's original forward.
     """
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
@@ -120,8 +122,9 @@ def _attention(
     unrotated = queries.transpose(1, 2), keys.transpose(1, 2)
     rotate = partial(operations.rotate, *unrotated, *position_embeddings)
     kept = active()
-    # The rotation must not run again when a checkpointed block is recomputed: the kept outputs of q_proj and k_proj may
-    # have been rotated in place already. Nothing reads its results then, because attention's output is kept as well.
+    # When backward recomputes a block with selective checkpointing, the rotation must not run again: the stored outputs
+    # of q_proj and k_proj may have been rotated in place already. Its results are not needed then, because the output
+    # of attention is stored as well.
     queries, keys = rotate() if kept is None else kept.unread(rotate, unrotated)
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     output, _ = attend(

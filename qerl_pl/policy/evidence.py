@@ -1,10 +1,10 @@
 """Sequential tests of whether completions are independent draws from the distribution that the engine reports.
 
-Both tests are likelihood ratios. For any distribution p of the engine, the ratio A(x) / p(x) of another distribution A
-to p has mean 1 under draws x from p. The product of such ratios over tokens is therefore a non-negative martingale of
-mean 1, and so is a mixture of such products. By Ville's inequality, the probability that it ever exceeds 1 / a is at
-most a, without any assumption about p, about the length of completions, or about how far the trainer's distribution q
-is from p. The logarithm of such a ratio is called evidence here, in nats.
+Both tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, the
+ratio A(x) / p(x) has mean 1 over draws x from p. The product of such ratios over tokens is therefore a non-negative
+martingale of mean 1, and so is a mixture of such products. By Ville's inequality, the probability that this product
+ever exceeds 1 / a is at most a, without any assumption about p, about the length of completions, or about how far the
+trainer's distribution q is from p. The logarithm of the product, in nats, is called evidence here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 POWERS = (0.5, 0.75, 1.25, 1.5, 2.0, 4.0)
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 ALTERNATIVES = (*(f"temperature x {1 / power:.2g}" for power in POWERS), *(f"top_p {mass:g}" for mass in NUCLEI))
-OUTSIDE = 0.05  # weight of q in a top_p alternative, so that one token outside the nucleus does not refute it
+OUTSIDE = 0.05  # weight of q in an alternative with top_p, so that one token outside the nucleus does not rule it out
 COPY_RATES = (0.9, 0.5, 0.1, 0.01, 1e-3)
 COPY_SHARES = (1.0, 1 / 16)
 
@@ -27,8 +27,8 @@ COPY_SHARES = (1.0, 1 / 16)
 def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the log-probabilities of tokens under q = softmax(logits) and under K alternatives to q.
 
-    The alternatives are listed in ``ALTERNATIVES``: for each b of ``POWERS`` the distribution q^b / Z, which is another
-    temperature; for each m of ``NUCLEI`` top_p sampling with top_p = m, mixed with a share ``OUTSIDE`` of q.
+    The alternatives are listed in ``ALTERNATIVES``: for each b of ``POWERS``, q^b normalised, that is, q at another
+    temperature; for each m of ``NUCLEI``, q with top_p = m, mixed with a share ``OUTSIDE`` of q itself.
 
     Args:
         logits: [R, V] fp32 or fp64, already divided by the sampling temperature.
@@ -44,7 +44,7 @@ def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
         return values.sum(dim=1, keepdim=True)
 
     root, square = q.sqrt(), q.square()
-    fourth_root = root.sqrt()  # products of roots are computed several times faster than powers
+    fourth_root = root.sqrt()  # powers of q are products of roots, which are computed several times faster
     below_one = [total(root), total(root * fourth_root)]
     above_one = [total(q * fourth_root), total(q * root), total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
@@ -60,11 +60,11 @@ def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Accumulate evidence that sampling changed from p to an alternative at some rollout up to this one.
+    """Accumulate the evidence that at this or an earlier rollout, sampling changed from p to an alternative.
 
-    It is the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n = (1 + M_{n-1})
-    exp(evidence_n) (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the probability
-    that M exceeds c within the first n rollouts is at most n / c.
+    The result is the logarithm of the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n =
+    (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the
+    probability that M exceeds c within the first n rollouts is at most n / c.
 
     Args:
         before: [K] log M_{n-1}; -inf before the first rollout.
@@ -79,17 +79,17 @@ def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
 def copy_evidence(draws: Iterable[tuple[int, int, int, float]]) -> Tensor:
     """Compute the evidence that completions are copies of each other and not independent draws.
 
-    Under an alternative, in a share s of the prompts (``COPY_SHARES``), a completion x repeats an earlier completion of
-    its prompt with probability r (``COPY_RATES``), and is a draw from p otherwise. Under draws from p, the mean of
-    1{x equals a given earlier completion} / p(x) is 1, so these ratios are martingales too. Completions that repeat
-    because p is nearly 1 add almost no evidence.
+    In each alternative hypothesis, for a share s of the prompts (``COPY_SHARES``), a completion x repeats an earlier
+    completion of the same prompt with probability r (``COPY_RATES``), and is a draw from p otherwise. Under draws from
+    p, the mean of 1{x equals a given earlier completion} / p(x) is 1, so these ratios are martingales too. Equal
+    completions add almost no evidence if p is nearly 1, because then they are expected.
 
     Args:
-        draws: one tuple per completion: an int that identifies its prompt; the number of earlier completions of that
-            prompt; how many of these equal this completion; and its log-probability in nats.
+        draws: one tuple per completion: an int that identifies its prompt; the number of earlier completions of this
+            prompt; the number of these that equal this completion; and this completion's log-probability in nats.
 
     Returns:
-        [len(COPY_SHARES) * len(COPY_RATES)] fp64 in nats.
+        Evidence for each pair of s and r, [len(COPY_SHARES) * len(COPY_RATES)] fp64 in nats.
     """
     seen = [draw for draw in draws if draw[1]]
     if not seen:
@@ -105,9 +105,10 @@ def copy_evidence(draws: Iterable[tuple[int, int, int, float]]) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Bound the probability that independent draws give at least this evidence; returns the bound's logarithm.
+    """Return the logarithm of an upper bound on the probability that independent draws give at least this evidence.
 
-    All alternatives have the same weight. For the result of ``accumulated`` it bounds the probability per rollout.
+    The bound is for the mixture of all alternatives with equal weights. For evidence from ``accumulated``, the bound is
+    on the probability per rollout.
 
     Args:
         evidence: [K] in nats.
@@ -119,9 +120,10 @@ class Jump(NamedTuple):
     """Comparison of a value with earlier values."""
 
     ratio: float
-    """Value divided by the median of the earlier values; 1 if there are too few."""
+    """Current value divided by the median of the earlier values; 1 if there are too few earlier values."""
     sigmas: float
-    """Difference of the logarithm from its median, in robust standard deviations; 0 if there are too few values."""
+    """Difference of the current value's logarithm from the median of the earlier logarithms, in robust standard
+    deviations (from the median absolute deviation); 0 if there are too few earlier values."""
 
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
@@ -130,7 +132,7 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
     Args:
         value: the current value.
         history: the earlier values.
-        floor: smaller values are raised to this.
+        floor: values below this are raised to it before the comparison.
         least: number of earlier values below which there is no comparison.
     """
     if len(history) < least:

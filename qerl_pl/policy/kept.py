@@ -1,11 +1,13 @@
-"""Selective gradient checkpointing: keep results of a block's expensive operations, and recompute the other operations.
+"""Selective gradient checkpointing: store the results of a block's expensive operations, and recompute the other
+operations in backward.
 
-torch.utils.checkpoint runs a block twice: in forward, without keeping what backward needs, and in backward, to compute
-it again. With ``keeping`` as its ``context_fn``, matrix products and attention store their results in the first run and
-read them in the second. The element-wise operations between them (norms, rotary embeddings, activations, sums) are
-cheap and run again. torch's own selective checkpointing selects operations by their dispatcher names. That does not
-work here: adapted linears write into memory that an autograd node allocated, and weights are dequantised by kernels
-that are not registered with the dispatcher. The linears and attention therefore call ``Kept`` themselves.
+torch.utils.checkpoint runs a block twice: in forward, without keeping the activations that backward needs, and in
+backward, to recompute them. With ``keeping`` as its ``context_fn``, matrix products and attention store their results
+in the first run and read them in the second. The element-wise operations between them (norms, rotary embeddings,
+activations, sums) are cheap and run again. torch's own selective checkpointing selects operations by their dispatcher
+names. That does not work here: adapted linears write into memory that an autograd node allocated, and weights are
+dequantised by kernels that are not registered with the dispatcher. The code of adapted linears and of attention
+therefore calls the methods of ``Kept``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Results of the first run of one block, in the order in which they were computed."""
+    """Stored results of the expensive operations of one block, from its run in forward, in the order in which they were
+    computed."""
 
     def __init__(self) -> None:
         self._results: deque[Tensor] = deque()
@@ -34,10 +37,10 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next result, a leaf tensor.
+        """Remove and return the next stored result, a leaf tensor of the autograd graph.
 
         Raises:
-            RuntimeError: no result is left, because backward runs a second time over the same graph.
+            RuntimeError: no stored result is left, because backward runs a second time over the same graph.
         """
         if not self._results:
             raise RuntimeError(
@@ -46,7 +49,8 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a result and keep it together with its autograd graph, so that no part of it is computed again."""
+        """Compute a result and store it, and let autograd keep all tensors that its backward needs, so that no part of
+        the computation is repeated; in the recomputation, return the stored result."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -55,9 +59,10 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute what only functions given to ``whole`` read.
+        """Compute a value that only functions passed to ``whole`` use; in the recomputation, return ``instead``.
 
-        Backward runs the block again, and ``whole`` then returns what was kept, so ``instead`` is returned here.
+        The value is not needed in the recomputation, because ``whole`` then returns a stored result without calling its
+        function.
         """
         if self.recomputing:
             return instead
@@ -66,7 +71,8 @@ class Kept:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """Keep a saved tensor as it is; this hook replaces the one of torch.utils.checkpoint, which drops it."""
+    """Keep a tensor that autograd saves as it is; this hook replaces the hook of torch.utils.checkpoint, which would
+    drop the tensor."""
     return tensor
 
 
@@ -78,18 +84,21 @@ _ACTIVE = _Active()
 
 
 def active() -> Kept | None:
-    """Return the kept results of the block that this thread runs; None if the block does not keep results."""
+    """Return the stored results of the block that this thread is running; None if the block does not use selective
+    checkpointing."""
     return _ACTIVE.kept
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the context managers of a block's two runs: the ``context_fn`` of a non-reentrant checkpoint."""
+    """Return context managers for a block's run in forward and its run in backward; used as ``context_fn`` of
+    torch.utils.checkpoint (non-reentrant)."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context of one run of a block; torch enters the second run's context again if backward is called twice."""
+    """Context in which a block runs, either in forward or in its recomputation; torch enters the latter again if
+    backward is called twice."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

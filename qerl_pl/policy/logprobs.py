@@ -7,12 +7,13 @@ p = softmax(z):
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
 
-The first does not depend on the loss. On a GPU, forward therefore multiplies it by the head while the logits exist, and
-backward scales the result, [T, H], by the loss's gradients. Recomputing the logits in backward, as on other devices,
-would cost a third matrix product with the head; an entropy that the loss depends on needs it everywhere.
+The derivative of log p[target] does not depend on the loss. On a GPU, forward therefore multiplies it by the head while
+the logits exist, and backward only scales the result, [T, H], by the loss's gradients. On other devices, backward
+recomputes the logits, which is a third matrix product with the head; on a GPU it does so only if the loss depends on
+the entropy.
 
-On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` do the work on [R, V] between the matrix products; the
-functions ``statistics_reference`` and ``logit_gradient_reference`` here define their results.
+On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on [R, V] between the matrix products;
+``statistics_reference`` and ``logit_gradient_reference`` in this module define what they compute.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ def token_logprobs(
     slope_in_forward: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of given tokens, and the entropy of the distribution at each token's position.
+    """Compute the log-probability of given tokens, and the entropy of the distribution from which each token would be
+    sampled.
 
     Both results are differentiable with respect to ``hidden``. Matrix products take inputs of their own dtype and
     accumulate in fp32; the logits of bf16 and fp16 inputs are not rounded (``fp32_logits``), as in the rollout engines.
-    All else is computed in fp32 (fp64 for fp64 inputs).
+    Everything else is computed in fp32 (fp64 for fp64 inputs).
 
     Args:
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
         temperature: divides the logits, as in sampling.
-        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before the temperature divides them; None: it
-            has none.
-        slope_in_forward: take the gradient of the log-probabilities in forward and not in backward, if ``hidden``
-            requires one; None means on a GPU.
+        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature;
+            None: the model has no soft cap.
+        slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
+            and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
             other devices need about twice as many and a small part of the head in fp32.
 
@@ -59,7 +61,8 @@ def token_logprobs(
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: a shape, dtype, target or temperature is not as above, or the head requires a gradient.
+        ValueError: a shape, dtype, target or temperature is not as described for the arguments, or ``weight`` requires
+            a gradient.
     """
     _check(hidden, weight, targets, temperature)
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
@@ -70,7 +73,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Autograd node that keeps no logits: backward uses the gradient that forward took, or recomputes them."""
+    """Autograd node of ``token_logprobs`` that keeps no logits: backward uses the gradient that forward has computed,
+    or recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -121,7 +125,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of targets, entropies and log-partitions of softmax(logits / temperature), [R] each."""
+    """Compute log-probabilities of targets, entropies and log-partition functions of softmax(logits / temperature), [R]
+    each in nats."""
     z = logits / temperature  # [R, V]
     log_partition = z.logsumexp(dim=1)
     log_p = z.sub_(log_partition.unsqueeze(1))
@@ -139,8 +144,8 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient with respect to the logits, [R, V], from gradients of log-probabilities and entropies,
-    [R]."""
+    """Compute the gradient of the loss with respect to the logits, [R, V], from its gradients with respect to
+    log-probabilities and entropies, [R] each."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -160,7 +165,8 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 
 def _uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
-    """Turn gradients of capped logits into gradients of the logits before the cap; overwrites both arguments."""
+    """Convert gradients with respect to soft-capped logits to gradients with respect to the logits before the cap; both
+    tensors are overwritten."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits
@@ -184,7 +190,8 @@ def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Replace logits l by cap tanh(l / cap), in place; None: the model has no soft cap."""
+    """Apply a soft cap to logits in place: l becomes cap tanh(l / cap). If ``cap`` is None, the model has none, and the
+    logits are returned unchanged."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 

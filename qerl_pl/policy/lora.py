@@ -1,4 +1,4 @@
-"""LoRA adapters on frozen linears, by PEFT, with fp32 master weights and products in the compute dtype."""
+"""LoRA adapters on frozen linears, using PEFT, with fp32 master weights and matrix products in the compute dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class LoraSettings:
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
             differ from the ones of the policy that sampled.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``. Phi-3 and Phi-4 store q_proj,
-            k_proj and v_proj as qkv_proj: there all three together mean that linear. The same goes for gate_up_proj.
+            k_proj and v_proj as one linear, qkv_proj, which the three names together mean; gate_proj and up_proj
+            together mean gate_up_proj.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
 
@@ -58,9 +59,9 @@ class LoraSettings:
 class LoraLinear(nn.Module, LoraLayer):
     """PEFT layer around a frozen linear, dense or quantised.
 
-    The adapter is never merged into the base, whose 4-bit weights could not represent the update. PEFT's own linear
-    casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master weights are
-    cast to the input's dtype instead, which is also the dtype of the adapter in the rollout engine.
+    The adapter is never merged into the base weights, because 4-bit weights could not represent the update. PEFT's own
+    LoRA layer casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master
+    weights are cast to the input's dtype instead, which is also the dtype of the adapter in the rollout engine.
     """
 
     def __init__(
@@ -76,14 +77,17 @@ class LoraLinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.keeps_result = True
-        """Whether gradient checkpointing keeps this layer's output; False for outputs that backward does not need."""
+        """Whether selective gradient checkpointing stores this layer's output; False if backward does not need the
+        output."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
-        # PEFT casts a new adapter to the base's dtype: bf16 masters would lose updates below 2^-8 of a weight.
+        # PEFT casts a new adapter to the base's dtype, so it is cast back to fp32: bf16 master weights would lose
+        # updates smaller than 2^-8 of a weight.
         self.lora_A.float()
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return weight and adapter as ``lora_products`` takes them; None without an adapter, or with dropout."""
+        """Return this layer's weight and adapter in the form that ``lora_products`` takes; None if the layer has no
+        adapter or uses dropout."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -98,7 +102,7 @@ class LoraLinear(nn.Module, LoraLayer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply base and adapter to x [..., K]; returns [..., N] in the dtype of x."""
+        """Compute the frozen linear plus its adapter for x [..., K]; returns [..., N] in the dtype of x."""
         if self.disable_adapters:
             return self.base_layer(x)
         if adapted := self.adapted():
@@ -110,14 +114,16 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linears to the same x [..., K]; if each has an adapter, as one node of the autograd graph."""
+    """Apply several linears to the same x [..., K]. If all of them have adapters, the result is one node of the
+    autograd graph."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
     whole = [each for each in adapted if each is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, with ``LoraLinear`` registered for dense and quantised linears.
+    """Build PEFT's configuration of the adapter, in which ``LoraLinear`` is registered as the LoRA layer for dense and
+    quantised linears.
 
     Args:
         settings: settings of the adapter.
@@ -143,7 +149,8 @@ def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) ->
     """Refuse adapter targets that match no linear or would never be trained; PEFT accepts both silently.
 
     Raises:
-        ValueError: a target names no linear, or a linear that is none of the blocks' projections.
+        ValueError: a target matches no linear, or a linear that is not one of the decoder blocks' projections
+            (``Family.projections``).
     """
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]

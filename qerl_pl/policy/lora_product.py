@@ -2,13 +2,14 @@
 
     y = x W^T + bias + (x A^T) (s B)^T
 
-Linears that read the same x, such as q_proj, k_proj and v_proj, may share a node. Letters: T tokens, K inputs, N
-outputs, r rank, s the scale alpha / r. The product s B is rounded to the compute dtype once (``scaled``), and rollout
-engines hold the same values; if s is no power of two, rounding B before the multiplication would give other values. The
-adapter's product is accumulated in the base's matrix product, forward and backward, so no [T, N] or [T, K] tensor is
-read or written only for an addition, and gradients of the fp32 master weights are never rounded to the compute dtype.
-Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the CPU's
-launch overhead bounds the time, so there is one autograd node and as few operations as possible.
+Linears with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs, N
+outputs, r rank, s the scale alpha / r. The product s B is computed in fp32 and then rounded to the compute dtype
+(``scaled``). Rollout engines hold the same values. Rounding B before multiplying by s would give other values, unless s
+is a power of two. In forward and backward, the adapter's product is added by the matrix product that computes the
+base's part (beta = 1), so no [T, N] or [T, K] tensor is read or written only for an addition. Gradients of the fp32
+master weights are never rounded to the compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is
+dequantised again in backward. With few tokens, the CPU's launch overhead bounds the time, so there is one autograd node
+and as few operations as possible.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ def lora_product_reference(
 
 
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Compute s B from the fp32 master weights, rounded once to ``dtype``: the matrix that trainer and engines use."""
+    """Compute s B from the fp32 master weights B and round it once to ``dtype``; trainer and rollout engines use this
+    matrix."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
 class Adapted(NamedTuple):
-    """A frozen weight and its adapter, as ``lora_products`` takes them."""
+    """A frozen weight and its LoRA adapter: the arguments of ``lora_products`` for one linear."""
 
     dense: Dense
-    """Returns W [N, K] in a given dtype, always with the same values. It is called once per product, so a dequantised W
-    is in memory only during one product."""
+    """Function that returns W [N, K] in a given dtype, always with the same values. It is called for each matrix
+    product, so a dequantised W exists only during one product."""
     bias: Tensor | None
     """[N], frozen."""
     a: Tensor
@@ -53,7 +55,8 @@ class Adapted(NamedTuple):
     scaling: float
     """s."""
     kept: Kept | None = None
-    """Stores the result, and returns it when a checkpointed block is recomputed; None if nothing is kept."""
+    """Stored results of selective gradient checkpointing, to which y is added in forward and from which it is taken
+    when backward recomputes the block; None if y is not stored."""
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
@@ -71,10 +74,10 @@ def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
 
 
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """Compute ``lora_product`` of one x with several weights as one node of the autograd graph.
+    """Compute ``lora_product`` of one input x with several adapted linears as one node of the autograd graph.
 
-    The matrices A are multiplied as one, so x is read once for all of them, in forward and for their gradients. The
-    gradients of x are added up in the matrix products, so no kernel has to sum them.
+    The matrices A of all linears are concatenated, so x is read once for all of them, in forward and for their
+    gradients. The linears' contributions to the gradient of x are added up by the matrix products that compute them.
     """
     known = tuple(each.kept.take().detach() if each.kept and each.kept.recomputing else None for each in linears)
     masters = [master for each in linears for master in (each.a, each.b)]

@@ -1,13 +1,14 @@
 """Pack rows without padding into one sequence, with attention that does not cross the rows' boundaries.
 
-The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention knows where rows end. On CUDA
-in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and heads wider
-than it has, queries, keys and values are padded for torch's scaled_dot_product_attention, and its output is packed
-again. ``shared_prompts`` computes a prompt once for all rows of a pass that begin with it, where that saves enough.
+The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention has to know where rows end.
+On CUDA in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and for
+heads wider than this kernel supports, queries, keys and values are padded for torch's scaled_dot_product_attention, and
+its output is packed again. ``shared_prompts`` computes a prompt once for all rows of a pass that begin with it, if this
+saves enough tokens.
 
 Two faster kernels were tried on an H200. cuDNN's, through torch 2.11, returns wrong gradients for packed rows of
-unequal lengths and takes a tenth of a second for every new set of lengths. FlashAttention 3, as vLLM has it, has no
-backward.
+unequal lengths and takes a tenth of a second for every new set of lengths. FlashAttention 3, in the form that vLLM
+ships, has no backward.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from qerl_pl.base.layers import head_dims
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
 
-ATTENTION = "packed"  # name that is registered in transformers' attention interface
-VARLEN_HEAD_DIM = 256  # largest that FlashAttention 2 has
-# torch 2.11 supports fewer key heads than query heads without an argument; later versions need ``enable_gqa``.
+ATTENTION = "packed"  # name under which ``_attention`` is registered with transformers
+VARLEN_HEAD_DIM = 256  # widest heads that FlashAttention 2 supports
+# In torch 2.11, varlen_attn supports fewer key heads than query heads without an argument; later versions need the
+# argument ``enable_gqa``.
 _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -49,11 +51,12 @@ class Packed:
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Prompts that several rows attend to; the rows of ``starts`` are then prompts and completions."""
+    """Prompts that are shared by several rows; if given, ``starts`` has the boundaries of prompts and completions
+    instead of rows. None: no prompts are shared."""
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Pack the first tokens of each row.
+    """Pack the first ``lengths`` tokens of each row.
 
     Args:
         tokens: [B, S] int64.
@@ -66,15 +69,17 @@ def pack(tokens: Tensor, lengths: Tensor) -> Packed:
 
 
 def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tensor]:
-    """Pack what is needed to predict the N masked tokens.
+    """Pack the tokens that the model has to process to predict the N masked tokens.
 
     Args:
         tokens: [B, S] int64.
         mask: [B, S] bool, True for tokens to predict, never in column 0.
-        share: whether rows may share equal prompts, which are the tokens before their first masked one.
+        share: whether equal prompts may be packed once for several rows. A row's prompt is its tokens before the first
+            masked one.
 
     Returns:
-        The packed rows, and the index of the token before each masked one, in the order of ``mask.nonzero()``: [N].
+        The packed rows, and for each masked token, in the order of ``mask.nonzero()``, the packed index of the token
+        before it: [N].
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
     lengths = (mask * column).amax(dim=1).clamp(min=1)  # a row's last masked token need not be processed
@@ -90,7 +95,8 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 
 def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Compute the last hidden states, [T, H], by a decoder that ``use_packed_attention`` has prepared."""
+    """Compute the last hidden states, [T, H], of packed rows, with a decoder that ``use_packed_attention`` has
+    prepared."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),
@@ -107,14 +113,15 @@ def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention accept packed rows; calls without ``cu_seq_lens_q`` use transformers' "sdpa"."""
+    """Make a model's attention accept packed rows, which are given by ``cu_seq_lens_q``; calls without it use
+    transformers' "sdpa"."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
 
 
 def describe_attention(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Name the kernels that compute attention over packed rows, for the log."""
+    """Describe, for the log, which kernels compute attention over packed rows."""
     kernels = {
         "FlashAttention 2 (torch's varlen_attn)" if _has_varlen(device, dtype, width) else "padded rows in torch's SDPA"
         for width in head_dims(config)
@@ -136,7 +143,7 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention within each row.
+    """Compute causal attention within each packed row.
 
     Args:
         query: [T, heads, D].
@@ -163,7 +170,8 @@ def packed_attention(
 def packed_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
+    """Compute what ``packed_attention`` computes, row by row with full score matrices: the definition that tests
+    compare it with."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
@@ -187,7 +195,7 @@ def _padded_attention(
         return padded.transpose(1, 2)  # [B, heads, S, D]
 
     heads: dict[str, Any] = {"enable_gqa": True}
-    if query.is_cuda:  # the kernel for wide heads, which keeps no scores, has as many key heads as query heads
+    if query.is_cuda:  # torch's kernel for wide heads on CUDA needs as many key heads as query heads
         heads, times = {}, query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
     band = None

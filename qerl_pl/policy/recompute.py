@@ -7,8 +7,8 @@
     blocks      every block from its input
     offload     every block from its input, which is kept in host memory
 
-The first blocks are recomputed and not the last ones, because the memory of the later blocks is free again by the time
-that backward reaches the first ones.
+With "n blocks" the first blocks are recomputed and not the last ones: by the time backward recomputes them, it has
+freed the activations of the later blocks.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
 """Values of ``model.gradient_checkpointing`` in the YAML file; true means blocks, false none, a number that many
 blocks."""
 SHARES = 8
-"""Number of values of n, at equal distances, for which "n blocks" is tried."""
+"""Number of values of n, equally spaced, for which the level "n blocks" is considered."""
 
 
 @dataclass(frozen=True, order=True)
 class Recompute:
-    """Level of gradient checkpointing, by default none. Levels compare as greater the less memory they need."""
+    """Level of gradient checkpointing; the default is "none". A level that needs less memory compares as greater."""
 
     selective: bool = False
-    """Whether blocks that are not recomputed as a whole recompute their element-wise operations."""
+    """Whether element-wise operations are recomputed in blocks that are not recomputed completely."""
     blocks: int = 0
-    """Number of blocks, the first ones, that are recomputed as a whole."""
+    """Number n of the model's first blocks that are recomputed completely, from their inputs."""
     offload: bool = False
-    """Whether the inputs of recomputed blocks are kept in host memory."""
+    """Whether the inputs of completely recomputed blocks are kept in host memory."""
 
     def setting(self, num_layers: int) -> Setting:
         """Return the value of ``model.gradient_checkpointing`` that means this level."""
@@ -53,14 +53,16 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels to choose from, each with less memory and more computation than the previous one."""
+    """List the levels of gradient checkpointing to choose from, each with less memory and more computation than the
+    previous one."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
-    """Return the level that the settings name; None for "auto", which leaves it open.
+    """Return the level of gradient checkpointing that the settings give; None for "auto", with which the memory plan
+    chooses it.
 
     Args:
         setting: ``model.gradient_checkpointing``.
@@ -98,8 +100,8 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set what a model's blocks recompute from their next forward pass on; moving inputs to the host is left to
-    callers."""
+    """Set what a model's blocks recompute, from the next forward pass on. Keeping block inputs in host memory (offload)
+    is left to callers."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

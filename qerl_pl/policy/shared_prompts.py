@@ -1,10 +1,10 @@
-"""Pack the completions of one prompt behind a single copy of it, so that the prompt is computed once per pass.
+"""Pack rows such that a prompt that several rows share occurs, and is computed, only once per pass.
 
 A group of G completions of C tokens to a prompt of P tokens takes P + G C tokens instead of G (P + C). The packed
 sequence holds all prompts, then all completions, those of the same prompt together. The tokens of a completion attend
-to its prompt and to the completion's earlier tokens. On a GPU, FlashAttention computes these as two parts, which are
-merged by their log-sum-exps. Given the merged output and log-sum-exps, its backward returns the exact gradient of each
-part.
+to its prompt and to the completion's earlier tokens. On a GPU, FlashAttention is called once for each of these two
+parts, and the results are merged by their log-sum-exps. Given the merged output and log-sum-exps, FlashAttention's
+backward returns the exact gradient of each part.
 
 Letters: B rows, S columns, T packed tokens.
 """
@@ -22,25 +22,27 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 WORTH = 1 / 16
-"""Share of a pass's tokens that must be saved; otherwise the second attention call costs more than it saves."""
+"""Smallest share of a pass's tokens for which sharing prompts pays; if it saves fewer tokens, the second attention call
+costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Boundaries of the prompts that completions attend to, and of these completions."""
+    """Boundaries, in a packed sequence, of shared prompts and of the completions that attend to them."""
 
     num_prompt_tokens: int
-    """Tokens of all prompts, which are the first ones of the packed sequence."""
+    """Number of tokens of all prompts together, which come first in the packed sequence."""
     keys: Tensor
-    """[G + 1] int32, boundaries of the G prompts that have completions; the first ones of the sequence."""
+    """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
     queries: Tensor
-    """[G + 1] int32, boundaries of each prompt's completions, counted from ``num_prompt_tokens``."""
+    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, as indices of completion
+    tokens (0 is the token after all prompts)."""
     num_keys: int
     """Tokens of the G prompts."""
     longest_key: int
     """Tokens of the longest prompt."""
     longest_query: int
-    """Most tokens that the completions of one prompt have together."""
+    """Largest number of tokens that the completions of one prompt have together."""
 
 
 class Layout(NamedTuple):
@@ -56,13 +58,14 @@ class Layout(NamedTuple):
     """Tokens of the longest prompt or completion."""
     shared: SharedPrompts
     prompt_ends: Tensor
-    """[B] int64, index of the last token of each row's prompt."""
+    """[B] int64, packed index of the last token of each row's prompt."""
     own_starts: Tensor
-    """[B] int64, index of the first token after each row's prompt."""
+    """[B] int64, packed index of the first token of each row's completion."""
 
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens; sliding windows and recurrent layers cannot share."""
+    """Return whether every layer has attention to all earlier tokens. Layers with sliding windows or recurrent states
+    cannot share prompts."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return getattr(config, "sliding_window", None) is None
@@ -70,7 +73,7 @@ def attends_to_everything(config: PretrainedConfig) -> bool:
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Return the index of the first row with the same prompt, for each row: [B] int64.
+    """Return, for each row, the index of the first row with the same prompt: [B] int64.
 
     Args:
         tokens: [B, S] int64.
@@ -88,12 +91,13 @@ def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
 
 
 def reused_tokens(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Count the tokens of each row that are computed for another row: those of its prompt or none, [B] int64."""
+    """Count, for each row, the tokens that need not be computed because an earlier row has the same prompt: all tokens
+    of the prompt or none, [B] int64."""
     return prompts * (first_equal(tokens, prompts) != torch.arange(len(tokens), device=tokens.device))
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows so that equal prompts occur once.
+    """Pack rows such that equal prompts occur only once.
 
     Args:
         tokens: [B, S] int64.
@@ -101,7 +105,8 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
         lengths: [B] int64, number of tokens to take from each row, the prompt included.
 
     Returns:
-        The layout; None if it would save less than ``WORTH`` of the tokens, or no row goes beyond its prompt.
+        The packed rows; None if sharing would save less than the share ``WORTH`` of the tokens, or if no row has
+        completion tokens.
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = columns < prompts.unsqueeze(1)  # [B, S]
@@ -140,10 +145,10 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
 def shared_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, shared: SharedPrompts, scale: float | None
 ) -> Tensor:
-    """Compute causal attention of rows with shared prompts, [T, heads, D]; the arguments are those of a ``Layout``.
+    """Compute causal attention of packed rows with shared prompts, [T, heads, D]; ``starts``, ``longest`` and
+    ``shared`` are fields of ``Layout``.
 
-    It is computed by torch's FlashAttention 2 on a GPU in bf16 and fp16, and by ``shared_attention_reference``
-    otherwise.
+    On a GPU in bf16 and fp16, torch's FlashAttention 2 is used, and ``shared_attention_reference`` otherwise.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
@@ -153,10 +158,11 @@ def shared_attention(
 def shared_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
 ) -> Tensor:
-    """Compute ``shared_attention`` with a full score matrix, as its definition."""
+    """Compute what ``shared_attention`` computes with a full score matrix [T, T]: the definition that tests compare it
+    with."""
     place = torch.arange(len(query))
-    row = torch.zeros_like(place)  # of each token: its prompt or completion
-    asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # the prompt that it attends to, and is in
+    row = torch.zeros_like(place)  # for each token, the number of its prompt or completion
+    asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # prompt that a token attends to, or is in
     for index, (start, end) in enumerate(pairwise(starts.tolist())):
         row[start:end] = index
     for index, (start, end) in enumerate(pairwise(shared.keys.tolist())):
@@ -172,7 +178,8 @@ def shared_attention_reference(
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Autograd node of two FlashAttention calls: within prompts and completions, and from completions to prompts."""
+    """Autograd node of two FlashAttention calls: attention within each prompt and each completion, and attention of
+    completions to their prompts."""
 
     @staticmethod
     def forward(

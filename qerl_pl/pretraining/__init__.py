@@ -1,1 +1,2 @@
-"""Small policies made from scratch: tokenizer, weights, supervised training on generated problems, measurement."""
+"""Make a small policy from scratch: tokenizer, random weights, supervised training on generated problems,
+measurements."""

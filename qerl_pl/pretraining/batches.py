@@ -1,4 +1,4 @@
-"""Batches of word problems with worked solutions: batch i is a function of the seed and i."""
+"""Draw batches of word problems with worked solutions; batch i depends only on the seed and i."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class Rows:
     """Prompts with their solutions: a part of a batch."""
 
     tokens: Tensor
-    """[B, S] int32, padded on the right; batches pass through shared memory, of which containers have little."""
+    """[B, S] int32, right-padded tokens of B rows; int32, because workers send batches through shared memory, of which
+    containers have little."""
     mask: Tensor
     """[B, S] bool, True on the solution's tokens, end token included."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batches(Dataset[list[Rows]]):
-    """Batches of fresh problems, whose structures occur in neither the validation set nor the reach set.
+    """A data set of batches of newly drawn problems, whose structures occur in neither the validation set nor the reach
+    set.
 
     Attributes:
         tokenizer: tokenizer of the policy.
@@ -36,8 +38,9 @@ class Batches(Dataset[list[Rows]]):
         num_steps: number of batches.
         batch_size: problems per batch.
         operations: fewest and most operations of most problems; each number is equally likely.
-        rare: probability that a problem has more operations than ``operations`` allows; each number is equally likely.
-        micro_batch_tokens: most tokens of ``Rows``, padding included.
+        rare: probability that a problem has more operations than ``operations`` allows; each larger number is equally
+            likely.
+        micro_batch_tokens: most tokens of a micro-batch (``Rows``), padding included.
     """
 
     tokenizer: Qwen2Tokenizer = field(kw_only=False)
@@ -82,7 +85,8 @@ def prompts_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem]) -> li
 
 
 def rows_of(tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], *, micro_batch_tokens: int) -> list[Rows]:
-    """Tokenise prompts with solutions; rows hold problems of similar length, so that little is padding."""
+    """Tokenise prompts with solutions and split them into micro-batches of problems of similar length, which need
+    little padding."""
     heads = prompts_of(tokenizer, problems)
     tails = tokenizer([problem.solution + END for problem in problems], add_special_tokens=False).input_ids
     pairs = sorted(zip(heads, tails, strict=True), key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)

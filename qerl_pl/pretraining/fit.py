@@ -23,11 +23,12 @@ from qerl_pl.pretraining.batches import Batches, Rows, rows_of
 from qerl_pl.pretraining.policy import make_tokenizer, random_model
 from qerl_pl.tasks.word_problems import check_operations, draw_problems
 
-NUM_TEXTS = 1000  # problems that the tokenizer is learnt from: every word occurs many times
-LAST_SECONDS = 60.0  # between two saves of the state
+NUM_TEXTS = 1000  # number of problems that the tokenizer is learnt from; every word occurs in many of them
+LAST_SECONDS = 60.0  # between two saves of the training state
 
 SHAPES: dict[str, dict[str, int]] = {
-    # Widths are multiples of 256 and the heads of a q/k/v projection too, as the NVFP4 kernels take them.
+    # Widths, and the output size of a fused q/k/v projection, are multiples of 256 except in "toy", as the NVFP4
+    # kernels require.
     "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     | {"num_key_value_heads": 1},
     "10m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 4}
@@ -40,7 +41,7 @@ LEARNING_RATES = {"toy": 3e-3, "10m": 1e-3, "30m": 6e-4}
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of pretraining; together with the device they determine the weights.
+    """Settings of pretraining, which together with the kind of device determine the trained weights.
 
     Attributes:
         seed: seed of weights and problems.
@@ -48,8 +49,8 @@ class Settings:
         steps: optimizer steps.
         batch_size: problems per step.
         operations: fewest and most operations of most problems.
-        rare: probability that a problem has more operations, up to 14. Without such problems, accuracy drops to 0 at
-            once for problems longer than the ones seen in training, and not gradually.
+        rare: probability that a problem has more operations than that, up to 14. Without such problems, accuracy on
+            problems with more operations than in training would be 0, instead of falling gradually.
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
@@ -83,7 +84,7 @@ class Settings:
             raise ValueError(f"vocab_size is {self.vocab_size}; expected a multiple of 64, at least 320")
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to values that JSON stores and reads back without change."""
+        """Convert the settings to values that JSON stores and reads back without change."""
         return json.loads(json.dumps(asdict(self)))
 
 
@@ -106,7 +107,7 @@ def train(
     num_workers: int,
     save_seconds: float = LAST_SECONDS,
 ) -> None:
-    """Train in place; bf16 products on a GPU, fp32 on a CPU, weights and AdamW's state in fp32 on both.
+    """Train a model in place: bf16 matrix products on a GPU, fp32 on a CPU; weights and AdamW's state in fp32 on both.
 
     Args:
         model: model with the initial weights, on the device.
@@ -163,7 +164,7 @@ def train(
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Compute the learning rate of a step: linear warm-up, then linear decay to 0 at the end."""
+    """Compute the learning rate of an optimizer step: linear warm-up, then linear decay to 0 at the last step."""
     return settings.learning_rate * min((step + 1) / settings.warmup_steps, 1 - step / settings.steps)
 
 
@@ -192,7 +193,8 @@ def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device) -> T
 
 @torch.no_grad()
 def reproduced(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.device) -> float:
-    """Compute the share of rows whose whole solution is the most likely token at every position (greedy decoding)."""
+    """Compute the share of rows whose solution greedy decoding would produce: each of its tokens is the most likely
+    one."""
     model.eval()
     right = num = 0
     for rows in batches:
@@ -238,7 +240,7 @@ def _save(path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer,
 def _restore(
     path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, settings: Settings, device: torch.device
 ) -> int:
-    """Load the saved state, if there is one; returns the number of finished steps."""
+    """Load model and optimizer from the saved training state, if it exists; returns the number of finished steps."""
     if not path.exists():
         return 0
     found = torch.load(path, weights_only=True, map_location=device)

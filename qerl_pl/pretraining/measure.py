@@ -1,4 +1,5 @@
-"""Measure a new policy: pass@k by number of operations, a set of problems for RL, and the reach set."""
+"""Measure a pretrained policy: pass@k by number of operations, the problems to train on with RL, and those out of its
+reach."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Measured(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Pass rates on problems with several numbers of operations, equally many of each."""
+    """Mean pass rates on problems with different numbers of operations, equally many problems of each."""
 
     operations: tuple[int, int]
     pass_at_1: float
@@ -38,7 +39,8 @@ class Range(NamedTuple):
 
     @property
     def has_room(self) -> bool:
-        """True if some, but not many, samples are right: RL has rewards to learn from, and much left to learn."""
+        """True if some samples are right, so that RL has rewards to learn from, but not many, so that it can improve
+        much."""
         return PASS_AT_1[0] <= self.pass_at_1 <= PASS_AT_1[1] and self.pass_at_n > MIN_PASS_AT_N
 
 
@@ -53,7 +55,7 @@ def count_right(
     batch_rows: int,
     description: str,
 ) -> Tensor:
-    """Sample every problem at temperature 1 and count right answers: [P] int64.
+    """Sample completions of P problems at temperature 1 and count the right answers of each: [P] int64.
 
     Args:
         model: model, on the device and in the dtype for sampling.
@@ -93,7 +95,8 @@ def _sample(
     for row, prompt in enumerate(prompts):
         tokens[row, width - len(prompt) :] = torch.tensor(prompt)
         real[row, width - len(prompt) :] = 1
-    generator: Any = model  # the type of generate's self asks for attributes that no model declares
+    # the declared type of ``self`` in transformers' generate has attributes that no model class declares
+    generator: Any = model
     written = generator.generate(
         tokens.to(model.device),
         attention_mask=real.to(model.device),
@@ -152,7 +155,7 @@ def measure(
 
 
 def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:
-    """Average the pass rates over the numbers of operations from the first to the second, both included."""
+    """Average the pass rates over problems with ``first`` to ``last`` operations, both included."""
     inside = [each for each in measured if operations[0] <= each.num_operations <= operations[1]]
     return Range(
         operations,
@@ -162,14 +165,14 @@ def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:
 
 
 def with_room(measured: Sequence[Measured], *, most: int = 4) -> Range | None:
-    """Choose a range of numbers of operations that leaves room for RL; None if there is none.
+    """Choose a range of numbers of operations whose problems RL can improve on (``has_room``); None if there is none.
 
-    Of several ranges with ``has_room`` it is the widest; among equally wide ones, the one whose pass@1 is nearest to
+    Of several such ranges, the widest is chosen; of equally wide ones, the one whose pass@1 is nearest to
     the middle of ``PASS_AT_1``.
 
     Args:
-        measured: pass rates by number of operations, in ascending order.
-        most: most numbers of operations in the range.
+        measured: pass rates for each number of operations, in ascending order.
+        most: largest length of the range.
     """
     numbers = [each.num_operations for each in measured]
     ranges = [over(measured, (low, high)) for low in numbers for high in range(low, min(low + most, numbers[-1] + 1))]
@@ -192,7 +195,8 @@ def out_of_reach(
     num_samples: int,
     batch_rows: int,
 ) -> list[WordProblem]:
-    """Draw ``num_problems`` problems of the reach set, and return those that no sample solves."""
+    """Draw ``num_problems`` problems with structures of the reach set; returns those that none of the policy's samples
+    solves."""
     problems = draw_problems(
         num_problems, seed=derive_seed(seed, "pretrain/reach"), split="reach", operations=operations
     )

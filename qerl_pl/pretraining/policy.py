@@ -1,4 +1,4 @@
-"""Create the tokenizer and the model of a new policy, and write them to a folder."""
+"""Create tokenizer and model of a new policy with random weights, and write them to a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer, which can encode any text. The tags are added tokens that decoding keeps.
+    """Create a byte-level tokenizer, which can encode any text. The tags ``<think>``, ``<answer>`` and their ends are
+    tokens of their own, which decoding keeps.
 
     Args:
         texts: texts from which byte-pair merges are learnt; without any, a token is a byte of the text, which is
@@ -37,7 +38,7 @@ def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2
     vocab, merges = {char: token for token, char in enumerate(alphabet)}, []
     if vocab_size > len(vocab):
         vocab, merges = _learnt(texts, vocab_size)
-    # AutoTokenizer takes this class for every Qwen2 model, whatever the folder says: no other survives the round trip.
+    # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,  # pyright: ignore[reportArgumentType] (pairs, whatever its annotation says)
@@ -52,7 +53,8 @@ def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2
 
 
 def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Learn a byte-pair vocabulary and merges inside the pieces into which Qwen2's tokenizer splits texts."""
+    """Learn byte-pair merges from texts, within the pieces into which Qwen2's pre-tokenizer splits them; returns
+    vocabulary and merges."""
     backend = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
@@ -72,7 +74,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
     Args:
         tokenizer: tokenizer whose end and padding tokens become the model's.
         seed: seed of the weights.
-        purpose: name of the use of this seed; different purposes give unrelated weights.
+        purpose: name that is hashed with the seed; different names give unrelated weights.
         shape: fields of Qwen2Config.
     """
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -85,7 +87,8 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
 
 
 def partial_folder(output: Path) -> Path:
-    """Return the temporary folder that is renamed to ``output`` when it is complete."""
+    """Return the path of the temporary folder in which a policy is written, and which is renamed to ``output`` when
+    complete."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -104,13 +107,13 @@ def check_place(output: Path) -> None:
 
 
 def write_policy(output: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, texts: dict[str, str]) -> None:
-    """Write the folder atomically: to a temporary folder, which is then renamed.
+    """Write a policy's folder atomically: to a temporary folder, which is then renamed.
 
     Args:
         output: folder of the policy.
         model: model, in the dtype in which it is written.
         tokenizer: tokenizer of the model.
-        texts: content of further files by name.
+        texts: contents of further text files by file name.
     """
     partial = partial_folder(output)
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed

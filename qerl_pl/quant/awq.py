@@ -1,10 +1,12 @@
-"""AWQ (arXiv 2306.00978): multiply important input channels before quantisation, and divide the module before.
+"""AWQ (arXiv 2306.00978): before quantisation, multiply a linear's important input channels by scales, and divide the
+preceding module's output channels by them.
 
-The input channels of linears are multiplied by scales, and the output channels of the norm or linear that computes
-these inputs are divided by them. Scales are powers of two, so both are exact in every floating dtype and the dense
-model computes the same bits as before. Finer scales lowered the error by at most 3 % on random layers.
+The preceding module is the norm or linear that computes the linear's input. Scales are powers of two, so both
+operations are exact in every floating dtype and the dense model computes the same bits as before. Finer scales lowered
+the error by at most 3 % on random layers.
 
-Norm weights change, so noise of a given absolute size on them has another relative size than on the original model.
+Norm weights are divided too, so AQN's noise of a given standard deviation has another size relative to them than in the
+original model.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ _NUM_EXPONENTS = 10
 
 @dataclass(frozen=True)
 class Fold:
-    """Record of input scales that were applied to linears and to the module before them."""
+    """Record of the scales by which input channels of linears were multiplied and output channels of the preceding
+    module were divided."""
 
     into: str
     """Module whose output channels were divided by the scales."""
     linears: list[str]
     """Linears whose input channels were multiplied by the scales."""
     exponent: float
-    """Power of the inputs' root mean squares that gives the scales, before rounding to powers of two; 0: no change."""
+    """Exponent e of the scales rms(x_k)^e of input channels k, before they are normalised and rounded to powers of two;
+    with 0 nothing changes."""
     smallest: float
     largest: float
 
@@ -45,22 +49,24 @@ def fold_block(
     family: Family,
     head_dim: int,
 ) -> list[Fold]:
-    """Rescale the weights of a decoder block such that the output error of its packed linears is least.
+    """Apply AWQ's scales to the weights of a decoder block, chosen such that the output error of its packed linears is
+    smallest.
 
     Args:
         block: name of the block, e.g. "model.layers.3".
         tensors: the block's weights by full name; changed weights are replaced in this mapping.
-        second_moments: measured [K, K] mean of x x^T by the name of the first linear of each group with a common input;
-            replaced by that of the scaled inputs. Other groups are not changed.
+        second_moments: measured [K, K] mean of x x^T over inputs x, by the name of the first linear of each group with
+            a common input; replaced by the mean for the scaled inputs. Groups without a measurement are not scaled.
         fmt: format to which the linears will be packed.
-        family: description of the model's blocks; ``Family.scale_sources`` names the module before each group.
+        family: description of the model's blocks; ``Family.scale_sources`` names the module that computes each group's
+            input.
         head_dim: channels per attention head.
 
     Returns:
-        One record per group.
+        One record per group of linears that was scaled.
 
     Raises:
-        ValueError: a measured linear has no module before it into which scales can be folded.
+        ValueError: a measured linear has no preceding norm or linear that can be divided by scales.
     """
     known = {f"{block}.{linear}" for group, _ in family.scale_sources for linear in group}
     if unknown := second_moments.keys() - known:
@@ -90,14 +96,16 @@ def apply_scales(
     repeats: int = 1,
     head_dim: int = 1,
 ) -> None:
-    """Multiply the input channels of linears, and divide the output channels of the module before them.
+    """Multiply the input channels of linears by scales, and divide the output channels of the module that computes
+    their input by the same scales.
 
     Args:
         tensors: weights by full name; changed weights are replaced in this mapping.
         scales: [K] fp32 powers of two.
         into: norm or linear whose output is the input of the linears.
         linears: the linears.
-        repeats: query heads per value head if ``into`` is v_proj; the scales of these heads must be equal.
+        repeats: query heads per value head if ``into`` is v_proj; the scales of query heads with the same value head
+            must be equal.
         head_dim: channels per head.
     """
     for linear in linears:
@@ -113,13 +121,15 @@ def apply_scales(
 def best_scales(
     weights: Sequence[Tensor], second_moment: Tensor, fmt: Format, *, repeats: int = 1, head_dim: int = 1
 ) -> tuple[float, Tensor]:
-    """Search the exponent whose scales give the least output error after rounding.
+    """Search the exponent e for which scales rms(x_k)^e, rounded to powers of two, give the smallest output error of
+    the packed weights.
 
     Args:
         weights: [N_i, K] each, of linears that share an input.
         second_moment: [K, K] mean of x x^T over inputs x.
         fmt: format to round to.
-        repeats: consecutive heads of the input that must have equal scales, because one value head computes them.
+        repeats: number of consecutive heads of the input that must have equal scales, because they come from one value
+            head.
         head_dim: channels per head.
 
     Returns:

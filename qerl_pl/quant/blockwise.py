@@ -1,4 +1,4 @@
-"""Run calibration sequences through a model block by block, with one decoder block on the device at a time."""
+"""Run calibration sequences through a model one decoder block at a time, with only this block on the device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TOKENS = 8192  # tokens per forward pass
 class BlockStream:
     """Hidden states of calibration sequences at the input of the next decoder block, kept in host memory.
 
-    Each block is run by the model's own forward, in which all other blocks are replaced by the identity, so masks,
-    rotary embeddings and kinds of attention are the model's.
+    A block is run by calling the model's own forward with all other blocks replaced by the identity, so that the model
+    itself computes masks, rotary embeddings and attention.
 
     Args:
         skeleton: the model on the meta device; it is modified.
@@ -46,7 +46,8 @@ class BlockStream:
         self.hidden = self._run()  # of some families the decoder multiplies by a constant
 
     def second_moments(self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str]) -> dict[str, Tensor]:
-        """Measure the mean of x x^T over the inputs x of some linears of a block; the hidden states do not advance.
+        """Measure the mean of x x^T over the inputs x of some linears of a block, without replacing the stored hidden
+        states.
 
         Args:
             name: name of the block, e.g. "model.layers.3".
@@ -54,7 +55,7 @@ class BlockStream:
             linears: full names of the linears.
 
         Returns:
-            [K, K] fp32 on the device by the linear's name.
+            [K, K] fp32 on the device, by the name of the linear.
         """
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
@@ -75,7 +76,7 @@ class BlockStream:
         return {linear: total / self.hidden[..., 0].numel() for linear, total in sums.items()}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the hidden states by the output of block ``name`` with these weights."""
+        """Replace the stored hidden states by the output of block ``name``, computed with the given weights."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
@@ -94,7 +95,8 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder, in which this block gets the hidden states themselves; None: no block changes them."""
+        """Run the decoder on the stored hidden states, with all blocks except ``block`` replaced by the identity, and
+        return its output; None: all blocks are replaced."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):

@@ -23,7 +23,8 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """Tokenise a text with the model's tokenizer and return its first ``samples`` pieces of ``length`` tokens.
+    """Tokenise a data source with the model's tokenizer and return its first ``samples`` pieces of ``length`` tokens
+    each.
 
     The rows of a data set are concatenated with the end-of-text token between them; a piece may contain several rows
     and parts of rows.
@@ -53,8 +54,8 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
 
 
 def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Return the first ``count`` tokens of the texts, or fewer if there are no more; each text ends with
-    end-of-text."""
+    """Return the first ``count`` tokens of the concatenated texts, each followed by the end-of-text token; fewer if the
+    texts have fewer."""
     tokens: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
@@ -65,7 +66,8 @@ def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count:
 
 
 def row_text(row: object) -> str:
-    """Return the column "text" of a row or, without one, all strings in it, nested ones included, one per line."""
+    """Return the text of a data set's row: its column "text" or, without one, all strings in the row, nested ones
+    included, one per line."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
     return "\n".join(_strings(row))

@@ -1,4 +1,5 @@
-"""Check config.json of a checkpoint: the model's family and the values that training depends on."""
+"""Check config.json of a checkpoint: whether the model's family is supported, and whether values that training depends
+on are possible."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def check_family(path: str | Path) -> Mapping:
     """Read config.json of a checkpoint folder, and refuse models that cannot be trained.
 
     Returns:
-        The content of config.json; for a checkpoint with a vision part, that of its text model.
+        The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
 
     Raises:
         ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible; the
@@ -61,14 +62,14 @@ def has_experts(config: Mapping) -> bool:
 
 
 def check_positions(config: Mapping, *, longest: int) -> None:
-    """Check that rows fit into a model's positions.
+    """Check that a model has enough positions for the longest prompt and completion.
 
     Args:
-        config: its config.json.
+        config: the model's config.json.
         longest: tokens of the longest prompt and completion together.
 
     Raises:
-        ValueError: rows may have more tokens than the model has positions.
+        ValueError: ``longest`` is larger than the model's number of positions.
     """
     limit = config.get("max_position_embeddings", longest)
     if longest > limit:

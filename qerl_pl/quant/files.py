@@ -21,7 +21,8 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``.
 
-    Of a checkpoint with a vision part only the text model's tensors are listed, by their names in that model alone.
+    If the checkpoint has a vision part, only the text model's tensors are listed, under the names that they have in a
+    checkpoint of the text model alone.
 
     Args:
         path: folder with config.json and model.safetensors, or with shards and their index.
@@ -73,11 +74,13 @@ class Checkpoint:
         return self._slice(name).get_shape()
 
     def dtype(self, name: str) -> str:
-        """Return safetensors' name of a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its data."""
+        """Return the name that safetensors has for a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its
+        data."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU; it may be a view of the mapped file and must be copied to outlive this object."""
+        """Read a tensor to the CPU. The result may be a view of the memory-mapped file, so copy it if it is to be used
+        longer than this object."""
         file, stored = self._stored[name]
         return self._files[file].get_tensor(stored)
 
@@ -87,7 +90,8 @@ class Checkpoint:
 
 
 def model_config(path: Path) -> Mapping:
-    """Read config.json of a checkpoint folder; for one with a vision part, the configuration of its text model.
+    """Read config.json of a checkpoint folder; if the checkpoint has a vision part, return the configuration of its
+    text model.
 
     Raises:
         ValueError: the file is no JSON object, or describes no text model.
@@ -100,7 +104,7 @@ def model_config(path: Path) -> Mapping:
 
 
 def read_json(path: Path) -> Mapping:
-    """Read a JSON file that holds an object.
+    """Read a JSON file that holds a JSON object.
 
     Raises:
         ValueError: the file is not JSON, or holds no object.

@@ -1,4 +1,5 @@
-"""Common interface of 4-bit formats: 16 values, a scale per block of a row, and in some formats a scale per tensor.
+"""Common interface of 4-bit weight formats: 16 values, a scale per block of consecutive weights in a row, and in some
+formats a scale per tensor.
 
     w = values[code] * effective_scale(block_scale, global_scale)
 
@@ -15,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 24  # weights that are processed at a time, which bounds the temporaries to about 0.2 GB
+_CHUNK = 1 << 24  # weights that are converted at a time, which bounds temporary memory to about 0.2 GB
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class PackedWeight:
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64 or fp32, factor of the whole tensor; 1 in formats without a tensor scale."""
+    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,29 @@ class Format:
     block: int
     """Number of columns that share a scale."""
     values: tuple[float, ...]
-    """[16] value of each code, in units of the block's scale."""
+    """Value of each of the 16 codes; a weight is this value times the scale of its block."""
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps weights and their scales, fp32 of shapes that broadcast, to uint8 codes of the nearest values."""
+    """Maps weights and the factors of their blocks (fp32, shapes that broadcast) to uint8 codes of the nearest
+    values."""
     tensor_scale: Callable[[Tensor], Tensor]
-    """Maps the largest magnitude [] of the tensors that share a tensor scale to that scale, [] fp64."""
+    """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the largest magnitude of each block, fp32, and the tensor scale to the bits of the block's scale."""
+    """Maps the largest magnitude of each block, fp32, and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the bits of block scales and the tensor scale to the factor of every block, fp32."""
+    """Maps the bits of block scales and the tensor scale to the fp32 factor by which each block's values are
+    multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidates for a search, the given scales first."""
+    """Maps the bits of min-max block scales to candidates for ``search_scales``, of which the first are the given
+    scales."""
     dequantize: Callable[[PackedWeight, torch.dtype], Tensor]
     """Maps a packed weight to [N, K]: ``values[code] * effective_scale`` in fp32, rounded once to the dtype."""
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Round a matrix to the nearest values of a format under min-max scales.
+    """Quantise a matrix: round it to the nearest values of a format, with scales that represent each block's largest
+    magnitude (min-max).
 
     Args:
         weight: [N, K] floating, K a multiple of the format's block.
@@ -66,7 +71,7 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
         name: name of the tensor in error messages.
 
     Raises:
-        ValueError: the shape does not fit, or the weight holds NaN or infinity.
+        ValueError: the number of columns is no multiple of the format's block, or the weight holds NaN or infinity.
     """
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
@@ -81,7 +86,8 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K] to the nearest codes under given scales; returns packed codes [N, K/2] uint8."""
+    """Round a weight [N, K] to the codes whose values are nearest under given block and tensor scales; return packed
+    codes [N, K/2] uint8."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], global_scale).unsqueeze(-1)  # [n, K/block, 1]
@@ -100,7 +106,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Compute ``values[code] * scale``; without a GPU the two values of a byte are looked up together.
+    """Compute ``values[code] * scale`` from packed codes; without a GPU, the two values of a byte are looked up
+    together.
 
     Args:
         codes: [N, K/2] packed codes.
@@ -124,13 +131,14 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 on any device: the slow definition that tests compare faster code with."""
+    """Dequantise a weight to [N, K] fp32 on any device, slowly: the definition that tests compare faster functions
+    with."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
-    """Divide the rows of a matrix into slices with a bounded number of elements."""
+    """Divide the rows of a matrix into consecutive slices of at most ``_CHUNK`` elements, or one row."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 
@@ -142,7 +150,8 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
-    # [256, 2] fp32. Devices are explicit, because a tensor on a default device such as meta must not be cached.
+    # [256, 2] fp32. The devices are given explicitly, because the result is cached and torch's default device may be
+    # meta.
     table = torch.tensor(values, device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1).to(device)

@@ -1,4 +1,5 @@
-"""GPTQ (arXiv 2210.17323): round column by column, and compensate each error in the columns not yet rounded."""
+"""GPTQ (arXiv 2210.17323): round a weight column by column, and compensate each column's rounding error in the columns
+that are not rounded yet."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from qerl_pl.quant.formats import Format, pack
 
-_COLUMNS = 128  # columns whose corrections are accumulated before they are applied to the rest of the matrix
+_COLUMNS = 128  # columns that are rounded before their corrections are applied to the rest of the matrix
 
 
 def gptq_codes(
@@ -19,7 +20,8 @@ def gptq_codes(
     *,
     damping: float = 0.01,
 ) -> Tensor:
-    """Find packed codes that approximately minimise the output error |X W^T - X W'^T|^2 under given scales.
+    """Find packed codes that approximately minimise the output error |X W^T - X W'^T|^2, where X is the layer's inputs
+    and W' the rounded weight, under given block and tensor scales.
 
     Since the scales are given, columns can be rounded in the order of the mean square of their inputs, the largest
     first, although neighbouring columns share a scale.
@@ -29,8 +31,8 @@ def gptq_codes(
         fmt: format of the codes.
         block_scale: [N, K/block] bits of the block scales.
         global_scale: [] tensor scale.
-        second_moment: [K, K] X^T X, up to a factor.
-        damping: share of the mean of the diagonal that is added to the diagonal.
+        second_moment: [K, K] X^T X, or a positive multiple of it.
+        damping: share of the mean of the second moment's diagonal that is added to this diagonal.
 
     Returns:
         [N, K/2] uint8.
@@ -56,8 +58,9 @@ def gptq_codes(
 def inverse_factor(second_moment: Tensor, damping: float) -> Tensor:
     """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1.
 
-    Inputs that were always zero get a positive diagonal element instead, so they are uncorrelated with other inputs.
-    Arithmetic is fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
+    H is the second moment. Inputs that were always zero in the calibration data get a positive diagonal element in H,
+    so they do not affect other columns. Arithmetic is fp64, because outlier channels spread the spectrum of H over many
+    orders of magnitude.
     """
     moment = second_moment.to(torch.float64, copy=True)
     diagonal = moment.diagonal()

@@ -1,4 +1,4 @@
-"""Measure the quantisation error of each linear, and draw the errors as a picture."""
+"""Measure the quantisation error of each packed linear, and draw the errors of all of them as a heat map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PICTURE = "quantization_report.png"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Errors of one linear. Errors are root mean squares, divided by the root mean square of the exact values."""
+    """Quantisation errors of one linear. A relative error is the root mean square of the error, divided by that of the
+    exact values."""
 
     name: str
     shape: tuple[int, int]
@@ -26,16 +27,16 @@ class LayerReport:
     max_error: float
     """Largest error of a weight, divided by the largest weight."""
     outlier_ratio: float
-    """Largest weight, divided by the root mean square of the weights."""
+    """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
-    """Relative error of the outputs for calibration data that passed through the packed previous blocks; None: not
-    measured."""
+    """Relative error of the linear's outputs for calibration data, whose hidden states come from the already packed
+    previous blocks; None: not measured."""
 
 
 def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
-    """Compare a weight [N, K] with its packed form.
+    """Compute the errors of a packed weight relative to the dense weight [N, K].
 
     Args:
         name: name of the linear.

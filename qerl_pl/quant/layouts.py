@@ -1,4 +1,5 @@
-"""Layouts of packed weights in supported checkpoints: names of tensors and their conversion to ``FrozenLinear``."""
+"""Layouts of packed weights in supported checkpoints: which tensors a packed linear has, and how they are converted to
+the buffers of ``FrozenLinear``."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """Tensor of a packed weight in a checkpoint: the buffer of ``FrozenLinear`` that it fills, and the conversion."""
+    """One of the tensors in which a checkpoint stores a packed weight: the buffer of ``FrozenLinear`` that it fills,
+    and how it is converted."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor]
-    """Converts a tensor, given the buffer's shape; if the sizes do not fit, the caller has to check the result's
-    shape."""
+    """Converts the stored tensor, given the shape of the buffer. It need not check sizes: the caller checks the
+    result's shape."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Layout:
 
     fmt: Format
     parts: Mapping[str, Part]
-    """Tensors of a packed linear by the suffix that follows the linear's name."""
+    """Stored tensors of a packed linear, by the suffix that follows the linear's name in the tensor's name."""
     marker: str
     """Suffix of a tensor that exists only for packed linears."""
     redundant: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ _VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant
 
 
 def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
-    """Read the packed weight [N, K] of linear ``name`` from a checkpoint's tensors."""
+    """Build the packed weight [N, K] of linear ``name`` from the tensors in which a checkpoint stores it."""
     num_rows, num_columns = shape
     layer = FrozenLinear(num_columns, num_rows, layout.fmt, device="meta")
     layer.global_scale_bits = torch.ones((), dtype=torch.float64).view(torch.int64)
@@ -157,6 +159,7 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def _keeps_activations(config: Mapping) -> bool:
-    # ModelOpt's algorithm "NVFP4" quantises activations unless its groups say otherwise.
+    # ModelOpt's algorithm "NVFP4" also quantises activations, unless the config has groups and none has
+    # "input_activations".
     groups = list((config.get("config_groups") or {}).values())
     return bool(groups) and all(isinstance(group, dict) and not group.get("input_activations") for group in groups)

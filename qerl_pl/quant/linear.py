@@ -14,13 +14,14 @@ from qerl_pl.quant.nvfp4 import NVFP4
 class FrozenLinear(nn.Module):
     """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
-    It has no parameters, only buffers. Weight and scales are integers, which ``module.to(dtype)`` does not convert; the
-    bias is converted. The product is computed in the dtype of x. Autograd keeps only the packed weight, neither x nor a
-    dense copy, with or without gradient checkpointing.
+    The layer has no parameters, only buffers. Codes and scales of the weight are integers, which ``module.to(dtype)``
+    does not convert; the bias is converted. The product is computed in the dtype of x. For backward, autograd keeps
+    only the packed weight, and neither x nor a dense copy of the weight.
 
     An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
 
-    The values of a new layer are zero, or do not exist on the meta device; assign ``packed`` and ``bias``.
+    The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
+    them.
 
     Args:
         in_features: K, a multiple of the format's block size.
@@ -31,7 +32,7 @@ class FrozenLinear(nn.Module):
         device: device of all buffers; "meta" allocates no memory.
 
     Raises:
-        ValueError: in_features does not divide into blocks.
+        ValueError: in_features is no multiple of the format's block size.
     """
 
     codes: Tensor
@@ -74,7 +75,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """Alias of ``codes``, by which PEFT finds the device of a quantised layer."""
+        """Alias of ``codes``. PEFT looks for an attribute of this name to find the device of a quantised layer."""
         return self.codes
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -91,7 +92,8 @@ class FrozenLinear(nn.Module):
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Autograd node that keeps the packed weight and dequantises it again for dX = dY W."""
+    """Autograd node of y = x W^T that keeps the packed weight, and dequantises it again in backward to compute dX = dY
+    W."""
 
     @staticmethod
     def forward(

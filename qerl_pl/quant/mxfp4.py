@@ -24,10 +24,10 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Choose the power of two that scales a block's largest magnitude into [3.5, 7), where E2M1 ends at 6.
+    """Choose, as the block's scale, the power of two that brings the block's largest magnitude into [3.5, 7); E2M1's
+    largest value is 6.
 
-    A magnitude of 1.75 or more times a power of two would become 7 or more under the scale of that power and be clipped
-    strongly, so the next power is taken.
+    A larger scaled magnitude would be clipped to 6 with a large error, so from 7 on the next power of two is taken.
 
     Args:
         block_amax: [...] fp32.
@@ -40,13 +40,13 @@ def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """Convert exponents to powers of two, fp32 of the same shape."""
+    """Convert the stored block scales, which are biased exponents, to powers of two, fp32 of the same shape."""
     bits = block_scale.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)  # 2^-127 is subnormal
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given powers of two, then half of them, then twice of them."""
+    """Yield candidates for better block scales: the given powers of two, then half of each, then twice each."""
     for step in (0, -1, 1):
         yield (block_scale.int() + step).clamp(0, 254).to(torch.uint8)
 

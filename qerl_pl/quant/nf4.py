@@ -2,8 +2,8 @@
 
     w = nf4(code) * absmax
 
-It takes 4.5 bits per weight, as NVFP4 does. Codes and scales equal those of bitsandbytes (block size 64, scales not
-quantised) bit for bit if rows divide into blocks, which is required here so that no block spans two rows.
+NF4 takes 4.5 bits per weight, as NVFP4 does. Codes and scales equal those of bitsandbytes (block size 64, scales not
+quantised) bit for bit. Row lengths must be multiples of 64, so that no block spans two rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TINY = 1e-38  # smallest divisor, as in bitsandbytes
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Return the fp32 bits of each block's largest magnitude, [...] int32."""
+    """Return the bits of each block's scale: its largest magnitude in fp32, viewed as int32, [...]."""
     return block_amax.view(torch.int32)
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """Return the largest magnitudes of the blocks, fp32 of the same shape."""
+    """Return the scale of each block, which is its largest magnitude, as fp32 of the same shape."""
     return block_scale.view(torch.float32)
 
 
@@ -45,8 +45,8 @@ def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given scales times 1.00, 0.97, ... down to about 0.6; smaller scales clip the block's largest
-    weight."""
+    """Yield candidates for better block scales: the given ones times 1.00, 0.97, ... down to about 0.6. Factors below 1
+    clip the block's largest weight."""
     for percent in range(100, 58, -3):
         yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
 

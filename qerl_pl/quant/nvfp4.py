@@ -28,14 +28,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E2M1_CODES = E2M1 + tuple(-value for value in E2M1)  # a code is sign << 3 | index into E2M1
 E4M3_MAX = 448.0
-_ZERO_SCALE = 0x20  # E4M3 bits of 0.125, which replaces a block scale that rounds to zero
+_ZERO_SCALE = 0x20  # bits of 0.125 in E4M3, which is stored instead of a block scale that would round to zero
 _E4M3_MAX_BITS = 0x7E
 
 NVFP4Weight = PackedWeight  # codes [N, K/2] uint8; block_scale [N, K/16] uint8, bits of float8_e4m3fn; global_scale []
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """Compute the tensor scale for which the largest block scale is E4M3's maximum.
+    """Compute the tensor scale with which the largest block scale becomes E4M3's maximum.
 
     Args:
         amax: [] largest magnitude of the tensor, or of the tensors that share the scale.
@@ -53,14 +53,15 @@ def scale_divisor(global_scale: Tensor) -> Tensor:
 
 
 def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
-    """Return E4M3 bits, [...] uint8, of the scales that map the blocks' largest magnitudes, [...] fp32, to 6."""
+    """Return the block scales that map each block's largest magnitude, [...] fp32, to 6, E2M1's largest value, as E4M3
+    bits [...] uint8."""
     scale = scale_divisor(global_scale) * (block_amax / E2M1_MAX)
     bits = scale.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(bits == 0, _ZERO_SCALE, bits)
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the product of block scales and tensor scale, rounded once to fp32, of the shape of ``block_scale``."""
+    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     return (table.double() * global_scale.double()).float()[block_scale.int()]
 
@@ -68,7 +69,7 @@ def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
 def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the uint8 codes of the E2M1 values nearest to weight / scale.
 
-    Ties are rounded to the even code, and magnitudes above 6 to 6.
+    Ties are rounded to the even code, and magnitudes above 6 become 6.
     """
     values = weight / scale
     index = torch.bucketize(values.abs(), _midpoints(values.device), out_int32=True)
@@ -76,14 +77,15 @@ def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the E4M3 scales from 0.42 to 1.2 times the given ones, of which there are 8 per factor of two."""
+    """Yield candidates for better block scales: the given ones, and all E4M3 values from 0.42 to 1.2 times each, of
+    which E4M3 has 8 per factor of two."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight in row order or in tile order to [N, K] of ``dtype``: bit for bit ``dequantize_reference``,
-    rounded once."""
+    """Dequantise a weight, in row order or in tile order, to [N, K] of ``dtype``; the result equals
+    ``dequantize_reference``, rounded once, bit for bit."""
     if weight.codes.is_cuda:
         from qerl_pl.kernels import dequantize as kernels  # needs Triton
 
@@ -95,7 +97,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_reference(weight: PackedWeight) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 by table look-up: the slow definition that tests compare faster code with."""
+    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
+    with."""
     nibbles = unpack(weight.codes)
     magnitude = torch.tensor(E2M1, device=nibbles.device)[(nibbles & 7).long()]
     value = torch.where(nibbles >= 8, -magnitude, magnitude)
@@ -119,8 +122,9 @@ NVFP4 = Format(
 
 @cache
 def _midpoints(device: torch.device) -> Tensor:
-    # bucketize counts the boundaries below a value. Every second boundary lies just below the midpoint, so that a tie
-    # is rounded up there, to the even code.
+    # torch.bucketize counts the boundaries below a value, so a value on a boundary gets the lower code. Every second
+    # boundary is therefore moved just below the midpoint of two values, so that a tie there gets the upper code, which
+    # is even.
     values = torch.tensor(E2M1, device="cpu")  # torch's default device may be meta
     middle = (values[1:] + values[:-1]) / 2
     middle[1::2] = torch.nextafter(middle[1::2], values[:1])

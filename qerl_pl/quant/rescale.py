@@ -12,7 +12,8 @@ from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E4M3_MAX, scale_divisor
 
 ROUNDING = 2.0**-23
-"""Relative tolerance; a tensor scale that is stored as its fp32 reciprocal has at most half of this error."""
+"""Relative tolerance for equal scales; a tensor scale that is stored as its fp32 reciprocal has at most half of this
+relative error."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Scales:
     block_scale: Tensor
     """[N, K/16] uint8, bits of E4M3 values."""
     multiplier: Tensor
-    """[] fp64, tensor scale; ModelOpt stores it in fp32, compressed-tensors its reciprocal."""
+    """[] fp64, tensor scale; ModelOpt stores the scale in fp32, and compressed-tensors stores its reciprocal in
+    fp32."""
 
     @property
     def weight(self) -> PackedWeight:
@@ -33,14 +35,15 @@ class Scales:
 
 
 def share_scale(members: Sequence[Scales]) -> tuple[Tensor, list[Tensor]] | None:
-    """Find a common divisor and new block scales with which all linears have the same weights as before.
+    """Find one tensor scale for several linears, and new block scales, such that all dequantised weights stay the same.
 
-    If all tensor scales are equal, the block scales do not change. Otherwise the block scales are multiplied by the
-    ratio of tensor scales, which is possible if E4M3 represents all products; for powers of two it mostly does.
+    If all tensor scales are equal already, block scales do not change. Otherwise block scales are multiplied by the
+    ratio of the old and new tensor scale. This is possible only if E4M3 represents all products exactly, as it mostly
+    does if the ratios are powers of two.
 
     Returns:
-        The divisor, [] fp32, and the bits of each linear's block scales, [N, K/16]; None if a product cannot be
-        represented.
+        The reciprocal of the common tensor scale, [] fp32, and the bits of each linear's block scales, [N, K/16]; None
+        if there is no common tensor scale.
     """
     multipliers = sorted({member.multiplier.item() for member in members}, reverse=True)
     if len(multipliers) == 1:
@@ -56,7 +59,8 @@ def share_scale(members: Sequence[Scales]) -> tuple[Tensor, list[Tensor]] | None
 
 
 def _table(member: Scales, multiplier: float) -> Tensor | None:
-    """Map the bits of block scales to their bits under another tensor scale, [256] uint8; None if E4M3 lacks one."""
+    """Make a table [256] uint8 from the bits of a linear's block scales to their bits under another tensor scale; None
+    if E4M3 does not have one of the new block scales."""
     used = member.block_scale.unique()
     wanted = used.view(torch.float8_e4m3fn).double() * (member.multiplier / multiplier)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)

@@ -1,4 +1,5 @@
-"""Methods of rounding a weight to a format: to nearest, with searched scales, or with second-order corrections."""
+"""Methods of rounding a weight to a 4-bit format: to nearest, with searched block scales, or with GPTQ's second-order
+corrections."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from qerl_pl.quant.gptq import gptq_codes
 from qerl_pl.quant.scale_search import search_scales
 
 Rounding = Literal["rtn", "mse", "gptq"]
-"""Rounding methods. rtn: to the nearest values under min-max scales. mse: to the nearest values under the scales with
-the least squared error; if inputs are known, columns are weighted by the mean square of their input, and a row keeps
-its min-max scales if its output error is smaller with them. gptq: GPTQ under the scales with the least weighted squared
-error."""
+"""Rounding methods. rtn: to the nearest values under min-max block scales. mse: to the nearest values under the block
+scales with the smallest squared error; with calibration data, columns are weighted by the mean square of their input,
+and a row of the weight keeps its min-max scales if its output error is smaller with them. gptq: GPTQ under the block
+scales with the smallest weighted squared error."""
 
 
 def pack_weight(
@@ -28,14 +29,15 @@ def pack_weight(
     *,
     name: str = "weight",
 ) -> PackedWeight:
-    """Pack a weight [N, K] under a given tensor scale.
+    """Pack a weight [N, K] by a rounding method, under a given tensor scale.
 
     Args:
         weight: [N, K] floating.
         fmt: format to pack to.
         global_scale: [] tensor scale.
         rounding: rounding method.
-        second_moment: [K, K] mean of x x^T over the layer's inputs x; None if not known, which gptq does not allow.
+        second_moment: [K, K] mean of x x^T over the layer's inputs x; None without calibration data, which gptq does
+            not allow.
         name: name of the weight in error messages.
 
     Raises:
@@ -61,7 +63,8 @@ def pack_weight(
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, rounding: Rounding, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Pack the weights [N, K] of linears that share their input, given by name, under one tensor scale."""
+    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results are by
+    the linear's name."""
     shared = group_scale(list(weights.values()), fmt)
     return {
         name: pack_weight(weight, fmt, shared, rounding, second_moment, name=f"{name}.weight")
@@ -70,21 +73,23 @@ def pack_group(
 
 
 def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
-    """Compute the tensor scale, [], for the largest magnitude of all weights."""
+    """Compute the common tensor scale, [], of several weights from their largest magnitude."""
     return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Compute the mean of |(W' - W) x|^2 over inputs x; arguments are those of ``row_errors``."""
+    """Compute the mean of |(W' - W) x|^2 over inputs x, for a weight W and the rounded weight W'; arguments as in
+    ``row_errors``."""
     return row_errors(weight, rounded, second_moment).sum().item()
 
 
 def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor:
-    """Compute the mean square of each row of (W' - W) x over inputs x, [N] fp32.
+    """Compute the mean square of each element of (W' - W) x over inputs x, that is, of each row's output error: [N]
+    fp32.
 
     Args:
         weight: W [N, K] floating.
-        rounded: W' [N, K] fp32; overwritten.
+        rounded: the rounded weight W' [N, K] fp32; overwritten.
         second_moment: [K, K] mean of x x^T.
     """
     error = rounded.sub_(weight)

@@ -1,4 +1,5 @@
-"""Search block scales that minimise the squared error of a block, instead of representing its largest weight."""
+"""Search block scales that minimise the squared rounding error of each block; min-max scales represent its largest
+weight instead."""
 
 from __future__ import annotations
 
@@ -11,17 +12,18 @@ from qerl_pl.quant.formats import Format, row_chunks
 def search_scales(
     weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor | None = None
 ) -> Tensor:
-    """Choose for every block the candidate scale with the least sum_k importance_k (w_k - rounded w_k)^2.
+    """Choose, for every block of a weight, the candidate scale with the smallest sum_k importance_k (w_k - rounded
+    w_k)^2 over the block's columns k.
 
     Args:
         weight: [N, K] floating.
-        fmt: format, whose ``nearby_scales`` gives the candidates.
+        fmt: format; its function ``nearby_scales`` gives the candidate scales.
         block_scale: [N, K/block] bits of the initial scales, which are kept if no candidate is better.
         global_scale: [] tensor scale.
         importance: [K] fp32, not negative, e.g. the mean square of each input; None means equal weights.
 
     Returns:
-        [N, K/block] bits.
+        [N, K/block] bits of the chosen block scales.
     """
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)

@@ -1,12 +1,13 @@
 """Tile order: the order of NVFP4 codes and scales in which the engine's kernels on Hopper read a weight.
 
-A checkpoint stores the codes of an output row next to each other (row order). The decoding kernels and Humming want the
-codes of 64 outputs x 16 inputs next to each other (`docs/kernels.md`; ``kernels.nvfp4_decode.fragments`` defines it).
-If trainer and engine are to use one copy of the base, it has to be in this order.
+A checkpoint stores the codes of each output's row contiguously (row order). The NVFP4 kernels of vLLM on Hopper, native
+and Humming's, read weights in which the codes of 64 outputs x 16 inputs are contiguous (tile order; `docs/kernels.md`
+explains it, ``kernels.nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
+has to be in tile order.
 
-A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are
-[K / 16, N]; in row order, codes are uint8. Rows of a larger weight, from a multiple of 64 to a multiple of 64, are a
-view of some of its columns, so linears that the engine has fused (q/k/v, gate/up) share one buffer with it.
+A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K /
+16, N]; in row order, codes are uint8. Output rows from one multiple of 64 to another are a view of some columns of
+these tensors, so the trainer's linears (q, k, v; gate, up) can be views of the matrix into which the engine fuses them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from qerl_pl.quant.formats import PackedWeight
 
-TILE = 64  # outputs whose codes of 16 inputs lie next to each other
-WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the engine pads fused linears to multiples of these, with other bytes then
+TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
+WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # vLLM pads fused linears to multiples of these, and then cannot share them
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether linears of these shapes (N, K) can be fused in tile order as the engine has them, unpadded."""
+    """Return whether the engine fuses linears of these shapes (N, K) without padding, so that trainer and engine can
+    share them in tile order."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = sum(outputs) % WHOLE_OUTPUTS == 0 and all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -37,7 +39,7 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
     """Copy an NVFP4 weight from row order to tile order.
 
-    Temporary memory is about twice that of the codes.
+    The conversion needs temporary memory of about twice the bytes of the codes.
 
     Raises:
         ValueError: the number of outputs is not a multiple of 64.
@@ -46,7 +48,8 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
     tiles = outputs // TILE
-    # A byte holds inputs 2c and 2c + 1 of a k-block of 16; g is an output of 8; letters as in ``fragments``.
+    # In row order a byte has the codes of inputs 2c and 2c + 1 of a k-block of 16 inputs; g counts outputs within 8.
+    # Letters are as in ``fragments``.
     parts = weight.codes.view(tiles, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
     lower, upper = parts.unbind(5)  # inputs 2c, 2c + 1 and inputs 2c + 8, 2c + 9
     even, odd = (lower & 0xF) | (upper << 4), (lower >> 4) | (upper & 0xF0)  # [tile, word, half, g, k-block, c]
@@ -69,19 +72,20 @@ def to_row_order(weight: PackedWeight) -> PackedWeight:
 
 
 def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -> PackedWeight:
-    """Return rows of a weight in tile order as views of its memory.
+    """Return output rows of a weight in tile order as views of the weight's memory.
 
     Args:
-        weight: in tile order.
+        weight: a weight in tile order.
         start, stop: first row, and the row after the last one: multiples of 64.
-        global_scale: [] of these rows.
+        global_scale: [] tensor scale of the returned rows.
     """
     assert start % TILE == stop % TILE == 0, (start, stop)
     return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], global_scale)
 
 
 def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Copy weights in row order with the same K into one buffer in tile order; returns each as a view of the buffer.
+    """Copy several weights with the same K from row order into one buffer in tile order, and return each weight as a
+    view of the buffer.
 
     Raises:
         ValueError: a number of outputs is not a multiple of 64.
@@ -98,7 +102,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the weight of which the given ones are all rows in this order, as ``fused`` made them; otherwise None."""
+    """Return the fused weight whose rows are exactly the given views in this order, as ``fused`` makes them; None if
+    the views do not lie in one buffer in this way."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

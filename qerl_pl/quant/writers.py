@@ -1,4 +1,5 @@
-"""Write packed weights: for each format the tensors of a weight, and the quantisation config of config.json.
+"""Describe how packed weights are written to a checkpoint: for each format the tensors of a weight, and
+``quantization_config`` of config.json.
 
 NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
 NF4 in the layout of bitsandbytes, which unmodified transformers can load.
@@ -26,9 +27,10 @@ class Writer:
     layout: Layout
     """Layout by which the written tensors are read."""
     tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
-    """Maps a packed weight and the model's dtype to tensors by the suffix that follows the linear's name."""
+    """Maps a packed weight and the model's dtype to the tensors to write, by the suffix that follows the linear's
+    name."""
     config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
-    """Maps the names of dense linears and the model's dtype to ``quantization_config`` of config.json."""
+    """Maps the names of the linears that stay dense and the model's dtype to ``quantization_config`` of config.json."""
 
     @property
     def fmt(self) -> Format:
@@ -63,7 +65,8 @@ def _nf4_tensors(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _compressed_tensors_config(preset: str, written_as: str, ignored: Sequence[str]) -> dict[str, object]:
-    """Build the config of a checkpoint whose linears all have one preset scheme of compressed-tensors."""
+    """Build ``quantization_config`` for a checkpoint in which all linears except ``ignored`` have one preset scheme of
+    compressed-tensors."""
     from compressed_tensors.config import CompressionFormat
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme

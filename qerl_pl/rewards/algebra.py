@@ -1,4 +1,5 @@
-"""Algebra on two expressions: math-verify and sympy behind the rules of ``equivalence.py``.
+"""Compare mathematical expressions with math-verify and sympy, for answers that the rules of ``equivalence.py`` leave
+open.
 
 Only the verifier's worker processes may import this module, because a model's answer can make sympy hang or use
 unbounded memory.
@@ -22,27 +23,29 @@ from sympy.logic.boolalg import BooleanAtom
 from qerl_pl.rewards.latex import SEPARATOR, letters, split_top
 from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
+# it warns that its own time limit is off; the verifier has one
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_BITS = 2**17  # largest power or factorial that is computed exactly; takes milliseconds
-MAX_PLACES = 100  # most decimal places of a decimal that may be a rounded value
-MAX_DIGITS = 2000  # precision of a numeric comparison: 1 + 2^{-2024} against 1 needs 610
+MAX_BITS = 2**17  # size of the largest power or factorial that is computed exactly, in milliseconds
+MAX_PLACES = 100  # most decimal places of an answer that is tested for being a rounded value
+MAX_DIGITS = 2000  # most digits of a numeric comparison: 1 + 2^{-2024} against 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
-_SAME_RATIO = 1e-6  # quotients, computed to 15 digits, whose relative difference is larger are different
-_ENDLESS = Fraction(1, 3**900)  # added to an irrational number's digits, so that the fraction has no finite decimals
+_SAME_RATIO = 1e-6  # relative difference above which two quotients, computed to 15 digits, are different
+# added to the digits of an irrational number, so that the resulting fraction has no finite decimals
+_ENDLESS = Fraction(1, 3**900)
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
 
 
 class Unreadable(ValueError):
-    """A known answer that neither the rules nor math-verify can read."""
+    """Raised for a known answer that neither the rules of ``equivalence.py`` nor math-verify can read."""
 
 
 def equal_expressions(gold: str, found: str) -> bool:
     """Compare two expressions: fractions exactly, others by math-verify.
 
-    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Expressions that it accepts
-    are therefore computed to more digits, and refused if these differ.
+    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Two numbers that it finds
+    equal are therefore computed to more digits, and count as different if these digits differ.
 
     Raises:
         Unreadable: math-verify cannot read the known answer.
@@ -54,7 +57,7 @@ def equal_expressions(gold: str, found: str) -> bool:
     if given is None:
         return False
     if isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
-        return False  # 1=1 is no answer; a known answer such as 2<3 is compared as text
+        return False  # sympy reads 1=1 as True, which is no answer; 2<3 is compared as text elsewhere
     fractions = _fraction(known), _fraction(given)
     if fractions[0] is not None and fractions[1] is not None:
         return Number(fractions[0], percent=False).equals(Number(fractions[1], percent=False))
@@ -69,7 +72,8 @@ def equal_expressions(gold: str, found: str) -> bool:
 
 
 def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
-    """Compare two equations, given as lists of sides: equal sides, or left minus right in a constant ratio.
+    """Compare two equations, given as lists of sides: they are equal if their sides are, or if left minus right of one
+    is a constant multiple of that of the other.
 
     Raises:
         Unreadable: the known equation cannot be read.
@@ -104,7 +108,8 @@ def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
 
 
 def is_readable(text: str) -> bool:
-    """Tell whether an expression, interval, relation or equation can be parsed and compared with a simple one."""
+    """Tell whether a known answer (expression, interval, relation or equation) can be parsed and compared with a simple
+    one."""
     try:
         equal_expressions(text, "1")
     except Unreadable:
@@ -113,7 +118,7 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, found: str) -> bool:
-    """Compare inequalities with inequalities, or with the intervals of their solutions.
+    """Compare two answers that are inequalities or intervals by their sets of solutions.
 
     Raises:
         Unreadable: the known answer cannot be read.
@@ -128,7 +133,8 @@ def equal_relations(gold: str, found: str) -> bool:
 
 
 def _fraction(number: object) -> Fraction | None:
-    """Compute fractions, sums, products, integer powers and factorials of moderate size exactly; else return None."""
+    """Compute the exact value of a sympy number made of fractions, sums, products, integer powers and factorials; None
+    for other numbers or if it gets too large."""
     if isinstance(number, Rational):
         return Fraction(int(number.p), int(number.q))
     if not isinstance(number, (Add, Mul, Pow, factorial)):
@@ -155,7 +161,7 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Tell whether two numbers differ when computed to many digits."""
+    """Tell whether two sympy numbers differ when they are computed to many digits."""
     if not all(isinstance(side, Expr) and side.is_number for side in (known, given)) or known == given:
         return False
     assert isinstance(known, Expr)
@@ -167,7 +173,8 @@ def _provably_different(known: object, given: object) -> bool:
 
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
-    """Apply the rule of ``numbers.is_decimal_of`` to a real number that is not a fraction."""
+    """Tell whether ``decimal`` is a real sympy number rounded or truncated, by the rule of
+    ``numbers.is_decimal_of``."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
@@ -180,7 +187,7 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 
 def _magnitude(number: Expr) -> Expr | None:
-    """Compute two digits of the absolute value; None if they cannot be computed."""
+    """Compute the absolute value of a sympy number to two digits; None if that fails."""
     try:
         value = abs(number.evalf(2, maxn=MAX_DIGITS, strict=True))
     except (ArithmeticError, NotImplementedError, TypeError, ValueError):  # ArithmeticError: precision exhausted
@@ -198,7 +205,7 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Solve inequalities, or read intervals, in one unknown: returns the set of reals, or None if that fails."""
+    """Read intervals, or solve inequalities in one unknown; returns the set of real numbers, or None if that fails."""
     conjunction = re.search(r"\band\b", text) is not None
     union = None
     for part in split_top(text, SEPARATOR):
@@ -222,7 +229,7 @@ def _solution_set(text: str) -> Set | None:
 def _parse(text: str) -> Any:
     """Parse one expression with math-verify; None if it cannot.
 
-    math-verify's own time limit is off, because it uses signals; the worker process has its own limit.
+    math-verify's own time limit is off, because it uses signals; the worker process has a limit of its own.
     """
     text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # math-verify takes E for Euler's number
     found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore

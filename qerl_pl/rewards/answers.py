@@ -1,4 +1,5 @@
-"""Find the marked answer in a completion. Plain text in, plain text out; time linear in the text."""
+"""Find the marked answer in a completion's text, e.g. between ``<answer>`` tags, in time linear in the text's
+length."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Literal
 Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-# A line of hashes that goes on with a word or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading.
+# "####" marks an answer, but if a word or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
 _HASH = re.compile(
     r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z))[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)"
 )
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
-# What may stand between two boxes that are one answer: "$ and $", ", \(", " or $x = ".
+# Text between two ``\boxed`` that are one answer of several values, e.g. "$ and $", ", \(" or " or $x = ".
 _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
@@ -54,7 +55,7 @@ def last_boxed(text: str) -> str | None:
 
     Boxes that only ``,``, ``and`` or ``or`` separate are one answer with several values.
     """
-    opened: list[tuple[int, int] | None] = []  # where a box and its content start; None for an ordinary brace
+    opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
     for token in _BRACE.finditer(text):
         if token.group().endswith("{") and len(token.group()) > 2:
@@ -73,10 +74,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
-    """Join the last span with the spans directly before it that only ``,``, ``and`` or ``or`` separate.
+    """Join the last answer span with those directly before it that only ``,``, ``and`` or ``or`` separate.
 
     Args:
-        text: the text that the spans are in.
+        text: the text that contains the spans.
         spans: start, end and content of each span, in order; at least one.
     """
     values = [spans[-1][2]]
@@ -89,7 +90,7 @@ def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
 
 
 def last_hash(text: str) -> str | None:
-    """Return the rest of the line after the last ``####`` that does not start a Markdown heading."""
+    """Return the answer after the last ``####`` that does not start a Markdown heading: the rest of its line."""
     found = _HASH.findall(text)
     return found[-1].strip() if found else None
 

@@ -22,24 +22,26 @@ from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
 
 @runtime_checkable
 class Judge(Protocol):
-    """A reward that also gives reasons. If a reward has this method, it is called in place of ``__call__``."""
+    """Protocol of a reward that also gives reasons: if it has a method ``judge``, that is called in place of
+    ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Return one verdict per row; calls ``progress`` with the number of rows just finished."""
+        """Return one verdict per row, and call ``progress`` now and then with the number of rows finished since the
+        last call."""
         ...
 
 
 @runtime_checkable
 class Limited(Protocol):
-    """A reward that depends on the longest completion that may be sampled."""
+    """Protocol of a reward that depends on the limit on the length of completions."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return the reward for this limit, in tokens.
+        """Return a copy of the reward for completions of at most ``max_tokens`` tokens.
 
         Raises:
-            ValueError: the reward's own setting is a different limit.
+            ValueError: the reward was configured with a different limit.
         """
         ...
 
@@ -51,7 +53,8 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """Return one score per row. None means unscored: the row is counted and left out of the loss, not scored 0.
+        """Return one score per row. None means unscored: the row is left out of the loss, which differs from a score of
+        0.
 
         Args:
             prompts: [B] the prompt of each row, repeated for the rows of a group, with ``text``, ``messages``,
@@ -105,19 +108,20 @@ class RewardTable(NamedTuple):
     scored: Tensor
     """[B] bool, False where a component that has a weight is unscored."""
     components: dict[str, Tensor]
-    """Maps a reward's name to its scores, [B] fp32, before weighting, NaN on rows that it left unscored."""
+    """Scores by name of the reward, [B] fp32, before weighting; NaN for completions that the reward left unscored."""
     verdicts: dict[str, tuple[Verdict, ...]]
     """Maps a reward's name to its scores with reasons, [B]."""
     only_logged: frozenset[str] = frozenset()
     """Names of the rewards with weight 0."""
 
     def causes(self) -> dict[Cause, int]:
-        """Count the missing scores by cause; causes without any have 0."""
+        """Count the missing scores by cause (``verdict.Cause``), including causes with 0."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason of unscored rows, over rewards with a weight; there must be such a row."""
+        """Return the most frequent reason for unscored rows, over rewards with a weight; at least one row must be
+        unscored."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         missing = (verdict for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
@@ -129,8 +133,8 @@ def ready_rewards(
     """Check the rewards of a run together, and set the longest completion in rewards that depend on it.
 
     Args:
-        rewards: the rewards, as YAML gives them.
-        max_tokens: longest completion that is sampled in training.
+        rewards: the rewards from YAML.
+        max_tokens: longest completion that is sampled in training, in tokens.
         metric: name of the reward that dynamic sampling filters by; None if there is none.
 
     Raises:
@@ -157,10 +161,10 @@ def score_rewards(
     """Score a batch with every reward.
 
     Args:
-        rewards: the terms of the sum.
+        rewards: terms of the weighted sum.
         prompts: [B] the prompt of each row.
         completions: [B] the completions, with their text.
-        seed: of the global random streams while a reward runs.
+        seed: seed of the global random streams while a reward runs.
 
     Raises:
         ValueError: there is no reward, two share a name, or prompts and completions differ in number.
@@ -194,7 +198,7 @@ def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) 
     Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called.
 
     Args:
-        rewards: the terms of the sum.
+        rewards: terms of the weighted sum.
         prompts: some prompts of the data set.
 
     Raises:
@@ -223,7 +227,7 @@ def judge_rows(
     *,
     name: str = "reward",
 ) -> list[Verdict]:
-    """Call any reward; returns one verdict per row, with reasons if the reward gives them.
+    """Call a reward of any kind; returns one verdict per row, with the reward's reasons if it has a ``judge`` method.
 
     Raises:
         RewardError: the reward did not return one score per row; the message has its ``name``.

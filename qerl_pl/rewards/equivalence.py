@@ -20,8 +20,8 @@ from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, n
 from qerl_pl.rewards.numbers import Number, exact_number
 from qerl_pl.rewards.verdict import Verdict
 
-MAX_NESTING = 60  # depth of brackets and braces in an answer
-MAX_ITEMS = 12  # of an unordered list; matching needs a quadratic number of comparisons by algebra
+MAX_NESTING = 60  # largest depth of brackets and braces in an answer
+MAX_ITEMS = 12  # most items of an unordered list; matching n items takes up to n^2 comparisons by algebra
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
@@ -46,7 +46,7 @@ class _Group(NamedTuple):
 
 
 def judge(gold: str, answer: str) -> Verdict:
-    """Compare a model's answer (only the answer span) with the known answer.
+    """Compare the answer of a completion (only the answer span) with the known answer.
 
     Returns:
         Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
@@ -95,12 +95,13 @@ def _same_answer(gold: str, found: str) -> bool:
         found = _POINT.sub("", found)
     if RELATION.search(gold + found) and not (_is_text(gold) or _is_text(found)):
         return equal_relations(gold, found)
-    # "48,384" may be two values whose comma looks as if it grouped digits
+    # "48,384" may be two values, although its comma can be read as a thousands separator
     return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(letters(gold)) == found)
 
 
 def _bare_solutions(text: str) -> str:
-    """Remove set builders around a condition, names of points, and conditions such as ``k \\in \\mathbb{Z}``."""
+    """Reduce an answer to its values: without set builder, name of a point, or conditions such as ``k \\in
+    \\mathbb{Z}``."""
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
     text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
@@ -115,7 +116,8 @@ def _bare_solutions(text: str) -> str:
 
 
 def _group(text: str) -> _Group:
-    """Split ``(1,2)``, ``[1,2)``, ``\\{1,2\\}``, a column vector, or a bare list into brackets and items."""
+    """Split an answer such as ``(1,2)``, ``\\{1,2\\}``, a column vector or ``1, 2`` into its brackets, if any, and its
+    items."""
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
@@ -130,7 +132,7 @@ def _group(text: str) -> _Group:
 
 
 def _values(text: str) -> list[str]:
-    """Split a bare list into its members; ``1 \\pm 2`` counts as two members."""
+    """Split an answer that is a list without brackets into its values; ``1 \\pm 2`` counts as two values."""
     values = []
     for item in filter(None, split_top(text, SEPARATOR)):
         if "\\pm" in item:
@@ -180,12 +182,13 @@ def _same_groups(gold: _Group, found: _Group) -> bool:
 def _compatible(gold: _Group, found: _Group) -> bool:
     if gold.brackets == found.brackets or {gold.brackets, found.brackets} == {"", "{}"}:
         return True
-    # (1,2,3), <1,2,3> and [1,2,3] are one vector; with two entries the brackets may tell an interval
+    # (1,2,3), <1,2,3> and [1,2,3] are the same vector; with two entries they may be different intervals
     return len(gold.items) > 2 and {gold.brackets, found.brackets} == {"()", "[]"}
 
 
 def _by_name(group: _Group) -> _Group:
-    """Sort ``y=2, x=1`` by the names, as in a point (x, y); other groups are not changed."""
+    """Sort a list of assignments such as ``y=2, x=1`` by name and keep its values, as of a point (x, y); other lists
+    are not changed."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
@@ -203,7 +206,8 @@ def _same_unordered(gold: list[str], found: list[str]) -> bool:
 
 
 def _same_value(gold: str, found: str) -> bool:
-    """Compare two single values: numbers exactly, words as words, other values by algebra."""
+    """Tell whether two single values are equal: numbers are compared exactly, words as text, other values by
+    algebra."""
     if letters(gold) == letters(found):
         return True
     gold, found = _sides(gold, found)
@@ -224,7 +228,7 @@ def _same_value(gold: str, found: str) -> bool:
 
 
 def _sides(gold: str, found: str) -> tuple[str, str]:
-    """Reduce ``x = 5`` to 5 if the other answer is a value without a name, and both if they have the same name."""
+    """Drop the left side of answers such as ``x = 5`` if the other answer has none or the same one."""
     found, gold = _exact_part(found), _exact_part(gold)
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
     if known and given:
@@ -244,7 +248,7 @@ def _sides(gold: str, found: str) -> tuple[str, str]:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Tell whether exactly one name is a function's value: y may stand for f(x), but c may not stand for sin(x)."""
+    """Tell whether two left sides may name the same quantity: y may stand for f(x), but c may not stand for sin(x)."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -253,7 +257,7 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 def _exact_part(text: str) -> str:
     """Return the part of an approximation to compare: 1/3 of ``1/3 \\approx 0.333``, 5 of ``x \\approx 5``.
 
-    Only one side is compared, because an answer with two candidates would get two tries.
+    Only one side is compared, because otherwise a completion with two values would have two attempts.
     """
     parts = re.split(r"\\approx", text)
     return next((part for part in parts if re.search(r"\d|\\pi", part)), parts[-1]).strip()

@@ -1,4 +1,4 @@
-"""Call a reward safely: with a time limit, errors that name it, and the process's global settings restored after it."""
+"""Call a reward with a time limit and errors that name it, and restore the process's global settings afterwards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ import torch
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
 
 LARGEST = torch.finfo(torch.float32).max
-_RING = signal.SIGVTALRM  # not SIGALRM, which rewards may use for their own limits
+_RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use that for time limits of their own
 
 
 class RewardError(ValueError):
-    """A reward failed, took too long, or returned something other than scores. The message names the reward."""
+    """Raised if a reward failed, took too long, or returned something other than scores; the message names the
+    reward."""
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def _checked(name: str, row: int, score: Any) -> float | None:
 
 
 class _Late(BaseException):
-    """Raised inside a reward when its time is over. The reward's own ``except Exception`` does not catch it."""
+    """Raised inside a reward when its time limit is over. A reward's own ``except Exception`` does not catch it."""
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
         while not over.wait(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 signal.pthread_kill(main, _RING)
-                over.wait(1.0)  # then signal again, in case the reward caught the error
+                over.wait(1.0)  # then send the signal again, in case the reward caught the error
 
     before = signal.signal(_RING, ring)
     thread = threading.Thread(target=watch, daemon=True)

@@ -1,4 +1,4 @@
-"""Normalise answers written in LaTeX, Unicode or words to one plain form, by string rewriting alone."""
+"""Normalise an answer written in LaTeX, Unicode or words to one form, by string rewriting without parsing."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _NAMES = {
     "degree": "^\\circ ",
     "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
 }
-_BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not commands
-# Formulas typed without LaTeX: a name such as "sqrt" is a command if no letter is next to it.
+_BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not LaTeX commands
+# Rewritings of formulas typed without LaTeX: a name such as "sqrt" becomes a command if no letter is next to it.
 _PLAIN = [
     (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"(?<![\\A-Za-z])(pi|theta)(?![A-Za-z])"), r"\\\1 "),
@@ -92,7 +92,7 @@ _SHORT_UNITS = (
     r"|kmh|km/h|m/s|cm/s|miles?/h(?:our)?)"
 )
 _SCALES = "thousand|million|billion|trillion"
-# Words that change the number before them, and so are no units.
+# Words that change the value of the number before them, so they are not removed as units.
 _FACTORS = rf"{_SCALES}|hundred|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths"
 _NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_FACTORS})\b)"
 _FIRST_UNIT = rf"(?<=\s)(?:{_NO_UNITS}[A-Za-z]{{4,}}|the|of|per|in|for|each)\b"
@@ -127,10 +127,10 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 
 def normalize(text: str) -> str:
-    """Rewrite an answer to one plain form, without delimiters, style, spacing, units, currency and surrounding prose.
+    """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
 
     Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
-    form differ only in how they are typed or in units; answers with different forms may still be equal.
+    result differ only in notation or units; answers with different results may still be equal.
     """
     text = _commands(text)
     text = _unwrap(text)
@@ -168,14 +168,14 @@ def normalize(text: str) -> str:
 
 
 def letters(text: str) -> str:
-    """Remove blanks, case of words, and braces around single characters in sub- and superscripts."""
+    """Remove white space and braces around single characters in sub- and superscripts, and put words in lower case."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """Split at matches of the regex ``separator`` outside of brackets and braces."""
+    """Split a formula at matches of the regex ``separator`` that are outside of brackets and braces."""
     parts, depth, start = [], 0, 0
     tokens = re.compile(
         rf"(?P<open>\\\{{|[({{\[]|\\begin)|(?P<close>\\\}}|[)}}\]]|\\end)|(?P<separator>{separator})|\\?.", re.S
@@ -206,7 +206,7 @@ def nesting(text: str) -> int:
 
 
 def _commands(text: str) -> str:
-    """Replace synonyms by one command each, Unicode by commands, and spacing commands by blanks."""
+    """Replace synonymous LaTeX commands by one of them, Unicode symbols by commands, and spacing commands by blanks."""
     if not text.isascii():
         text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
     for pattern, command in _PLAIN:
@@ -235,7 +235,8 @@ def _rows(environment: re.Match[str]) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Remove math delimiters, a box, ``\\text``, bold, quotes or a full stop that enclose the whole answer."""
+    """Remove math delimiters, ``\\boxed``, ``\\text``, bold or quotes around the whole answer, and a full stop at its
+    end."""
     while True:
         inner = text.strip().rstrip(".,;").strip("`\"' ")
         cores = (_core(inner, start, end) for start, end in _DELIMITERS)
@@ -288,7 +289,7 @@ def without_choice(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    """Normalise decimals such as ``.5``, fractions and roots without braces, and mixed fractions."""
+    """Normalise, in a formula, decimals such as ``.5``, fractions and roots without braces, and mixed fractions."""
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\\pi|[a-z])\s*(\d)", r"\\frac{\1}{\2}", text)

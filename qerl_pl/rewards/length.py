@@ -14,8 +14,8 @@ class SoftOverlong:
 
     Args:
         buffer: L_cache in the paper: number of tokens before the limit over which the score falls.
-        max_tokens: L_max in the paper: the limit, in tokens. null takes ``model.sampling.max_tokens``; in a run every
-            other value is an error.
+        max_tokens: L_max in the paper: limit on the completion length, in tokens. null takes
+            ``model.sampling.max_tokens``; in a run, any other value is refused.
 
     Raises:
         ValueError: ``buffer`` is not between 1 and ``max_tokens``.

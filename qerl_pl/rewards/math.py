@@ -28,9 +28,9 @@ class NumericAnswer:
     Args:
         marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
             the first three.
-        fallback: answer of a completion without a marker: none, or the answer that the text states in words, else the
-            last number in the text. The latter agrees with how people label free-form solutions, but does not train the
-            policy to use the marker.
+        fallback: answer of a completion without a marker: "none", or with "last_number" the answer that the text states
+            in words, else the last number in the text. This agrees with how people label free-form solutions, but does
+            not train the policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
 
@@ -89,7 +89,7 @@ class MathAnswer:
     choices and words are compared in LaTeX and in plain form; units are ignored. The known answer may be a whole
     solution that ends in a box or in ``####``. Values are compared exactly, with one exception: a decimal of at least
     six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
-    decimal's last digit. Of an approximation such as ``1/3 \\approx 0.333`` the left side is compared.
+    decimal's last digit. If an answer is an approximation such as ``1/3 \\approx 0.333``, its left side is compared.
 
     The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer alone can
     be read. A row whose known answer cannot be read is unscored, unless the completion's answer is the same text.
@@ -97,9 +97,9 @@ class MathAnswer:
     Args:
         marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
             any of the first three: the tag if there is one, else the box, else ``####``.
-        fallback: answer of a completion without a marker: none, or the answer that the text states in words, else the
-            last formula or number in the text. The latter agrees with how people label solutions, but does not train
-            the policy to use the marker.
+        fallback: answer of a completion without a marker: "none", or with "last_math" the answer that the text states
+            in words, else the last formula or number in the text. This agrees with how people label solutions, but does
+            not train the policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
         num_workers: number of worker processes; null takes one per core, at most 4.

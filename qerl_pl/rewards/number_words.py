@@ -22,7 +22,8 @@ _PART = re.compile(r"\b(?:half|halves|thirds?|quarters?|fourths?|fifths?)\b", re
 
 
 def in_digits(text: str) -> str:
-    """Write whole numbers in a text in digits; unchanged where it has digits or speaks of fractions."""
+    """Replace whole numbers written as English words by digits; a text with digits or fractions in words is not
+    changed."""
     if re.search(r"\d", text) or _PART.search(text):
         return text
     return _WHOLE.sub(lambda match: str(_value(match.group().lower())), text)

@@ -1,4 +1,4 @@
-"""Read one number from an answer, exactly: without floats, and without evaluating the model's text."""
+"""Read one number from an answer as an exact fraction, without floats, and without evaluating the model's text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from qerl_pl.rewards.number_words import in_digits
 
-MAX_ANSWER = 1000  # characters; a longer span is not one number, and the limit bounds the time of the regexes below
-SIGNIFICANT = 6  # minimum of significant digits in a decimal that may stand for a value without finite decimals
+MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
+SIGNIFICANT = 6  # fewest significant digits with which a decimal may stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
@@ -27,7 +27,7 @@ _NUMBER = re.compile(
 _SCALES = {"": 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
-# Signs that the value is not just the digits: a root, a factorial, a variable, "half of 10", "2 and a half".
+# Matches parts of an answer that change the value of its digits: a root, a factorial, a variable, "half of 10".
 _EXPRESSION = re.compile(
     "[\u221a-\u221c\u03c0]"
     r"|\d!|(?<![A-Za-z])pi(?![A-Za-z])|\d(?![gmslhLCF]\b)[A-Za-z]\b"
@@ -77,7 +77,8 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """Tell whether the values are equal, or one is the decimal of the other by ``is_decimal_of``.
+        """Tell whether two numbers are equal, or one is a rounded or truncated decimal of the other
+        (``is_decimal_of``).
 
         A percentage such as ``50%`` equals both 50 and 0.5.
         """
@@ -108,7 +109,7 @@ def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
 
 
 def decimal_places(value: Fraction) -> int | None:
-    """Count the digits after the decimal point; None if there is no finite decimal."""
+    """Count the digits after the decimal point of a fraction's decimal form; None if it has no finite one."""
     rest, places = value.denominator, 0
     for prime in (2, 5):
         power = 0
@@ -123,7 +124,7 @@ def parse_number(text: str) -> Number | None:
 
     Accepted forms: thousands separators, decimals, fractions and mixed fractions, powers of ten, percentages, currency
     signs, words and units around the number, LaTeX forms of all these, minus signs and digits of any script, and whole
-    numbers in English words. Of an equation such as ``6 * 3 = 18`` the last side is read.
+    numbers in English words. In an equation such as ``6 * 3 = 18``, the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
@@ -150,7 +151,7 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Read the last number of a completion: from the last line that has a number and is not a remark.
+    """Read the last number of a completion, from the last line that has a number and is not a remark ("Check: ...").
 
     Numbers in parentheses count only if the line has no others, and numbers in bold take precedence over plain ones.
     """
@@ -169,7 +170,7 @@ def last_number(text: str) -> Number | None:
 
 
 def plain_text(text: str) -> str:
-    """Rewrite a text with LaTeX, Markdown, currency and exotic digits rewritten to ASCII numbers and words."""
+    """Rewrite LaTeX, Markdown, currency signs and digits of other scripts in a text as ASCII numbers and words."""
     if not text.isascii():
         text = ascii_digits(text)
     for _ in range(4):  # wrappers may be nested, as in \boxed{\text{18}}
@@ -188,7 +189,7 @@ def ascii_digits(text: str) -> str:
 
 
 def _signed(plain: str) -> str:
-    """Rewrite numbers in words as digits, and ``minus`` and ``negative`` as a sign."""
+    """Rewrite English number words as digits, and the words ``minus`` and ``negative`` as a minus sign."""
     return _MINUS.sub("-", in_digits(plain))
 
 

@@ -1,4 +1,5 @@
-"""The assistant's turn as rewards read it: what the chat template opened in the prompt, then the completion."""
+"""Return the assistant's turn as rewards read it: the part that the chat template put at the prompt's end, and the
+completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Find the answer of a completion in which nothing marks it, and where it ends. Time linear in the text."""
+"""Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn; linear
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _STATED = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])|\.\W*$")
 _REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^()]*\)$", re.IGNORECASE)
-# Text between math delimiters, or bold text that is not a heading.
+# Matches text between math delimiters, or bold text that is not a heading.
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
     # "$5 and $" is currency: as in Pandoc's Markdown, a closing $ has no blank before it and no digit after it.
@@ -32,10 +33,10 @@ _MATH = re.compile(
     r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
     re.DOTALL,
 )
-# Text after a name that gives its value: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
+# Matches the text after the name of a quantity that gives its value: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
 _VALUE = re.compile(r"\s*(?:is|are|equals|must be|=)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
-_MAX_WORDS = 3  # of an answer in bold; longer bold text is a sentence
-_MAX_QUESTIONS = 4  # further questions that are examined; bounds the time
+_MAX_WORDS = 3  # words of at least three letters in an answer in bold; bold text with more is a sentence
+_MAX_QUESTIONS = 4  # most further questions ("Question: ...") of a completion that are examined; bounds the time
 _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")
 
 
@@ -65,14 +66,14 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the last ``_TAIL`` characters after the thoughts, if any; empty if the thoughts were not closed."""
+    """Return the last ``_TAIL`` characters of the text after ``</think>``; empty if a ``<think>`` was not closed."""
     _, closed, rest = text.rpartition("</think>")
     return "" if not closed and "<think>" in rest else rest[-_TAIL:]
 
 
 def stated_answer(text: str) -> str | None:
-    """Return the text after the last "answer is", "answer:" or heading "Answer", to the end of its
-    sentence, without reasons."""
+    """Return the answer stated by the last "answer is", "answer:" or heading "Answer": the text up to the end of the
+    sentence or to a reason ("because ...")."""
     found = [stated or option for stated, option in _STATED.findall(final_part(text))]
     if not found:
         return None
@@ -90,7 +91,7 @@ def last_math(text: str) -> str | None:
     for match in _MATH.finditer(text):
         content = next(filter(None, match.groups())).strip()
         if match["money"]:
-            spans.clear()  # expressions before an amount of money are not the last value
+            spans.clear()  # forget expressions that come before an amount of money
         elif content and not (match[6] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
             spans.append((match.start(), match.end(), content))
     if not spans:

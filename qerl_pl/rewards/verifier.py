@@ -1,8 +1,8 @@
-"""Judge answers in worker processes, so that a row that hangs or crashes ends a worker and not the run.
+"""Compare answers in worker processes, so that an answer that hangs or crashes sympy ends a worker and not the run.
 
-The calling thread, which may be any thread, does all the work of this module, without signal handlers or helper
-threads. Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this
-process do not affect them.
+All code of this module runs in the calling thread, which may be any thread, without signal handlers or helper threads.
+Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this process do not
+affect them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from typing import NamedTuple
 
 from qerl_pl.rewards.verdict import Cause, Verdict
 
-START_LIMIT = 120.0  # seconds a worker may take to import math-verify on a busy machine
+START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
 MAX_FAILED_STARTS = 3
-WALL_FACTOR = 10.0  # wall-clock limit of a row, divided by its processor-time limit; allows for busy machines
+# wall-clock limit of a comparison, divided by its limit of processor time; above 1 for busy machines
+WALL_FACTOR = 10.0
 _ROOT = Path(__file__).parents[2]
 
 
 class Verifier:
-    """A pool of worker processes, which start with the first row and end with this process or with ``close``.
+    """Compares answers in a pool of worker processes, which start at the first call and end with this process or
+    ``close``.
 
     Args:
         num_workers: number of processes; None takes one per core that this process may use, at most 4.
-        time_limit: processor time per row, in seconds.
+        time_limit: processor time per comparison, in seconds.
 
     Raises:
         ValueError: an argument is not positive.
@@ -57,7 +59,7 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Judge pairs of known answer and answer; returns the verdicts in order.
+        """Compare pairs of known answer and answer; returns the verdicts in order.
 
         A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
         twice, scores 0 if the known answer alone can be read, because otherwise a policy could avoid negative
@@ -73,7 +75,7 @@ class Verifier:
         """
         with self._lock:
             if os.getpid() != self._owner:
-                self._begin()  # this process is a fork: the workers belong to its parent
+                self._begin()  # this process is a fork; the workers belong to its parent process
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
@@ -99,7 +101,8 @@ class Verifier:
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
-        """Set failed rows to 0 if their known answer alone can be read."""
+        """Score answers 0 whose comparison hung, crashed or ran out of memory, if the known answer alone can be
+        read."""
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
@@ -149,7 +152,8 @@ class _Row(NamedTuple):
 class _Failure(NamedTuple):
     reason: str
     cause: Cause
-    """Only a crash is tried again: it may be the machine's fault, whereas a hang would hang again."""
+    """Cause of the failure. After a crash the comparison is tried once more, since the machine may have been the cause;
+    after a hang it is not."""
 
 
 class _Worker:
@@ -176,7 +180,7 @@ class _Worker:
         self._received = b""
 
     def send(self, row: _Row, gold: str, answer: str | None, limit: float) -> None:
-        """Send a row. If the process has died, the next ``receive`` reports it."""
+        """Send a known answer and an answer to the process. If it has died, the next ``receive`` reports this."""
         self.row, self.limit = row, limit
         self.deadline = time.monotonic() + WALL_FACTOR * limit
         with suppress(BrokenPipeError):
@@ -186,7 +190,8 @@ class _Worker:
     def receive(self) -> Verdict | None:
         """Return the verdict on the answer that the process was given last, or None.
 
-        None means that the process is still at work, or, if ``failure`` is set, that it hung or died: it is then ended.
+        None means that the process is still working, unless ``failure`` is set: then it hung or died, and has been
+        ended.
         """
         late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
@@ -222,7 +227,8 @@ class _Worker:
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some workers have a verdict, have died, or are out of time; returns these workers."""
+    """Wait until some worker processes have a verdict, have died, or have exceeded their time; returns these
+    workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = _readable(workers, wait=min(patience, START_LIMIT))
     now = time.monotonic()

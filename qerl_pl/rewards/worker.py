@@ -1,6 +1,6 @@
 """Worker process of the verifier, started by ``verifier.py``: answers each JSON line of input with one line of output.
 
-It imports no module that imports torch, so it starts in half a second and does not use a GPU.
+This process imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ import signal
 import sys
 
 MEMORY = 4 * 2**30  # bytes of address space
-HEAVY = 2**30  # bytes resident; above it a verdict may be wrong, because sympy catches MemoryError
+HEAVY = 2**30  # bytes of resident memory; above this a verdict may be wrong, because sympy catches MemoryError
 
 
 def main() -> None:
-    """Judge rows until the end of input. SIGPROF ends the process when a row exceeds its limit of processor time."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and then closes this process's input
+    """Compare answers until the end of input. SIGPROF ends the process when a comparison exceeds its limit of processor
+    time."""
+    # Ctrl-C is left to the trainer, which then closes this process's input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from qerl_pl.rewards.equivalence import judge, judge_known
 
-    judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")  # loads the grammar and sympy's lazy modules before a row is timed
+    # loads the parser's grammar and sympy's lazy modules before the first timed comparison
+    judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:  # libraries must not print between the lines of output
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        gold, answer, limit = json.loads(line)  # answer null: judge whether the known answer can be read
+        gold, answer, limit = json.loads(line)  # an answer of null asks whether the known answer can be read
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
             verdict = judge_known(gold) if answer is None else judge(gold, answer)

@@ -1,1 +1,2 @@
-"""Rollouts: engines that sample from the policy, and the loop that turns scored completions into training data."""
+"""Rollouts: engines that sample completions from the policy, and the loop that samples, scores and turns completions
+into training data."""

@@ -1,4 +1,5 @@
-"""Protocol of rollout engines, sampling settings, and checks of what an engine returns and holds."""
+"""Protocol of rollout engines, sampling settings, and checks of the completions that an engine returns and the weights
+that it holds."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ class Sampling:
         temperature: divisor of the logits; 0 means greedy decoding.
         top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
         top_k: sample from this number of most likely tokens; 0 keeps all tokens.
-        stop: strings that end a completion, whose last token is the one that completes the string; it counts as
-            finished. Set ``data.stop``, which holds for training and evaluation.
+        stop: strings that end a completion. The last token of the completion is the one that completes the string, and
+            the completion counts as finished. Set ``data.stop`` instead of this, which holds for training and
+            evaluation.
 
     Raises:
         ValueError: a value is out of its range, or temperature is 0 with several completions per prompt.
@@ -66,10 +68,12 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Check the result of ``RolloutEngine.generate``: numbers of groups, completions, tokens and log-probabilities.
+    """Check that the result of ``RolloutEngine.generate`` has the right numbers of groups, completions, tokens and
+    log-probabilities.
 
     Raises:
-        RuntimeError: the result is malformed; names the engine, the prompt, the completion and what was expected.
+        RuntimeError: a number is wrong; the message names the engine, the prompt, the completion and the expected
+            number.
     """
     if len(groups) != len(prompts):
         raise RuntimeError(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
@@ -94,7 +98,8 @@ def check_groups(
 
 
 class RolloutEngine(Protocol):
-    """Engine that samples completions from the policy. It is built from YAML; memory is allocated in ``start``.
+    """Engine that samples completions from the policy. The object is built from YAML settings; memory is allocated in
+    ``start``.
 
     An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
     trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always added to the
@@ -108,7 +113,7 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens in the KV cache of one batch; used only if ``memory`` is None."""
+        """Most tokens in the KV cache of one batch of sequences; used by the memory plan only if ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -127,13 +132,13 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample ``sampling.num_completions`` completions per prompt. Equal arguments give equal tokens.
+        """Sample ``sampling.num_completions`` completions per prompt. Calls with equal arguments return equal tokens.
 
         Args:
             prompts: token ids.
             sampling: settings of sampling.
-            seed: one seed for the call, or one per prompt; prompts with equal tokens and equal seeds then get equal
-                completions.
+            seed: one seed for the whole call, or one per prompt. With one per prompt, prompts with equal tokens and
+                equal seeds get equal completions.
             adapter: False samples from the base without the adapter.
 
         Returns:
@@ -146,8 +151,8 @@ class RolloutEngine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute the log-probabilities of given sequences' tokens, from the second token on, in nats at temperature
-        1."""
+        """Compute the log-probability, in nats at temperature 1, of each token of given sequences except the first
+        token."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
@@ -159,7 +164,8 @@ class RolloutEngine(Protocol):
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Set both norms of every block to their clean weights plus noise; sigma 0 restores them bit for bit.
+        """Set the weights of both noisy norms of every block to the weights without noise plus AQN's noise; sigma 0
+        restores the weights without noise bit for bit.
 
         Returns:
             Number of norms whose weights, read back from the engine, have noise: twice the number of blocks, or 0 if
@@ -171,7 +177,8 @@ class RolloutEngine(Protocol):
         """Compute checksums of the tensors that the engine holds, to be compared with ``expected_fingerprint``.
 
         Raises:
-            RuntimeError: the engine has weights of its own of the base, and they are not the policy's.
+            RuntimeError: the engine has its own copy of the base's weights, and the copy differs from the policy's
+                base.
         """
         ...
 
@@ -180,7 +187,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate again the memory that ``sleep`` freed. On an engine that is awake this does nothing."""
+        """Allocate again the memory that ``sleep`` freed. If the engine is awake, this does nothing."""
         ...
 
     def close(self) -> None:
@@ -196,8 +203,8 @@ def expected_fingerprint(
     Args:
         adapter: fp32 master weights by PEFT's names; entries other than LoRA matrices are ignored, since trained norms
             are given in ``norms``.
-        norms: weights, including noise, by the model's names (``model.layers.0.input_layernorm.weight``); engines hold
-            them in fp32.
+        norms: norm weights, including noise, by the model's names (``model.layers.0.input_layernorm.weight``); engines
+            hold norm weights in fp32.
         scaling: LoRA's alpha / r (or alpha / sqrt r), by which engines multiply B.
         dtype: the engine's compute dtype.
     """

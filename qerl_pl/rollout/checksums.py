@@ -1,4 +1,5 @@
-"""Checksums of tensors, computed on their device: an adapter of 80 million values takes milliseconds on a GPU."""
+"""Checksums of tensors, computed on the tensors' device: for an adapter of 80 million values this takes milliseconds on
+a GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ import torch
 from torch import Tensor
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Maps the bytes per element to the integer dtype as which its bits are read."""
+"""Maps an element size in bytes to the integer dtype as which the bits of an element are read."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Compute a 64-bit checksum per tensor from the bits of its elements in row-major order.
 
     It is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is a
-    pseudo-random odd number that depends only on i. A single changed element always changes the sum, several changed
-    elements do unless their changes cancel, and appended zeros do. The arithmetic is exact, so the sum depends on
-    neither device nor strides.
+    pseudo-random odd number that depends only on i. A single changed element always changes the sum; several changed
+    elements change it unless their changes cancel; appended zeros change it too. The arithmetic is exact, so the sum
+    does not depend on device or strides.
 
     Args:
         tensors: tensors of real dtypes with at most 4 bytes per element.
@@ -39,7 +40,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Compute m_i, [length] int64, odd: SplitMix64's finaliser (Steele, Lea and Flood, 2014) with one round."""
+    """Compute the checksum's factors m_i, [length] int64, all odd, by SplitMix64's finaliser (Steele, Lea and Flood,
+    2014) with one round."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

@@ -1,4 +1,4 @@
-"""Turn scored completions into tensors, and divide rows into micro-batches."""
+"""Turn scored completions into tensors, and divide rows (a prompt and its completion each) into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def collate(
     advantages: Tensor,
     in_loss: Tensor,
 ) -> Experience:
-    """Build one right-padded batch from scored completions.
+    """Build the right-padded tensors of one batch from scored completions.
 
     Args:
         prompts: [B] the prompt of each row.
@@ -27,10 +27,11 @@ def collate(
         rewards: [B] fp32.
         scored: [B] bool, False for rows that no reward could score.
         advantages: [B] fp32.
-        in_loss: [B] bool, False for rows that are left out of the loss: unscored, or truncated and filtered.
+        in_loss: [B] bool, False for rows that are left out of the loss, because they have no score or were cut off at
+            max_tokens and filtered.
 
     Raises:
-        ValueError: the numbers of rows differ, or logprobs do not match their tokens.
+        ValueError: the arguments have different numbers of rows, or a completion has not one log-probability per token.
     """
     if not len(prompts) == len(completions) == len(rewards) == len(advantages) == len(in_loss):
         raise ValueError(
@@ -64,8 +65,8 @@ def collate(
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
     """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are packed, so padding does not count.
 
-    The rule is first-fit decreasing, which gives at most about 11/9 of the least possible number of micro-batches. Rows
-    of equal length keep their order, so the result depends only on the lengths.
+    The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
+    micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
 
     Args:
         lengths: [B] int64, tokens of each row.
@@ -98,7 +99,8 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
 def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int) -> list[Tensor]:
     """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
 
-    As many rows of a group as fit are a unit, and the units are divided by the rule of ``micro_batches``.
+    Each group is cut into units of as many rows as fit into a micro-batch, and the units are distributed as
+    ``micro_batches`` does with rows.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.

@@ -1,4 +1,5 @@
-"""Helpers of both engines: check prompts, derive seeds, find end-of-sequence tokens, read an adapter's norms."""
+"""Helpers of both rollout engines: check prompts, derive seeds, find end-of-sequence tokens, get trained norms from an
+adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a batch before any of them is queued.
+    """Check all prompts of a call before any of them is sampled from.
 
     Args:
         prompts: token ids.
@@ -27,7 +28,8 @@ def check_prompts(
         max_tokens: longest completion, in tokens; 0 if the prompts are sequences to score.
 
     Raises:
-        ValueError: a prompt is empty, holds an unknown token, or leaves less than max_tokens tokens; names the first.
+        ValueError: a prompt is empty, holds an unknown token, or leaves fewer than max_tokens tokens for the
+            completion; the message names the first such prompt.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -46,7 +48,8 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
     """Derive a seed for each completion from the tokens of its prompt and not from the prompt's index in the call.
 
     The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
-    tokens get different seeds, either by counting them in this call or by the seeds that the caller gives per prompt.
+    tokens get different seeds: if ``seed`` is one seed, they are counted in this call; otherwise the caller has to give
+    them different seeds.
 
     Args:
         prompts: token ids.
@@ -75,8 +78,8 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer.
 
-    Chat models often have different tokens in these three places, each of which is meant to end a turn. Other settings
-    of the generation config, such as a temperature or a repetition penalty, are not used.
+    Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
+    turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used.
 
     Args:
         base: checkpoint folder; missing files are skipped.
@@ -98,5 +101,6 @@ def _tokenizer_end(base: str) -> int | None:
 
 
 def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's trained norm weights by their names in the model without PEFT; empty if none are trained."""
+    """Return the trained norm weights in an adapter, by their names in the model without PEFT; empty if norms are not
+    trained."""
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in adapter.items() if ".lora_" not in name}

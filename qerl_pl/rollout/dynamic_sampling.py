@@ -21,22 +21,24 @@ from qerl_pl.rollout.scored import ScoredBatch
 class DynamicSampling:
     """Sample further prompts until the batch is full of groups with a signal (arXiv 2503.14476, section 3.2).
 
-    A group has a signal if one of its rows that counts in the loss has an advantage other than 0. The prompts of a
-    rollout are one sequence that depends only on the run's seed and the rollout index: first the batch, then further
-    prompts. The batch that is trained on consists of the first groups with a signal in this sequence, over all ranks.
-    It therefore does not depend on how many prompts are sampled at once or on the number of ranks, and a resumed run
-    has no state to restore. Groups are sent from rank to rank until all ranks train on equally many.
+    A group (the completions of one prompt) has a signal if one of its rows that counts in the loss has an advantage
+    other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the rollout index:
+    first the prompts of the batch, then further prompts. The batch that is trained on consists of the first groups with
+    a signal in this sequence, over all ranks. It therefore does not depend on how many prompts are sampled at once or
+    on the number of ranks, and a resumed run has no state to restore. Groups are sent from rank to rank until all ranks
+    train on equally many.
 
     Args:
         max_refills: most times that further prompts are sampled for one rollout.
-        when_short: what to do if the batch is still not full: stop with an "error", or train on the "smaller" batch.
-        metric: name of a reward whose scores must differ within a group as well, such as the reward for the right
-            answer; then some completions of a group are right and some wrong (0 < right < G, equation 11). null: only
-            the sum of the rewards decides.
-        oversample: factor on the estimated number of prompts that fill the batch. The first estimate is the batch
-            itself; later ones use the share of groups with a signal so far. With a share of 30 % and 8 prompts per
-            batch, 1 takes 4.0 sequential rounds of sampling and 29 groups on average, 2 takes 2.2 and 32, 3 takes 1.6
-            and 36.
+        when_short: what to do if the batch is not full after ``max_refills``: stop the run ("error"), or train on fewer
+            groups ("smaller").
+        metric: name of a reward whose scores must also differ within a group, such as the reward for the right answer,
+            so that some completions of the group are right and some wrong (0 < right < G, equation 11). null: only
+            advantages, from the sum of the rewards, decide.
+        oversample: factor by which the estimated number of prompts needed to fill the batch is multiplied. The first
+            estimate is the batch size; later ones use the share of groups with a signal so far. If 30 % of groups have
+            a signal and a batch has 8 prompts, oversample 1 takes 4.0 sequential rounds of sampling and 29 groups on
+            average, oversample 2 takes 2.2 rounds and 32 groups, oversample 3 takes 1.6 rounds and 36 groups.
 
     Raises:
         ValueError: ``max_refills`` is less than 1, or ``oversample`` is not 1 to 100.
@@ -67,12 +69,12 @@ class DynamicSampling:
         Args:
             prompts: this rank's share of the batch, at least one; the same number on every rank.
             more_prompts: further prompts, the same on every rank.
-            sample: samples and scores this rank's prompts.
-            count: counts the groups with a signal over all ranks.
+            sample: function that samples and scores completions of the given prompts of this rank.
+            count: function that counts the groups with a signal over all ranks.
 
         Returns:
-            All groups that this rank sampled, and the number of refills. Group j of rank r of W belongs to prompt
-            r + j * W of the sequence of prompts.
+            All groups that this rank sampled, and the number of times that further prompts were sampled. Group j of
+            rank r of W belongs to prompt r + j * W of the sequence of prompts.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks
@@ -101,8 +103,8 @@ class DynamicSampling:
     def choose(
         self, evaluation: ScoredBatch, signal: Tensor, *, batch_size: int, may_move: bool = True
     ) -> ScoredBatch | None:
-        """Choose the first ``batch_size`` groups with a signal over all ranks, and return this rank's share.
-        Collective.
+        """Choose the first ``batch_size`` groups with a signal among those of all ranks, and return the ones that this
+        rank trains on. Collective.
 
         Args:
             evaluation: this rank's groups, as returned by ``fill``.
@@ -131,7 +133,8 @@ class DynamicSampling:
         trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by
 
         def groups(given: bool) -> list[int]:
-            """List the groups of this rank that it sends to other ranks (``given``) or keeps."""
+            """List the chosen groups that this rank sampled and sends to other ranks (``given``), or trains on itself
+            (not ``given``)."""
             moves = zip(places, sampled_by, trained_by, strict=True)
             return [place // len(shares) for place, old, new in moves if old == rank and (new != old) == given]
 

@@ -1,4 +1,5 @@
-"""Rollout engine by transformers' ``generate`` on the policy's own model; tests compare the vLLM engine with it."""
+"""Rollout engine that calls transformers' ``generate`` on the trained policy itself; tests compare the vLLM engine with
+it."""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ from qerl_pl.rollout.stop import StopStrings, tokenizer_of
 class TransformersEngine:
     """Rollout engine that calls transformers' ``generate``; it works on any device.
 
-    It has no model of its own. During a call, the adapter and the noise that were set last are written into the trained
-    policy; afterwards the policy's own weights are restored bit for bit.
+    The engine uses the trained policy's model. During a call, the engine's adapter and noise, which were set last, are
+    written into this model; afterwards the policy's weights are restored bit for bit.
 
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     Args:
-        batch_tokens: most tokens, including padding, in the KV cache of one batch. A longer sequence is a batch of its
-            own.
+        batch_tokens: most tokens, including padding, in the KV cache of one batch of sequences. A sequence that is
+            longer gets a batch of its own.
 
     Raises:
         ValueError: a value is out of its range.
@@ -117,13 +118,14 @@ class TransformersEngine:
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Set the noise of the norms as ``RolloutEngine.set_norm_noise`` describes."""
+        """Set AQN's noise of the norms as ``RolloutEngine.set_norm_noise`` describes."""
         self._running()
         self._noise = noise
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the policy's model in the state that it has during a call."""
+        """Compute checksums of the model's adapter and norms as they are during a call, with the engine's adapter and
+        noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -160,7 +162,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, the longest first, into batches of one row or at most ``batch_tokens`` tokens with padding."""
+        """Divide rows, the longest first, into batches of at most ``batch_tokens`` tokens with padding, or of a single
+        row; returns row indices."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -174,7 +177,7 @@ class TransformersEngine:
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=sampling.temperature > 0,
-            top_k=0,  # the recorder applies top_k and top_p, because it needs the result
+            top_k=0,  # ``recorder`` applies top_k and top_p, to record normalised log-probabilities
             eos_token_id=self._end_tokens or None,
             pad_token_id=0,
             use_cache=True,
@@ -207,7 +210,8 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Put this engine's adapter and noise into the policy, in evaluation mode; restore the policy at the end."""
+        """Write this engine's adapter and noise into the policy and set evaluation mode; restore the policy when the
+        context ends."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -219,8 +223,8 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # also disables gradient checkpointing, which forbids a KV cache
-            policy.causal_lm.generation_config = GenerationConfig()  # no defaults from the checkpoint
+            policy.eval()  # also disables gradient checkpointing, with which a KV cache cannot be used
+            policy.causal_lm.generation_config = GenerationConfig()  # ignore the checkpoint's sampling defaults
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
@@ -238,7 +242,8 @@ class TransformersEngine:
 class SampledLogprobs(LogitsProcessor):
     """Logits processor for temperature, top_k and top_p that records the log-probability of each sampled token.
 
-    ``generate`` can only return the scores of the whole vocabulary for every step; this keeps those of one step.
+    It is needed because ``generate`` can only return the scores of the whole vocabulary for all steps, which would take
+    much memory; this class keeps only one step's.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -261,7 +266,8 @@ class SampledLogprobs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Return log-probabilities [B, N] fp32 in nats of the N sampled columns of ``generate``'s result [B, S]."""
+        """Return the log-probabilities [B, N] fp32, in nats, of the N sampled tokens per row, given the result [B, S]
+        of ``generate``."""
         self._note(sequences)
         return torch.cat(self._columns, dim=1)
 
@@ -272,7 +278,8 @@ class SampledLogprobs(LogitsProcessor):
 
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
-    """Compute the model's logits in fp32 while the context lasts, also for a 16-bit compute dtype, as in training."""
+    """Make the model compute logits in fp32 within this context, as in training, even if its compute dtype has 16
+    bits."""
     if policy.dtype.itemsize >= torch.float32.itemsize:
         yield
         return
@@ -290,7 +297,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norms in use by weight name; without the adapter, the base's norms also where norms are trained."""
+    """Return the norms that the model uses, by the name of the weight: PEFT's trained copies if norms are trained and
+    ``adapter`` is True, and the base's norms otherwise."""
     found = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in found:
@@ -300,7 +308,8 @@ def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
 
 
 def _padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool, True where it is not padding."""
+    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool that is True for tokens that are not
+    padding."""
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     real = torch.zeros(len(rows), longest, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Protect the trainer's global state from a rollout engine in the same process."""
+"""Protect the trainer's global random state and torch settings from a rollout engine in the same process."""
 
 from __future__ import annotations
 

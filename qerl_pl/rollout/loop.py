@@ -24,13 +24,13 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 @dataclass(frozen=True)
 class Rollout:
-    """Result of one rollout: scored completions, and the training data made of them."""
+    """Result of one rollout: all scored completions, and the training data made from them."""
 
     evaluation: ScoredBatch
     """All completions that this rank sampled."""
     chosen: ScoredBatch
-    """Completions that this rank trains on: all of ``evaluation``, or the groups that dynamic sampling assigned to this
-    rank, which other ranks may have sampled."""
+    """Completions that this rank trains on: all of ``evaluation`` or, with dynamic sampling, the groups that were
+    assigned to this rank, some of which other ranks may have sampled."""
     signal: Tensor
     """[P] bool, True for groups of ``evaluation`` that have a row in the loss with an advantage other than 0."""
     experience: Experience
@@ -44,8 +44,8 @@ class Rollout:
 class RolloutLoop:
     """Loop that samples completions of prompts, scores them and turns them into training data.
 
-    The engine's state before each rollout depends only on the adapter and the noise, which ``sync`` sets right before
-    sampling, so a resumed run does not have to restore it.
+    Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
+    sampling, so a resumed run does not have to restore any.
 
     Args:
         engine: rollout engine.
@@ -53,7 +53,8 @@ class RolloutLoop:
         tokenizer: tokenizer of the base, which decodes completions.
         baseline: rule by which advantages are computed from the rewards of a group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
-        dynamic_sampling: replace groups without a signal; None keeps them.
+        dynamic_sampling: settings by which groups without a signal (all advantages 0) are replaced; None keeps such
+            groups.
         max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
     """
 
@@ -77,7 +78,8 @@ class RolloutLoop:
         self.max_unscored_share = max_unscored_share
         self.observers: list[Callable[[Rollout], None]] = []
         """Functions that are called with each training rollout before the update, while the engine is awake and holds
-        the adapter and noise of the rollout. They may use the engine, but must leave it in the same state."""
+        the adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise
+        unchanged."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
         """Wake the engine and set its adapter and noise; returns the number of norms with noise."""
@@ -105,8 +107,8 @@ class RolloutLoop:
             noise: noise of the norms for this rollout.
             sampling: settings of sampling.
             seed: seed of this rollout's sampling, the same on every rank.
-            watch: measures the phases sync, rollout, reward, wait (for slower ranks) and, if there are observers,
-                check.
+            watch: stopwatch that measures the phases "sync", "rollout", "reward", "wait" (for slower ranks) and, if
+                there are observers, "check".
 
         Raises:
             RuntimeError: too many rows could not be scored, or dynamic sampling did not fill the batch.
@@ -155,7 +157,8 @@ class RolloutLoop:
             )
 
     def signal(self, evaluation: ScoredBatch) -> Tensor:
-        """Return [P] bool, True for groups that have a signal under this run's settings."""
+        """Return [P] bool, True for groups (the completions of one prompt) that have a signal under this run's
+        settings: a row in the loss with an advantage other than 0."""
         metric = None if self.dynamic_sampling is None else self.dynamic_sampling.metric
         return evaluation.signal(filter_truncated=self.filter_truncated, metric=metric)
 
@@ -175,7 +178,7 @@ class RolloutLoop:
         )
 
     def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> ScoredBatch:
-        """Sample with the engine's current adapter and noise, and score the completions."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]

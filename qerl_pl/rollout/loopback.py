@@ -1,4 +1,5 @@
-"""Check of the loopback interface, over which the processes of one machine connect."""
+"""Check of the loopback network interface (127.0.0.1), over which the processes of one machine connect to each
+other."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ WAIT = 5.0  # seconds; a loopback interface that is up answers in microseconds
 
 
 def check_loopback() -> None:
-    """Check that this machine can connect to itself; otherwise torch's process groups would wait for minutes.
+    """Check that this machine can connect to itself over the loopback interface; if not, creating a process group of
+    torch would hang for minutes.
 
     Raises:
         OSError: connecting to 127.0.0.1 fails.

@@ -44,17 +44,17 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def in_loss(self, *, filter_truncated: bool) -> Tensor:
-        """Return [B] bool, True for rows with a score that, with ``filter_truncated``, were not cut off at
-        max_tokens."""
+        """Return [B] bool, True for rows that count in the loss: they have a score and, if ``filter_truncated`` is set,
+        were not cut off at max_tokens."""
         finished = torch.tensor([completion.finished for completion in self.completions], dtype=torch.bool)
         return self.table.scored & (finished | (not filter_truncated))
 
     def signal(self, *, filter_truncated: bool, metric: str | None = None) -> Tensor:
-        """Find the groups with a signal: a row that counts in the loss has an advantage other than 0.
+        """Find the groups with a signal, that is, in which a row that counts in the loss has an advantage other than 0.
 
         Args:
             filter_truncated: see ``in_loss``.
-            metric: name of a reward whose scores must differ within the group as well; None means no such reward.
+            metric: name of a reward whose scores must also differ within the group; None: advantages alone decide.
 
         Returns:
             [P] bool, True for groups with a signal.
@@ -103,7 +103,7 @@ class ScoredBatch:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one record per row, which can be written as JSON."""
+        """Return one record per completion, with values that can be written as JSON."""
         return [
             {
                 "question": self.prompts[row].messages[-1]["content"] if self.prompts[row].messages else "",

@@ -1,4 +1,5 @@
-"""End completions at strings, such as ``</answer>``, as if their last token were an end-of-sequence token."""
+"""End completions at stop strings, such as ``</answer>``, as if the token that completes the string were an
+end-of-sequence token."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteri
 
 
 @cache
-def tokenizer_of(base: str) -> Any:  # vLLM's type for tokenizers has attributes that transformers' base class lacks
+def tokenizer_of(base: str) -> Any:  # Any: vLLM's tokenizer type has more attributes than transformers'
     """Load the tokenizer of a checkpoint folder; cached, because a large one takes half a second."""
     return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse stop strings that cannot act.
+    """Refuse stop strings that could never end a completion, or never be the first thing to end it.
 
     Raises:
-        ValueError: a string is empty, cannot be written by the tokenizer's tokens, holds another one, which would end
-            the completion first, or is the token that ends every completion.
+        ValueError: a string is empty, cannot be written with the tokenizer's tokens, contains another stop string,
+            which would end the completion first, or is the end-of-sequence token.
     """
     for text in stop:
         if not text:
@@ -43,11 +44,12 @@ def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class StopStrings(StoppingCriteria):
-    """Stopping criterion of transformers' ``generate`` that ends rows at strings; special tokens count as text.
+    """Stopping criterion for transformers' ``generate`` that ends rows at stop strings; the text of special tokens is
+    searched too.
 
     Args:
         stop: the strings.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prompts: token ids of each row's prompt, without padding.
     """
 
@@ -60,10 +62,11 @@ class StopStrings(StoppingCriteria):
         self._kept = max(map(len, stop)) - 1  # characters that a later token may complete to a string
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)
-        """Tokens of each row's completion up to the end of a string; None: none was sampled."""
+        """Number of tokens of each row's completion up to the end of its first stop string; None if no stop string was
+        sampled."""
 
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:  # the stub wants a BoolTensor
-        """Return which rows have ended, [B] bool, given all their tokens, [B, S] int64."""
+        """Return which rows have ended, [B] bool, given prompt and completion of all rows, [B, S] int64."""
         self._num_tokens += 1
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[row] is not None:

@@ -23,7 +23,8 @@ class RowTokens:
     ids: Tensor
     """[N] int64, token ids."""
     logprobs: Tensor
-    """[N] log-probabilities in nats, by the trainer before the rollout's first update, at the sampling temperature."""
+    """[N] log-probabilities in nats at the sampling temperature, computed by the trainer before the first update on
+    this rollout."""
     gap: Tensor
     """[N] log-probability of the trainer minus that of the sampler, in nats."""
     entropy: Tensor
@@ -33,7 +34,8 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """Values of the N sampled tokens of B completions, one completion after another, as ``RowTokens`` defines them."""
+    """Per-token values, as in ``RowTokens``, of the N sampled tokens of B completions, concatenated completion by
+    completion."""
 
     ids: Tensor
     """[N] int32."""
@@ -52,11 +54,11 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the values of completions to a file, atomically; it has ten bytes per token.
+    """Write the per-token values of completions to a file, atomically; the file has ten bytes per token.
 
     Args:
         path: path that ends in .safetensors; its folder exists.
-        rows: values in the order of the completions.
+        rows: per-token values of each completion, in the order of the completions.
         pieces: text of each token that occurs, by token id.
 
     Raises:

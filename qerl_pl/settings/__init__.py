@@ -1,1 +1,2 @@
-"""Settings of a run: checks that need no model, and the differences between two starts of a run."""
+"""Settings of a run: checks that need no model, comparison with the run's previous start, and a flat table for
+loggers."""

@@ -17,11 +17,11 @@ OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ, as ``key: before -> now`` with dots in the key.
+    """List the settings that differ between two configurations, as ``key: before -> now`` with dots in the key.
 
-    Objects in a list are identified by their class, as in
+    Objects in a list, such as callbacks, are identified by their class and not their position, as in
     ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value. Settings
-    that change what is optimised come first and are marked.
+    that change the objective of the training come first and are marked.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
@@ -35,14 +35,15 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def keep_old_config(config: Path, now: str) -> tuple[list[str], Path | None]:
-    """Copy a run's config.yaml to another name if the new one will have different settings.
+    """Copy a run's config.yaml to a free name if the caller is about to overwrite it with different settings.
 
     Args:
         config: the run's config.yaml; it need not exist.
         now: text of the new config.yaml, which the caller will write.
 
     Returns:
-        The changed settings, and the copy's path (config.1.yaml, config.2.yaml, ...) or None.
+        The changed settings, and the path of the copy (config.1.yaml, config.2.yaml, ...) or None if nothing was
+        copied.
     """
     if not config.exists():
         return [], None

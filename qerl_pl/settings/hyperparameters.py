@@ -10,7 +10,7 @@ from torch.utils.tensorboard.summary import hparams
 
 Value = bool | int | float | str
 REACHED = ("val/accuracy", "val/reward", "train/reward", "policy/entropy", "gap/mean_abs")
-"""Curves whose last values TensorBoard's HParams tab shows next to the settings."""
+"""Logged metrics whose last values TensorBoard's HParams tab shows next to the settings."""
 LEFT_OUT = ("run_dir", "ckpt_path", "config", "trainer.logger", "trainer.default_root_dir", "trainer.plugins")
 
 
@@ -35,10 +35,10 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def log_hyperparameters(loggers: Iterable[Logger], settings: Mapping[str, Value]) -> None:
-    """Log a run's settings: to TensorBoard's HParams tab, the configuration of W&B and the parameters of MLflow.
+    """Log a run's settings to TensorBoard's HParams tab, the configuration of W&B and the parameters of MLflow.
 
-    Lightning's ``log_hyperparams`` would write a metric of -1 into TensorBoard, so it is not used there. CSVLogger is
-    skipped, since it would only copy config.yaml to another file.
+    For TensorBoard, Lightning's ``log_hyperparams`` is not used, because it would log a metric with the value -1.
+    CSVLogger is skipped, since it would only copy config.yaml to another file.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):

@@ -42,7 +42,7 @@ class ModuleSettings:
         quantize: quantise a dense base at the first start and cache the result: nvfp4, mxfp4 or nf4, or a mapping of
             the quantiser's settings (format, method, calibration, samples, length, ignore); null: do not quantise.
         sampling: settings of training rollouts.
-        val_sampling: settings of validation; null: greedy, one completion per prompt, as long as in training.
+        val_sampling: settings of validation; null: greedy, one completion per prompt, with the max_tokens of training.
         lora: settings of the adapter.
         objective: the loss.
         optimizer: optimizer of the adapter's parameters; trained norms have no weight decay.
@@ -50,16 +50,18 @@ class ModuleSettings:
         warmup_steps: optimizer steps of linear warm-up at the start of the schedule; the first step has lr /
             warmup_steps.
         max_grad_norm: clip gradients to this norm; 0: do not clip.
-        updates_per_rollout: passes over each rollout. A pass has one optimizer step on the whole rollout, or
-            ``mini_batches`` steps.
-        mini_batches: optimizer steps per pass, each on an equal part of the prompts (PPO's mini-batches). More than 1
-            costs one more forward pass per rollout. trainer.max_steps counts all optimizer steps.
+        updates_per_rollout: passes over the completions of each rollout. A pass consists of ``mini_batches`` optimizer
+            steps.
+        mini_batches: optimizer steps per pass over a rollout, each on an equal part of the rollout's prompts (PPO's
+            mini-batches). With more than 1, old log-probabilities take one more forward pass per rollout.
+            trainer.max_steps counts all optimizer steps.
         micro_batch_tokens: most tokens in one forward and backward pass; null: 16384, or as many as fit on the GPU. If
-            memory runs out, the run goes on with half as many. On a GPU, a prompt that several rows of a pass share is
-            computed and counted once.
+            memory runs out, the run goes on with half as many. On a GPU, a prompt that several completions of a
+            micro-batch share is computed and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
-        gradient_checkpointing: activations that backward recomputes. none; selective: element-wise operations; a
-            number: that many blocks; blocks: all blocks; offload: all blocks, whose inputs are kept in host memory;
+        gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
+            results of element-wise operations; a number n: all activations of n blocks, and selective in the others;
+            blocks: all activations of all blocks; offload: as blocks, with the blocks' inputs kept in host memory;
             auto: the choice that trains fastest on this GPU, and none on a CPU.
         offload_checkpoints: true means gradient_checkpointing offload.
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
@@ -124,7 +126,8 @@ class ModuleSettings:
 
     @cached_property
     def folder(self) -> str:
-        """Folder that trainer and engine read the base from, in the format of ``base_format`` or ``quantize``."""
+        """Checkpoint folder that trainer and engine both load: the base, or its copy as given by ``base_format`` or
+        ``quantize``."""
         return prepared_base(self.base, self.base_format, quantization_of(self.quantize))
 
     @property
@@ -150,12 +153,12 @@ class ModuleSettings:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, prompt and completion, that may be trained on."""
+        """Number of tokens of the longest possible training row, that is, prompt and completion together."""
         return self.max_prompt_tokens + self.sampling.max_tokens
 
     @property
     def first_micro_batch(self) -> int:
-        """Most tokens of a training pass if no memory plan is made."""
+        """Limit on the tokens of one forward and backward pass that is used if no memory plan chooses one."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property
@@ -165,7 +168,7 @@ class ModuleSettings:
 
     @property
     def of_policy(self) -> dict[str, Any]:
-        """Settings that loading the policy and planning its memory both need, by argument name."""
+        """Settings that loading the policy and planning its memory both take, by argument name."""
         return {
             "dtype": self.compute_dtype,
             "lora": self.lora,

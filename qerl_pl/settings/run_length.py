@@ -22,7 +22,7 @@ def check_run_length(
         max_steps: optimizer steps of the run; -1 if they are not given.
         updates_per_rollout: passes over each rollout.
         mini_batches: optimizer steps per pass.
-        warmup_steps: optimizer steps of the learning rate's warm-up; a warning is given if it is as long as the run.
+        warmup_steps: optimizer steps of the learning rate's warm-up; a warm-up as long as the run gives a warning.
         batch_size: prompts per rollout over all ranks.
         objective: the loss; its covariance penalty is 0 in the first optimizer step of a rollout.
 

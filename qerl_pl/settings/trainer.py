@@ -19,11 +19,11 @@ UNUSABLE = {
     "reload_dataloaders_every_n_epochs": (0, "the loader has no epochs"),
     "barebones": (False, "a run without checkpoints cannot be resumed"),
 }
-"""Maps a setting to the only value that works, and to what to do instead."""
+"""Maps a setting of Lightning's trainer to the only value that works here, and to advice on what to do instead."""
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Refuse settings with which Lightning would fail with a traceback, or nothing would be trained.
+    """Refuse settings with which Lightning would fail with a traceback or train nothing.
 
     Args:
         trainer: settings of the YAML section ``trainer``.
@@ -66,7 +66,7 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Refuse numbers of devices or nodes below 1 and values that are no number of devices.
+    """Refuse values of ``devices`` and ``num_nodes`` that are below 1 or no number.
 
     Raises:
         ValueError: names the setting and the value.

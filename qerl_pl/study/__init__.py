@@ -1,1 +1,2 @@
-"""Studies: a grid of arms and seeds as ordinary runs, and what they say together."""
+"""Studies: train every arm (a named configuration) with every seed, in ordinary runs, and compare the arms
+statistically."""

@@ -17,16 +17,18 @@ from qerl_pl.study.statistics import Comparison, Estimate, compare, holm, interq
 from qerl_pl.study.study_file import Run, Study
 
 Key = tuple[str, int]
-"""Stratum and seed; runs of two arms with equal keys are a pair."""
-TINY_DIFFERENCE = 0.02  # difference in accuracy for which the table shows the required number of seeds
+"""Values of the options that the study pools (the stratum, e.g. a base model), and the seed. Runs of two arms with
+equal keys are a pair."""
+TINY_DIFFERENCE = 0.02  # the table has the number of seeds that would show this difference in accuracy
 
 
 class Group(NamedTuple):
-    """Finished runs of an arm at one point of the grid."""
+    """Finished runs of an arm with one combination of values of the options in the study's grid (a point of the
+    grid)."""
 
     arm: str
     point: str
-    """Values of the grid's options, without the strata."""
+    """Values of the grid's options as text, without the options whose values are pooled (``Analysis.strata``)."""
     runs: dict[Key, dict[str, float]]
     """Readouts."""
     curves: dict[Key, Curves]
@@ -37,7 +39,8 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def strata(self, readout: str) -> list[list[float]]:
-        """Return a measured quantity of these runs, one list per stratum (such as a base model), ordered by seed."""
+        """Return a measured quantity (readout) of these runs, ordered by seed, in one list per value of the options
+        that the study pools, such as a base model."""
         found: dict[str, list[float]] = {}
         for (stratum, _), values in sorted(self.runs.items()):
             if readout in values:
@@ -46,21 +49,21 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Comparison of two groups in one readout."""
+    """Comparison of two arms in one readout, a number that summarises a run."""
 
     one: Group
     other: Group
     readout: str
     comparison: Comparison
     adjusted: float
-    """P-value with Holm's adjustment over all comparisons of this readout."""
+    """P-value with Holm's adjustment over all comparisons in the same readout."""
 
 
 def gather(study: Study) -> list[Group]:
-    """Read every finished run of the study, arm by arm.
+    """Read the finished runs of a study, grouped by arm and point of the grid.
 
     Raises:
-        ValueError: no run is finished, or the event files of one cannot be read.
+        ValueError: no run is finished, or a run's event files cannot be read.
     """
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
@@ -84,7 +87,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def _place(study: Study, run: Run) -> tuple[str, str]:
-    """Return the point of the grid and the stratum of a run."""
+    """Return the values of the grid's options in a run as two texts: those by which runs are compared, and those that
+    are pooled (the stratum)."""
     strata = study.analysis.strata
     parts = ([], [])
     for key, value in run.point.items():
@@ -110,7 +114,8 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
-    """Compute the paired differences, first minus second, by stratum; seeds that only one of them has are left out."""
+    """Compute the differences of a readout in pairs of runs, ``one`` minus ``other``, in one list per stratum; a run
+    whose partner is missing is left out."""
     found: dict[str, list[float]] = {}
     for key in sorted(one.runs.keys() & other.runs.keys()):
         if readout in one.runs[key] and readout in other.runs[key]:
@@ -119,12 +124,12 @@ def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """List the readouts that any run has, in order of first occurrence."""
+    """List the names of readouts (numbers that summarise a run) that any run has, in order of first occurrence."""
     return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
 
 
 def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
-    """Compare in every readout, first in the one that decides the study."""
+    """Compare the study's pairs of arms in every readout; the readout that decides the study comes first."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
 
@@ -134,8 +139,8 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
 
     Args:
         study: the study.
-        groups: result of ``gather``.
-        judged: result of ``all_compared``.
+        groups: finished runs by arm, from ``gather``.
+        judged: comparisons of arms, from ``all_compared``.
     """
     runs = study.runs()
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
@@ -192,9 +197,9 @@ def _comparisons(found: Sequence[Judged]) -> list[str]:
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
-    """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the tables.
+    """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the text of analysis.md.
 
-    surprisal/ARM_POINT.json has the mean sampling entropy of a group's runs per rollout, in nats per token.
+    surprisal/ARM_POINT.json has the sampling entropy per rollout, in nats per token, averaged over the arm's runs.
     """
     judged = all_compared(study, groups)
     text = tables(study, groups, judged)

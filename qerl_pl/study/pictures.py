@@ -1,4 +1,4 @@
-"""Pictures of a study: curves with the spread over seeds, pass@k, and the differences between arms."""
+"""Draw a study's pictures: curves with their spread over seeds, pass@k, and the differences between arms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def draw(study: Study, groups: Sequence[Group], folder: Path) -> list[Path]:
 
 
 def _curves(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """Plot means over seeds, shaded from the lower to the upper quartile."""
+    """Plot reward, accuracy, entropy and gap by rollout: means over seeds, shaded from the lower to the upper
+    quartile."""
     tags = {
         "train/reward": "reward of the rollouts",
         study.analysis.validation: "accuracy on held-out problems",
@@ -59,14 +60,14 @@ def _curves(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
 
 
 def _together(group: Group, tag: str) -> tuple[list[int], np.ndarray]:
-    """Return the steps that every run logged, and their values [runs, steps]."""
+    """Return the steps at which every run of a group logged the scalar ``tag``, and the values [runs, steps]."""
     runs = [dict(zip(c[tag].steps, c[tag].values, strict=True)) for c in group.curves.values() if tag in c]
     steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
     return steps, np.array([[run[step] for step in steps] for run in runs])
 
 
 def _entropy_by_reward(plt: Any, groups: Sequence[Group]) -> Any:
-    """Plot mean entropy against mean reward, one point per step."""
+    """Plot entropy against reward, both means over an arm's seeds, one point per step."""
     figure, axis = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
     for group in groups:
         (steps, reward), (others, entropy) = _together(group, "train/reward"), _together(group, "policy/entropy")
@@ -81,7 +82,8 @@ def _entropy_by_reward(plt: Any, groups: Sequence[Group]) -> Any:
 
 
 def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """Plot the comparisons that decide the study, with their intervals; None if there are none yet."""
+    """Plot the differences of arms in the readout that decides the study, with 95 % intervals; None if no pair of arms
+    has finished runs."""
     found = compared(study, groups, study.analysis.metric)
     if not found:
         return None
@@ -99,7 +101,8 @@ def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
 
 
 def _pass_at_k(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """Plot interquartile means over seeds with their intervals, one panel per evaluation."""
+    """Plot pass@k by k: interquartile means over seeds with 95 % intervals, one line per arm, one panel per
+    evaluation."""
     figure, axes = plt.subplots(
         1, len(study.evaluations), figsize=(5.5 * len(study.evaluations), 4), constrained_layout=True, squeeze=False
     )

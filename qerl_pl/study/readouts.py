@@ -11,7 +11,7 @@ from qerl_pl.study import state
 from qerl_pl.study.study_file import FIT, Run, Study
 from qerl_pl.tools.curves import Curve, read_curves
 
-SURPRISAL = "rollout/surprisal"  # entropy of what is sampled from, noise and temperature included
+SURPRISAL = "rollout/surprisal"  # entropy of the sampling distribution, noise and temperature included
 WINDOW = 5  # rollouts of a running mean
 Curves = dict[str, Curve]
 
@@ -26,10 +26,10 @@ def curves_of(run: Run) -> Curves:
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute the run's readouts by name; a readout whose scalars were not logged is left out.
+    """Compute a run's readouts (numbers that summarise it) by name; one whose scalars were not logged is left out.
 
-    Areas are means over the steps of training. ``analysis.gather`` adds ``entropy at equal reward``, which
-    depends on the other runs.
+    A readout named "area under ..." is the mean of a curve over the steps of training. ``analysis.gather`` adds
+    ``entropy at equal reward``, which depends on the other runs.
     """
     found: dict[str, float] = {}
     validation = study.analysis.validation
@@ -62,7 +62,8 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
-    """Read pass@k of an evaluation by k; empty if it has not been run. With one completion per problem, k is only 1."""
+    """Read pass@k of a run's evaluation by k; empty if the evaluation has not been run. One completion per problem
+    gives k = 1 alone."""
     folders = sorted({path.parent for path in (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")})
     found: dict[int, float] = {}
     for folder in folders:
@@ -76,14 +77,14 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
 
 
 def area(curve: Curve) -> float:
-    """Compute the mean of a curve between its first and last step, by the trapezoidal rule."""
+    """Compute the mean of a curve from its first to its last step, by the trapezoidal rule."""
     if len(curve.steps) == 1:
         return curve.values[0]
     return float(np.trapezoid(curve.values, curve.steps) / (curve.steps[-1] - curve.steps[0]))
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Compute the mean of each value and up to ``window - 1`` previous ones, [N]."""
+    """Compute a running mean of N values: of each value and up to ``window - 1`` values before it, [N]."""
     sums = np.cumsum([0.0, *values])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -91,15 +92,15 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
 
 
 def equal_reward(runs: Sequence[Curves]) -> float | None:
-    """Return the highest smoothed training reward that all runs reached; None if a run has logged no reward."""
+    """Return the highest training reward (running mean) that every run reached; None if a run has logged no reward."""
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
     return min(float(smooth(curves["train/reward"].values).max()) for curves in runs)
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Return the smoothed entropy, in nats per token, at the first step at which the smoothed reward reaches
-    ``reward``.
+    """Return a run's entropy (running mean, nats per token) at the first step at which the running mean of its reward
+    reaches ``reward``.
 
     None if the reward is never reached, or if no entropy was logged.
     """

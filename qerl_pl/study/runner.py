@@ -1,4 +1,4 @@
-"""Run a study: its runs are processes, several at a time, which continue where they were interrupted."""
+"""Execute the runs of a study as processes, several at a time; an interrupted run continues from its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from qerl_pl.study import state
 from qerl_pl.study.study_file import Command, Run, Study, commands_of, program
 
 POLL_SECONDS = 0.2
-STOP_SECONDS = 180.0  # for the running step and its checkpoint, after SIGTERM; then the process is killed
+# after SIGTERM, a process has this time to finish its step and write a checkpoint; then it is killed
+STOP_SECONDS = 180.0
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 SHARE_OF_GPU = 0.92  # that runs may take together
 LOG_LINES = 12  # of a failed command that are shown
@@ -27,7 +28,7 @@ LOG_LINES = 12  # of a failed command that are shown
 
 @dataclass
 class Slot:
-    """Place for one of the runs that are executed at the same time."""
+    """One of the places for runs that are executed at the same time; it has at most one run and one process."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -40,7 +41,7 @@ class Slot:
 
 
 class Outcome(Exception):
-    """The work was stopped before its end; ``status`` is the program's exit status."""
+    """Raised when a study is stopped before its end; ``status`` is the exit status for the program."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -50,7 +51,7 @@ class Outcome(Exception):
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine, ordered so that consecutive slots are on different GPUs.
 
-    A GPU has ``jobs`` or ``study.jobs`` slots; if both are None, as many as its memory and the CPU cores allow.
+    Each GPU has ``jobs`` slots, else ``study.jobs``; if both are None, as many as GPU memory and CPU cores allow.
     """
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
@@ -69,10 +70,10 @@ class Runner:
 
     Args:
         study: the study.
-        runs: the runs for this process; the jobs of a cluster's array have different ones.
-        slots: slots for runs.
+        runs: runs that this process executes; each job of a cluster's job array has other ones.
+        slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
-        words: function that makes a command line of a command.
+        words: function that converts a command to the words of its command line.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Runner:
         self._signal = 0
 
     def work(self) -> None:
-        """Run everything; returns when each run has finished or failed.
+        """Execute all runs; returns when each has finished or failed.
 
         Raises:
-            Outcome: a signal came or the time is up; every process has been stopped at a checkpoint.
+            Outcome: a signal was received, or the time is up; all processes have been stopped at a checkpoint.
         """
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -113,7 +114,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Check whether a slot's process has ended, and if so start the next command of its run or the next run."""
+        """If a slot's process has ended, start the next command (training or evaluation) of its run, or the next
+        run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -129,7 +131,7 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Assign to a slot the first waiting run that no other runner or process works on."""
+        """Assign to a slot the first waiting run that is not locked or being trained by another process."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             lock = state.lock(run)
@@ -155,14 +157,15 @@ class Runner:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which asks the others to stop
+                # a process group of its own, so that Ctrl-C reaches only the runner, which then stops this process
+                start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
         slot.command, slot.started = command.name, time.monotonic()
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int) -> None:
-        """Record how a process ended; a run that failed too often frees its slot."""
+        """Record the exit status of a slot's process; a run that failed ``study.attempts`` times is given up."""
         run, name, seconds = slot.run, slot.command, time.monotonic() - slot.started
         assert run is not None
         slot.process = None
@@ -189,7 +192,7 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> None:
-        """Ask every process to stop at its next checkpoint, wait for it, and raise ``Outcome``."""
+        """Ask the processes of all runs to stop at their next checkpoint, wait for them, and raise ``Outcome``."""
         busy = [slot for slot in self.slots if slot.process is not None]
         for slot in busy:
             assert slot.process is not None
@@ -221,7 +224,8 @@ class Runner:
         print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}", flush=True)
 
     def _seconds_left(self) -> float | None:
-        """Estimate the remaining seconds from the mean duration of each command; None before any command has ended."""
+        """Estimate the study's remaining seconds from the mean duration of each command; None if no command has ended
+        yet."""
         runs = self.study.runs()
         done = [state.seconds_done(run) for run in runs]
         seconds = {
@@ -245,5 +249,5 @@ TIME_IS_UP = 3
 
 
 def _end_with_parent() -> None:
-    """Make Linux send SIGTERM to this new process when the runner dies for any reason."""
+    """Called in a new process: have Linux send it SIGTERM when the runner, its parent, dies for any reason."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

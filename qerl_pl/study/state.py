@@ -1,4 +1,4 @@
-"""State of a run on disk: the commands that succeeded, and whether a runner is working on it."""
+"""Read and write the state of a study's run on disk: commands that succeeded, and a lock while a runner works on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOCK = ".study.lock"
 
 
 def seconds_done(run: Run) -> dict[str, float]:
-    """Return the seconds over all starts of each command that succeeded, by its name."""
+    """Return the seconds that each successful command of a run took over all of its starts, by name of the command."""
     return _read(run).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return the seconds that failed or stopped starts took, by the name of the command."""
+    """Return the seconds that a run's failed or stopped starts took, by name of the command."""
     return _read(run).get("spent", {})
 
 
@@ -52,10 +52,10 @@ def write_files(study: Study, run: Run) -> None:
 
 
 def check_unchanged(study: Study) -> None:
-    """Refuse a study whose settings are no longer those with which some of its runs began.
+    """Refuse a study in which a run would have other settings than those with which it began.
 
     Raises:
-        ValueError: names the file that differs.
+        ValueError: names the configuration file that differs.
     """
     for run in study.runs():
         _check(study, run)
@@ -73,7 +73,8 @@ def _check(study: Study, run: Run) -> None:
 
 
 def lock(run: Run) -> IO[str] | None:
-    """Lock the run until the returned file is closed or this process ends; None if another runner holds the lock."""
+    """Lock a run until the returned file is closed or this process ends; returns None if another process holds the
+    lock."""
     run.folder.mkdir(parents=True, exist_ok=True)
     file = (run.folder / LOCK).open("w")
     try:
@@ -87,7 +88,7 @@ def lock(run: Run) -> IO[str] | None:
 
 
 def log_of(run: Run, command: str) -> Path:
-    """Return the file to which the output of all starts of a command is written."""
+    """Return the path of the log file to which the output of all starts of a run's command is written."""
     return run.folder / "study" / f"{command}.log"
 
 

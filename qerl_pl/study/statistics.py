@@ -1,6 +1,7 @@
-"""Interquartile means, paired differences, and the number of seeds that shows a difference, by scipy.
+"""Compute interquartile means, paired differences, and the number of seeds that shows a difference, with scipy.
 
-Intervals are 95 % bootstrap intervals, stratified if there are strata (arXiv 2108.13264, rliable).
+Intervals are 95 % bootstrap intervals. With several strata (e.g. base models), the bootstrap resamples within each
+(arXiv 2108.13264, rliable).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Paired differences: the first arm minus the second, with equal seeds."""
+    """Statistics of paired differences: a readout of the first arm minus that of the second, of runs with equal
+    seeds."""
 
     difference: Estimate
     p: float
@@ -35,14 +37,15 @@ class Comparison(NamedTuple):
     spread: float
     """Standard deviation of the differences."""
     seen: float
-    """Smallest true difference that this number of pairs detects at a two-sided 5 % level with a power of 80 %."""
+    """Smallest true difference that a two-sided t test at the 5 % level detects with this number of pairs and 80 %
+    power."""
 
 
 def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Estimate the mean of the middle half of all values; the bootstrap resamples within each stratum.
+    """Estimate the interquartile mean (the mean of the middle half) of all values, with a bootstrap interval.
 
     Args:
-        strata: values of each stratum; with a single one this is the ordinary bootstrap.
+        strata: values of each stratum, such as a base model; the bootstrap resamples within each.
     """
 
     def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
@@ -52,7 +55,7 @@ def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
 
 
 def mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Estimate the mean of all values; the bootstrap resamples within each stratum."""
+    """Estimate the mean of all values, with a bootstrap interval that resamples within each stratum."""
 
     def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
         return np.concatenate(samples, axis=axis).mean(axis=axis)
@@ -86,7 +89,7 @@ def compare(strata: Sequence[Sequence[float]]) -> Comparison:
     """Estimate the mean of paired differences, and test whether it is 0.
 
     Args:
-        strata: differences of each stratum.
+        strata: paired differences, one list per stratum (e.g. a base model).
     """
     estimate = mean(strata)
     values = np.concatenate([np.asarray(each, dtype=np.float64) for each in strata] or [np.zeros(0)])
@@ -108,8 +111,8 @@ def compare(strata: Sequence[Sequence[float]]) -> Comparison:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values by Holm's step-down method.
 
-    Rejecting where the adjusted value is at most alpha has a family-wise error rate of at most alpha. NaNs stay, and
-    do not count as tests.
+    Rejecting where the adjusted value is at most alpha has a family-wise error rate of at most alpha. A p-value of NaN
+    stays NaN, and does not count as a test.
     """
     adjusted = [float("nan")] * len(p_values)
     order = sorted((place for place, p in enumerate(p_values) if p == p), key=p_values.__getitem__)
@@ -129,7 +132,8 @@ def power(difference: float, spread: float, num: int) -> float:
 
 
 def smallest_difference(spread: float, num: int) -> float:
-    """Compute the true difference that ``num`` pairs show with a power of 80 %."""
+    """Compute the smallest true difference that a paired t test at the 5 % level on ``num`` pairs detects with a power
+    of 80 %."""
     if spread == 0 or num < 2:
         return 0.0 if spread == 0 else float("nan")
     root: Any = optimize.brentq(lambda size: power(size * spread, spread, num) - POWER, 1e-3, 100)
@@ -137,7 +141,8 @@ def smallest_difference(spread: float, num: int) -> float:
 
 
 def seeds_needed(difference: float, spread: float) -> int | None:
-    """Pairs after which a true difference is seen with 80 % probability; None: more than 10 000."""
+    """Return the number of pairs with which a paired t test at the 5 % level detects a true difference with 80 %
+    probability; None if it is more than 10 000."""
     if spread == 0:
         return 2
     low, high = 1, 2

@@ -1,4 +1,4 @@
-"""The file of a study, and the runs and commands that it defines."""
+"""Read the YAML file of a study, and derive the runs and commands that it defines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Settings of ``--analyse``: comparisons and readouts.
+    """Settings of ``--analyse``: which arms are compared, and in which measured quantities.
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
         validation: name of the scalar that is the accuracy on held-out problems.
-        metric: readout that decides the study; see ``readouts``.
-        strata: options of the grid whose values are pooled instead of compared, e.g. [model.base]: runs are paired by
-            value and seed, and the bootstrap resamples within each value.
+        metric: readout that decides the study, a measured quantity from ``qerl_pl.study.readouts``.
+        strata: options of the grid whose values are pooled, e.g. [model.base]: runs of two arms are paired if they have
+            the same value and seed, and the bootstrap resamples within each value.
     """
 
     comparisons: list[list[str]] | None = None
@@ -41,9 +41,10 @@ class Study:
     """The content of a study's file.
 
     Attributes:
-        output: folder of all runs, their analysis included.
-        arms: the settings of each arm by its name, as in a -c file.
-        seeds: seeds (``seed_everything``); every arm is run with each of them, so that arms can be compared in pairs.
+        output: folder of all runs and their analysis.
+        arms: the compared configurations: settings by name of the arm, as in a -c file.
+        seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
+            in pairs of equal seed.
         config: -c files or shipped names that every run reads first, e.g. [configs/word_problems.yaml].
         settings: further settings of every run, as in a -c file.
         grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
@@ -53,8 +54,8 @@ class Study:
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
         jobs: number of runs at the same time per GPU, or on a machine without one; null: as many as memory and cores
             allow.
-        attempts: number of starts after which a failing run is given up.
-        analysis: see ``Analysis``.
+        attempts: number of failed starts after which a run is given up.
+        analysis: settings of the analysis, see ``Analysis``.
 
     Raises:
         ValueError: a value is out of its range.
@@ -94,13 +95,14 @@ class Study:
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
-        """Pairs of arms, the first of which is compared with the second."""
+        """Pairs of arms that are compared: the difference is the first arm minus the second."""
         first, *others = self.arms
         given = self.analysis.comparisons
         return [(arm, first) for arm in others] if given is None else [(one, other) for one, other in given]
 
     def runs(self) -> list[Run]:
-        """List every run, seed by seed, so that a study that is cut short is complete for its first seeds."""
+        """List all runs ordered by seed, so that a study that ends early has complete comparisons for its first
+        seeds."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         found = []
         for seed, point, arm in itertools.product(self.seeds, points, self.arms):
@@ -120,12 +122,12 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Path of the run's folder, relative to the study's runs."""
+        """Path of the run's folder relative to the folder ``runs`` of the study."""
         return "/".join(self.folder.parts[-3 if self.point else -2 :])
 
 
 class Command(NamedTuple):
-    """Process of a run: its training, or an evaluation of the trained policy."""
+    """A command that is executed for a run: its training, or an evaluation of the trained policy."""
 
     name: str
     arguments: list[str]
@@ -178,7 +180,7 @@ def files_of(study: Study, run: Run) -> dict[Path, str]:
 
 
 def commands_of(study: Study, run: Run) -> list[Command]:
-    """List the commands of a run in order: ``fit``, then each evaluation of the last policy."""
+    """List the commands of a run in order: ``fit``, then the evaluations of the policy in the last checkpoint."""
     written = run.folder / "study"
     files = [*study.config, *(str(written / f"{name}.yaml") for name in ("settings", "arm"))]
     options = ["--seed_everything", str(run.seed)]

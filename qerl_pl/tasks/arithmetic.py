@@ -1,8 +1,8 @@
-"""Generated multi-step arithmetic, "7+5-3+8=?", with worked solutions by a solver that is right or careless.
+"""Generate multi-step arithmetic problems, "7+5-3+8=?", with worked solutions, correct or with careless mistakes.
 
-An expression has 3 or 4 operands from 1 to 9 and a running total that stays in 0..99. A careless step gets the tens
-digit one too high where there is a carry (counted twice) or a borrow (forgotten). Both errors go the same way on
-purpose: were they opposite, two of them could cancel to a right answer, and reinforcement learning would reward them.
+An expression has 3 or 4 operands from 1 to 9 and a running total that stays in 0..99. A careless step has a result that
+is 10 too high, where it has a carry (which is counted twice) or a borrow (which is forgotten). Both mistakes have the
+same sign, so that two of them cannot cancel to a correct answer, which reinforcement learning would reward.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def value(expression: str) -> int:
 
 
 def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -> str:
-    """Worked solution, one line a step: ``<think>7+5=12\\n12-3=9\\n9+8=17</think><answer>17</answer>``.
+    """Write a worked solution, one line per step: ``<think>7+5=12\\n12-3=9\\n9+8=17</think><answer>17</answer>``.
 
     Args:
         expression: e.g. ``7+5-3+8``.
-        careless: asked at each step with a carry or borrow; True gets it wrong, and the work goes on from there.
+        careless: called at each step with a carry or borrow; if it returns True, the result of the step is 10 too high,
+            and the next steps go on from it.
     """
     first, *rest = re.findall(r"[+-]?\d+", expression)
     total, steps = int(first), []
@@ -49,12 +50,13 @@ def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -
 
 
 def is_validation(expression: str) -> bool:
-    """Tell on which side of the split an expression is, as a function of its text, so the two sides never share one."""
+    """Tell by a hash of its text whether an expression belongs to validation, so that training and validation share
+    none."""
     return int(hashlib.sha256(expression.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
 def draw_expression(rng: random.Random, *, validation: bool) -> str:
-    """A random expression of one side of the split; the numbers of operands are equally likely."""
+    """Draw a random expression for validation or for training; each number of operands is equally likely."""
     while True:
         total = rng.randint(1, 9)
         expression = str(total)
@@ -69,10 +71,10 @@ def draw_expression(rng: random.Random, *, validation: bool) -> str:
 
 
 def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
-    """Draw ``num`` different expressions of one side of the split, the same ones for the same seed.
+    """Draw ``num`` distinct expressions for validation or for training, the same ones for the same seed.
 
     Raises:
-        ValueError: there are not that many.
+        ValueError: fewer than ``num`` such expressions exist.
     """
     available = num_expressions(validation=validation)
     if num > available:
@@ -87,7 +89,7 @@ def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
 
 @functools.cache
 def num_expressions(*, validation: bool) -> int:
-    """Count the different expressions on one side of the split."""
+    """Count the distinct expressions that belong to validation, or those that belong to training."""
     return sum(is_validation(expression) == validation for expression in _every_expression())
 
 

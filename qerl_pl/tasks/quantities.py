@@ -1,7 +1,8 @@
-"""Graphs of quantities: which quantity is computed from which, with what numbers. Word problems are made of them.
+"""Draw the graph of quantities that a generated word problem describes: which is computed from which others, and how.
 
-A quantity is given, or computed by one operation from one or two others. Quantities may be used more than once, so the
-graph is a chain, a tree or a general DAG. Similar graphs: iGSM (arXiv 2407.20311), GSM-Infinite (arXiv 2502.05252).
+A quantity is a given number, or computed by one operation from one or two other quantities. A quantity may be used more
+than once, so the graph is a chain, a tree or a general DAG. Similar graphs are those of iGSM (arXiv 2407.20311) and
+GSM-Infinite (arXiv 2502.05252). A graph without its numbers is called a structure.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ OF_ONE: tuple[Kind, ...] = ("plus", "minus", "times", "divided")  # of a quantit
 WEIGHTS: dict[Kind, int] = {"plus": 3, "minus": 3, "times": 2, "divided": 1, "sum": 3, "difference": 2}
 MAX_VALUE = 999
 GIVEN = range(2, 31)
-TERMS = range(2, 21)  # what is added or subtracted
+TERMS = range(2, 21)  # constants that are added or subtracted
 FACTORS = range(2, 5)
-TRIES = 20  # draws of numbers for a structure before it is given up
+TRIES = 20  # draws of random constants for a structure before it is given up
 
 
 class Quantity(NamedTuple):
-    """One node of a graph; ``operands`` are places of earlier nodes, ``constant`` is 0 where the kind has none."""
+    """One node of a graph; ``operands`` are list indices of earlier nodes, ``constant`` is 0 where the kind has
+    none."""
 
     kind: Kind
     operands: tuple[int, ...] = ()
@@ -32,17 +34,20 @@ class Quantity(NamedTuple):
 
 
 def draw_structure(rng: random.Random, num_operations: int) -> list[Quantity]:
-    """A random graph without numbers: exactly so many operations, all of them needed for the last quantity."""
+    """Draw a random graph without numbers, with ``num_operations`` operations, all of them needed for the last
+    quantity."""
     kinds: dict[int, tuple[Kind, tuple[int, ...]]] = {}
-    undefined, num = [0], 1  # 0 is what is asked for; operands are drawn after their users and reversed at the end
+    # node 0 is the one that the problem asks for; operands are drawn after the nodes that use them
+    undefined, num = [0], 1
     for left in range(num_operations, 0, -1):
-        # The newest with probability 1/2: long chains would be rare otherwise.
+        # With probability 1/2 the newest node is expanded next; otherwise long chains would be rare.
         place = undefined.pop(-1 if rng.random() < 0.5 else rng.randrange(len(undefined)))
         kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         operands: list[int] = []
         for _ in range(1 if kind in OF_ONE else 2):
             shared = [other for other in undefined if other not in operands]
-            # An undefined node depends on nothing yet, so using it makes no circle. One node must stay undefined.
+            # A node whose operation is not drawn yet has no operands, so using it as an operand makes no cycle. One
+            # such node must remain for each further operation.
             if shared and rng.random() < 0.25:
                 operands.append(rng.choice(shared))
             else:
@@ -74,14 +79,14 @@ def _operands_first(kinds: dict[int, tuple[Kind, tuple[int, ...]]], num: int) ->
 
 
 def structure_hash(quantities: Sequence[Quantity]) -> str:
-    """Fingerprint of the operations and how they depend on one another: 16 hexadecimal digits.
+    """Hash the operations that the last quantity needs and how they depend on one another: 16 hexadecimal digits.
 
-    Numbers and the order of the quantities and of a sum's operands do not count, and neither does whether an operand
-    that is used twice is one quantity or two of the same structure. So different fingerprints are different structures,
-    however they are told.
+    The hash does not depend on constants, on the order of the quantities or of a sum's operands, or on whether an
+    operand that occurs twice is one quantity or two equal ones. So problems with different hashes differ in more than
+    wording.
 
     Args:
-        quantities: operands first; the last one is asked for, and quantities that it does not need do not count.
+        quantities: nodes of the graph, operands before the nodes that use them; the last one is the one asked for.
     """
     hashes: list[str] = []
     for kind, operands, _ in quantities:
@@ -92,26 +97,26 @@ def structure_hash(quantities: Sequence[Quantity]) -> str:
 
 
 def split_of(structure: str) -> Split:
-    """The set that a structure's problems belong to: of 10 structures 8 train, 1 validates, 1 is for reach."""
+    """Assign a structure to a set by its hash: of 10 structures, 8 go to training, 1 to validation and 1 to the reach
+    set."""
     share = int(hashlib.sha256(f"split/{structure}".encode()).hexdigest(), 16) % 10
     return "validation" if share == 8 else "reach" if share == 9 else "train"
 
 
 def check_split(split: str) -> None:
-    """Refuse a set that does not exist.
+    """Refuse a name that is not "train", "validation" or "reach".
 
     Raises:
-        ValueError: naming those that do.
+        ValueError: lists the known names.
     """
     if split not in get_args(Split):
         raise ValueError(f"split is {split!r}; expected one of {', '.join(get_args(Split))}")
 
 
 def draw_numbers(rng: random.Random, structure: Sequence[Quantity]) -> tuple[list[Quantity], list[int]] | None:
-    """The structure with numbers, and every quantity's value, an integer in 1..MAX_VALUE.
+    """Draw the constants of a structure; returns it with constants, and every quantity's value.
 
-    Returns:
-        None where none of ``TRIES`` draws kept to that.
+    Returns: None if in each of ``TRIES`` draws some value was no integer in 1..MAX_VALUE.
     """
     for _ in range(TRIES):
         quantities: list[Quantity] = []
@@ -129,7 +134,8 @@ def draw_numbers(rng: random.Random, structure: Sequence[Quantity]) -> tuple[lis
 
 
 def draw_number(rng: random.Random, kind: Kind, operands: Sequence[int]) -> tuple[int, int] | None:
-    """A constant for one quantity, and its value; None where no value in 1..MAX_VALUE comes out."""
+    """Draw a quantity's constant; returns it with the quantity's value, or None if that is no integer in
+    1..MAX_VALUE."""
     if kind == "given":
         value = rng.choice(GIVEN)
         return value, value
@@ -146,7 +152,7 @@ def draw_number(rng: random.Random, kind: Kind, operands: Sequence[int]) -> tupl
 
 
 def apply(kind: Kind, operands: Sequence[int], constant: int) -> int:
-    """The value of one quantity."""
+    """Compute the value of one quantity from the values of its operands and its constant."""
     match kind:
         case "given":
             return constant

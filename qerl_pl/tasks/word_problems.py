@@ -3,11 +3,12 @@
     Tom has 5 more marbles than Mia has stamps. Ada has 4 coins. Mia has 7 stamps. How many marbles does Tom have?
     <think>Tom's marbles: 7 + 5 = 12</think><answer>12</answer>
 
-What is asked for depends on a graph of quantities (``quantities.py``). Its statements come in nearly, not quite, the
-order in which they can be computed, and with distractors: quantities that are not needed. Difficulty is the number of
-operations that are. Problems of different sets differ in the structure of the graph and not only in names and numbers.
+The quantity that is asked for is computed through a graph of quantities (``quantities.py``). The sentences that state
+them come in nearly the order in which they can be computed, mixed with distractors: quantities that the answer does not
+need. The difficulty of a problem is the number of operations that its answer needs. Problems of different sets differ
+in the structure of the graph and not only in names and numbers.
 
-Everything is a function of the seed. A change that gives another problem for the same seed raises ``VERSION``.
+The problems are a function of the seed. ``VERSION`` is raised when a change of this file changes the problem of a seed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from qerl_pl.tasks.quantities import (
 VERSION = 1
 MIN_OPERATIONS, MAX_OPERATIONS = 2, 14
 MAX_DISTRACTORS = 3
-DISORDER = 3.0  # places that a statement may move towards the end
-RUN_OF_WORDS = 13  # that two problems must not share, as in GPT-3 (arXiv 2005.14165, appendix C)
+DISORDER = 3.0  # largest number of places by which a sentence may come later than in the computed order
+RUN_OF_WORDS = 13  # words in a row that problems of two sets must not share, as in GPT-3 (arXiv 2005.14165, appendix C)
 
 NAMES = tuple(
     """
@@ -61,19 +62,19 @@ class WordProblem(NamedTuple):
     question: str
     answer: int
     solution: str
-    """``<think>`` with a line per operation, ``</think><answer>`` with the answer ``</answer>``."""
+    """``<think>``, one line per operation, ``</think><answer>``, the answer, ``</answer>``."""
     num_operations: int
     structure: str
-    """``quantities.structure_hash`` of what is needed for the answer."""
+    """Hash of the graph of operations that the answer needs (``quantities.structure_hash``)."""
 
     @property
     def identity(self) -> str:
-        """Names the problem: a hash of its question."""
+        """Hash of the question, sixteen hex digits, that identifies the problem."""
         return hashlib.sha256(self.question.encode()).hexdigest()[:16]
 
 
 def draw_problem(rng: random.Random, *, num_operations: int, split: Split) -> WordProblem:
-    """A random problem of one of the sets."""
+    """Draw a random problem whose structure belongs to the set ``split``."""
     while True:
         structure = draw_structure(rng, num_operations)
         fingerprint = structure_hash(structure)
@@ -103,14 +104,14 @@ def draw_problems(
     operations: tuple[int, int] = (MIN_OPERATIONS, MAX_OPERATIONS),
     avoid: Set[tuple[str, ...]] = frozenset(),
 ) -> list[WordProblem]:
-    """Different problems, equally many of each number of operations; the same ones for the same seed.
+    """Draw distinct problems, equally many of each number of operations; the same ones for the same seed.
 
     Args:
-        num: how many.
-        seed: of the draws.
-        split: which structures they have.
-        operations: fewest and most operations.
-        avoid: runs of RUN_OF_WORDS words that no question may have.
+        num: number of problems.
+        seed: seed of the draws.
+        split: set to whose structures the problems are restricted.
+        operations: fewest and most operations of a problem.
+        avoid: runs of RUN_OF_WORDS words that no question may contain.
 
     Raises:
         ValueError: there is no such split, or the operations are out of range.
@@ -131,17 +132,17 @@ def draw_problems(
 def draw_sets(
     *, seed: int, sizes: dict[Split, int], operations: dict[Split, tuple[int, int]]
 ) -> dict[Split, list[WordProblem]]:
-    """Sets that share no structure and, but for their structure, resemble each other in nothing either.
+    """Draw the training, validation and reach sets, which share no structure and no long run of words.
 
-    A problem that shares 13 words in a row with one of a set before it is not drawn; the training set comes last.
+    The sets are drawn in the order validation, reach, training. A problem is left out if its question has
+    ``RUN_OF_WORDS`` words in a row that occur in the validation or reach set drawn before its own.
 
     Args:
-        seed: of the draws.
-        sizes: of each set, how many problems.
-        operations: of each set, fewest and most operations.
+        seed: seed of the draws.
+        sizes: number of problems of each set.
+        operations: fewest and most operations of a problem, for each set.
 
-    Returns:
-        The sets that ``sizes`` names, by name.
+    Returns: The problems of each set that ``sizes`` names.
     """
     found: dict[Split, list[WordProblem]] = {}
     avoid: set[tuple[str, ...]] = set()
@@ -159,10 +160,10 @@ def draw_sets(
 
 
 def check_operations(operations: Sequence[int]) -> None:
-    """Refuse a range of operations that there are no problems of.
+    """Refuse a range of numbers of operations that is not within MIN_OPERATIONS to MAX_OPERATIONS.
 
     Raises:
-        ValueError: naming the range.
+        ValueError: names the range.
     """
     if len(operations) != 2 or not MIN_OPERATIONS <= operations[0] <= operations[1] <= MAX_OPERATIONS:
         raise ValueError(
@@ -172,7 +173,7 @@ def check_operations(operations: Sequence[int]) -> None:
 
 
 def _add_distractors(rng: random.Random, quantities: list[Quantity], values: list[int]) -> None:
-    """Append up to MAX_DISTRACTORS quantities that are not needed; nothing needed depends on them."""
+    """Append up to MAX_DISTRACTORS quantities on which the answer does not depend, and their values."""
     for _ in range(rng.randint(0, MAX_DISTRACTORS)):
         kind = rng.choice(("given", *OF_ONE))
         operands = (rng.randrange(len(quantities)),) if kind in OF_ONE else ()
@@ -183,13 +184,14 @@ def _add_distractors(rng: random.Random, quantities: list[Quantity], values: lis
 
 
 def _draw_owners(rng: random.Random, num: int) -> list[tuple[str, str]]:
-    """A different (name, item) for each quantity; names and items occur more than once, so both have to be read."""
+    """Draw a distinct pair (person, item) for each quantity; persons and items occur in several pairs, so that a reader
+    has to look at both."""
     names, items = rng.sample(NAMES, num // 2 + 2), rng.sample(ITEMS, 4)
     return rng.sample([(name, item) for name in names for item in items], num)
 
 
 def _draw_order(rng: random.Random, quantities: Sequence[Quantity]) -> list[int]:
-    """Places of the quantities in the order of their statements."""
+    """Draw the order of the sentences; returns the indices of the quantities that they state."""
     left, order = set(range(len(quantities))), list[int]()
     while left:
         ready = [place for place in sorted(left) if not left & set(quantities[place].operands)]
@@ -228,7 +230,8 @@ def _work(
     order: Sequence[int],
     asked: int,
 ) -> str:
-    """A line per operation that is needed: always the first statement of which all operands are known."""
+    """Write one line per operation that the answer needs: each time the first stated quantity whose operands are all
+    known."""
     known = {place for place in range(asked + 1) if quantities[place].kind == "given"}
     waiting, lines = [place for place in order if place <= asked and place not in known], []
     while waiting:

@@ -1,4 +1,5 @@
-"""Talk to the policy of a run and to its base model side by side."""
+"""Chat in the terminal with the trained policy of a run and with its base model, whose answers are printed one after
+the other."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     model = config["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
-    lora = lora_settings(identity)  # the checkpoint's, because config.yaml may have been written by a later start
+    lora = lora_settings(identity)  # taken from the checkpoint, because a later start may have changed config.yaml
     base = prepared_base(model["base"], model["base_format"], quantization_of(model.get("quantize")))
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,11 +132,11 @@ def answer(
     """Sample an answer to a chat and print it token by token.
 
     Args:
-        policy: in evaluation mode.
-        tokenizer: of its base.
-        chat: messages; the last is the user's.
-        adapter: False answers with the base model.
-        temperature: 0 takes the most likely token.
+        policy: the policy, in evaluation mode.
+        tokenizer: tokenizer of the policy's base model.
+        chat: messages of the chat; the last is the user's.
+        adapter: False disables the adapter, so that the base model answers.
+        temperature: sampling temperature; 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
         arguments: further variables of the chat template.
         stop: strings that end an answer.
@@ -174,7 +175,8 @@ class SafeStreamer(TextStreamer):
 
 
 def printable(text: str) -> str:
-    """Replace control characters other than line feed and tab, and characters that change text direction, by ``?``."""
+    """Replace control characters other than line feed and tab, and characters that change the text's direction, by
+    ``?``."""
     return "".join("?" if each in TURNS or _is_control(each) else each for each in text)
 
 

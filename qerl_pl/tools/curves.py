@@ -1,4 +1,4 @@
-"""Read the scalars of a run from its event files, and summarise them."""
+"""Read the logged scalars of a run from its TensorBoard event files, and summarise them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Curve(NamedTuple):
     steps: list[int]
     values: list[float]
     times: list[float]
-    """Wall-clock time of each value, in seconds since the epoch."""
+    """Wall-clock time at which each value of the curve was logged, in seconds since the epoch."""
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run. Where a resumed run logged a step again, the later value counts.
+    """Read all scalars of a run. If a resumed run logged a step a second time, the later value is taken.
 
     Unreadable parts of a damaged or truncated event file are skipped, with a warning on stderr.
 
@@ -77,5 +77,5 @@ def summarize(curves: dict[str, Curve]) -> dict[str, float]:
 
 
 def _at(curve: Curve | None, step: int) -> float:
-    """Return the value at a step, or 0 where nothing was logged."""
+    """Return the value of a curve at a step, or 0 if none was logged there."""
     return dict(zip(curve.steps, curve.values, strict=True)).get(step, 0.0) if curve else 0.0

@@ -27,7 +27,7 @@ PACKAGES = (
     "safetensors",
 )
 EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
-"""Purpose of a package that not everybody needs, and its name."""
+"""Packages that not every configuration needs, by their purpose."""
 
 TESTED = {
     "torch": ("2.11", "2.13"),
@@ -35,11 +35,12 @@ TESTED = {
     "transformers": ("5.17", "5.19"),
     "vllm": ("0.32",),
 }
-"""Versions, by their first two numbers, with which this release was tested and measured."""
+"""Versions of packages with which this release was tested and measured, by their first two numbers."""
 
 
 def main(argv: list[str]) -> int:
-    """Print one line per check; returns 0 if the quickstart, or the given configuration, can run, else 1."""
+    """Run the checks of machine and configuration, and print a line for each; returns 0 if the given configuration (or
+    the quickstart) can run, else 1."""
     parser = argparse.ArgumentParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     _print_patches()
     if options.config:
         print(f"\nfit {' '.join(arguments)}:")
-        # Imported late: it needs all packages, and the checks above have already reported missing ones.
+        # Imported only here, because the import needs all packages; the checks above have reported missing ones.
         failed += _print_checks(
             importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(arguments)
         )
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Collection[str] = ()) -> int:
-    """Print one line per check, with [no] where a required one failed and [--] where another did.
+    """Run checks and print one line per check, with [no] if a required check failed and [--] if an optional one did.
 
     Returns:
         The number of required checks that failed.
@@ -118,7 +119,8 @@ def _package(name: str) -> str:
 
 
 def with_advice(name: str, version: str) -> str:
-    """Return the version, and if this release was never tested with it, a warning that lists the tested versions."""
+    """Return a package's version, with a warning that lists the tested versions if this release was not tested with
+    it."""
     tested = TESTED.get(name)
     if tested is None or ".".join(version.split(".")[:2]) in tested:
         return version

@@ -1,4 +1,5 @@
-"""Check a configuration without training: build it, read the data, score known answers, plan memory."""
+"""Check a training configuration without training: build its objects, read the data, score known answers, plan
+memory."""
 
 from __future__ import annotations
 
@@ -27,16 +28,17 @@ from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
 SCORED = 8
-"""Number of training problems whose known answers are given to the rewards."""
+"""Number of training problems whose known answers are given to the rewards in place of completions."""
 CHECKPOINTS = 4
-"""Number of checkpoint files on the disk at the same time: last, previous, best, and the one being written."""
+"""Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
 
 
 def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], str]]]:
-    """List the checks of ``fit`` with these arguments: name, and a function that returns a finding or raises.
+    """List the checks of the configuration that ``fit`` with these arguments has: a name, and a function that returns a
+    finding or raises.
 
-    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The
-    others need its result, and fail with a pointer to it where it failed.
+    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The other
+    checks need its result; if it failed, they fail with a message that refers to it.
     """
     built: dict[str, QeRLCLI] = {}
 

@@ -10,8 +10,8 @@ from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAt
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
-HEADER = 12  # bytes of a record before its data: the length of the data, and a checksum of that length
-FOOTER = 4  # bytes of a record after its data: a checksum of the data
+HEADER = 12  # bytes of a record before its data: the data's length, and a checksum of the length
+FOOTER = 4  # bytes of a record after its data: the data's checksum
 
 
 class Scalar(NamedTuple):
@@ -21,14 +21,14 @@ class Scalar(NamedTuple):
     step: int
     value: float
     time: float
-    """Wall-clock time at which it was logged, in seconds since the epoch."""
+    """Wall-clock time at which the scalar was logged, in seconds since the epoch."""
 
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
     """Read the scalars of an event file.
 
-    A record with a wrong checksum is skipped. A record whose length is unknown ends the reading, because the next
-    record cannot be found.
+    A record whose data has a wrong checksum is skipped. A record whose length has one ends the reading, because the
+    start of the next record is unknown.
 
     Returns:
         The scalars in the order in which they were written, and the number of bytes that could not be read.

@@ -1,4 +1,4 @@
-"""Export what a run trained: its adapter as a PEFT folder, or the merged model."""
+"""Export the trained policy of a run: the LoRA adapter as a PEFT folder, or base and adapter merged into one model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
-    """Yield a line for each part of an adapter that PEFT loads and vLLM's own LoRA loader leaves out."""
+    """Yield a sentence for each part of an exported adapter that PEFT loads, but vLLM's own LoRA loader ignores."""
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
     config = Path(read_json(output / "adapter_config.json")["base_model_name_or_path"]) / CONFIG
@@ -96,22 +96,23 @@ def _push(folder: Path, name: str) -> int:
 
 
 def _has_vision(base: str) -> bool:
-    """Return whether a base has a vision part, so that the adapter belongs to the copy of its text model."""
+    """Tell whether a base model has a vision part; its adapter then belongs to the copy of the text model that was
+    trained."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
     file = Path(cached) if isinstance(cached, str) else Path(base) / CONFIG
     return file.is_file() and has_vision(read_json(file))
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the adapter's settings, weights and model card to a new folder; after an error nothing is left there.
+    """Write the settings, weights and model card of a run's adapter to a new folder, which is removed after an error.
 
-    A base in a folder is named by its absolute path, so that the export may be moved; a name on a hub is kept
-    unless the run quantised the model, whose quantised folder in the cache is then named.
+    The export names its base model by absolute path, or by the name on a hub; if the run quantised the model itself, by
+    the folder of the quantised model in the cache.
 
     Args:
-        run: folder of a run.
+        run: folder of the run.
         output: folder to create.
-        checkpoint: "last", "best", or a file.
+        checkpoint: "last", "best", or the path of a checkpoint.
 
     Returns:
         The adapter's settings.

@@ -1,4 +1,4 @@
-"""Export a trained policy as one model, in bf16 or in NVFP4, and measure how far it is from what was trained."""
+"""Export a trained policy as one model in bf16 or NVFP4, and measure how far its predictions are from the policy's."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ A model that was trained with reinforcement learning by qerl-pl, with its LoRA a
 
 @dataclass(frozen=True)
 class Drift:
-    """Difference between the trained policy and its export, over the tokens of completions that the run sampled."""
+    """Difference between the predictions of a trained policy and its export, over tokens of completions that the run
+    sampled."""
 
     kl: float
     """Mean over tokens of KL(policy || export), in nats."""
     same_argmax: float
-    """Share of the tokens before which policy and export hold the same token most likely."""
+    """Share of the positions at which policy and export have the same most likely token."""
     num_tokens: int
 
     def __str__(self) -> str:
@@ -69,22 +70,21 @@ class Drift:
 
 
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
-    """Write the policy of a run as a checkpoint that needs no adapter; after an error nothing is left there.
+    """Write the policy of a run as a model that needs no adapter to a new folder, which is removed after an error.
 
-    The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. "nvfp4" quantises this again, by
-    rounding to nearest, so that small updates may be lost: the drift says how much.
+    The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
+    again, by rounding to nearest, so that small updates may be lost; the returned drift measures this.
 
     Args:
-        run: folder of a run.
+        run: folder of the run.
         output: folder to create.
-        form: of the weights.
-        checkpoint: "last", "best", or a file.
+        form: form of the exported weights.
+        checkpoint: "last", "best", or the path of a checkpoint.
 
-    Returns:
-        The drift; None where the run kept no completions to measure it on.
+    Returns: The drift between policy and export; None if the run kept no completions on which it can be measured.
 
     Raises:
-        ValueError: there is no such run or checkpoint, it is not of this base, or ``output`` exists.
+        ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
         OSError: the output cannot be written.
     """
     if output.exists():
@@ -116,7 +116,8 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write a policy's base with its adapter merged into it, in bf16, one file per decoder block."""
+    """Write the base model of a policy with the adapter merged into its weights, in bf16, one file per decoder
+    block."""
     folder.mkdir(parents=True)
     model = policy.causal_lm
     tied, parts = tied_weights(model), dict[str, dict[str, Tensor]]()
@@ -143,7 +144,8 @@ def write_merged(policy: Policy, folder: Path) -> None:
 
 @torch.no_grad()
 def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the model's tensors with the adapter added: weights, biases, norms, buffers."""
+    """Yield name and value of every tensor of the model (weights, biases, norms, buffers), with the adapter added to
+    the weights."""
     adapter = policy.adapter_state()
     norms = policy.norm_weights()
     linears: dict[str, nn.Module] = {
@@ -169,7 +171,8 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions that a run kept: tokens of prompt and completion, and the number of prompt tokens."""
+    """Read the newest completions of a run from its files; returns tokens of prompt and completion, and number of
+    prompt tokens."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -186,12 +189,12 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
-    """Compare a policy with an exported checkpoint on the completions of these rows.
+    """Compare the predictions of a policy and of its exported checkpoint on the tokens of some completions.
 
     Args:
-        policy: in evaluation mode.
-        folder: the exported checkpoint.
-        rows: tokens of prompt and completion, and the number of prompt tokens, as ``sampled_rows`` gives them.
+        policy: the policy, in evaluation mode.
+        folder: folder of the exported checkpoint.
+        rows: tokens of prompt and completion, and number of prompt tokens, from ``sampled_rows``.
     """
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)

@@ -52,9 +52,9 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
     Args:
         checkpoint: checkpoint of the adapter.
         settings: settings of the adapter.
-        base: path or name of the base.
+        base: path or name of the base model.
         folder: name of the export's folder.
-        run: folder of the run, whose curves are the evidence.
+        run: folder of the run, from whose curves the results in the text are taken.
     """
     identity = checkpoint["identity"]
     return CARD.format(
@@ -74,7 +74,8 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
 
 
 def evidence(run: Path) -> str:
-    """Summarise in Markdown what a run measured and what its checks found, over all of its rollouts."""
+    """Summarise in Markdown what a run logged and what its checks (such as the canary) found, over all of its
+    rollouts."""
     try:
         curves = read_curves(run)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Types of command line arguments that name a file to write: what cannot be one is refused before any work is done."""
+"""Argument types for files that a command writes: a path that cannot be written is refused before any work is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def output_file(text: str) -> Path:
-    """Check that a path can be a file's.
+    """Check that a path can be that of a file.
 
     Raises:
         ArgumentTypeError: it is a folder, or one of its parents is a file.

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """Parse the whole configuration of ``fit`` with these arguments without building anything."""
+    """Parse the command-line arguments of ``fit`` to its whole configuration, without building any object."""
     printed = StringIO()
     command_line = list(sys.argv)
     try:
@@ -101,7 +101,7 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Shape of the base that the section ``model`` of a parsed configuration names.
+    """Return the sizes of the base model that the section ``model`` of a parsed configuration names.
 
     Raises:
         ValueError: see ``planned_shape``.
@@ -125,7 +125,7 @@ def card_bytes(gib: float | None) -> int:
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """Reduce a parsed configuration to the settings that decide its memory on one of its GPUs.
+    """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU.
 
     Raises:
         ValueError: a count is out of range, or the engine cannot be built.
@@ -133,7 +133,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     check_counts(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
-    optimizer = model["optimizer"]  # a string where it is an import path without arguments, as the default is
+    optimizer = model["optimizer"]  # the default is an import path without arguments, i.e. a string
     sampling = Sampling(**model["sampling"])
     engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
     return run_memory(
@@ -154,7 +154,8 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Check counts such as numbers of tokens and completions, because nothing that would check them is built here.
+    """Check counts such as numbers of tokens and completions, which are otherwise checked when the module is built,
+    here not.
 
     Raises:
         ValueError: names the setting.
@@ -185,7 +186,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def print_plan(found: Plan, gpu_bytes: int) -> None:
-    """Print the GiB of each part in each phase as a table, and one bar per phase."""
+    """Print a table of the planned GiB by part (e.g. weights) and phase (e.g. rollout), and one bar per phase."""
     table = Table("GiB", *MOMENTS)
     for name, sizes in found.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in MOMENTS))
@@ -201,7 +202,7 @@ def print_plan(found: Plan, gpu_bytes: int) -> None:
 
 
 def print_choices(found: Plan, shape: ModelShape) -> None:
-    """Print the micro-batch, cache size and recomputation that the plan chose or was given."""
+    """Print the micro-batch size, KV-cache size and activation recomputation that the plan chose or was given."""
     run, engine = found.run, found.run.engine
     print(f"model.micro_batch_tokens: {found.micro_batch_tokens}")
     if engine is not None:
@@ -215,7 +216,8 @@ def print_choices(found: Plan, shape: ModelShape) -> None:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print the candidates for gradient_checkpointing: micro-batch, memory, and time per token relative to the best."""
+    """Print the values of gradient_checkpointing with micro-batch, memory, and time per token relative to the
+    fastest."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -228,7 +230,7 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
 
 
 def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """Convert the plan to plain values; sizes are in bytes, except the smallest GPU's, which is in GiB."""
+    """Convert the plan to JSON-serialisable values. Sizes are in bytes, but the smallest sufficient GPU's is in GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),
@@ -245,7 +247,8 @@ def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: in
 
 
 def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
-    """Draw a stacked bar per phase and a line at the GPU's memory into a picture file."""
+    """Draw the planned memory as a picture file: a stacked bar of parts for each phase, and a line at the GPU's
+    memory."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
 """Train a policy from scratch on generated word problems and measure it.
 
-A Qwen2-architecture model with a small tokenizer of its own, in ordinary Hugging Face format, trained on problems with
-worked solutions (docs/word_problems.md). At the end it is sampled from: reinforcement learning has room where pass@1 is
-5 to 20 % and pass@64 above 50 %. The folder holds the policy, pretrain.json (settings and measurements),
-task.yaml (a configuration with the problems that have room) and reach.jsonl (problems that no sample solved). A run
-that was interrupted goes on when the same command is given again.
+The policy is a model of the Qwen2 architecture with a small tokenizer of its own, in Hugging Face format, trained on
+problems with worked solutions (docs/word_problems.md). At the end, its pass rates are measured: reinforcement learning
+has room to improve it on problems with pass@1 of 5 to 20 % and pass@64 above 50 %. The folder holds the policy,
+pretrain.json (settings and measurements), task.yaml (a configuration with the problems that have room) and reach.jsonl
+(problems that no sample solved). Given again after an interruption, the same command continues the training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECORD = "pretrain.json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, make the policy, say what it can do; returns the exit status."""
+    """Parse the command line, train the policy, and print its pass rates; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
         settings = Settings(
@@ -170,7 +170,7 @@ def is_made(output: Path, settings: Settings) -> bool:
 
 
 def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samples: int) -> str:
-    """The measurements as a table, and whether reinforcement learning has room."""
+    """Format the pass rates as a table, and say whether reinforcement learning has room to improve the policy."""
     lines = [f"operations  pass@1  pass@{num_samples}"]
     lines += [f"{each.num_operations:10}  {each.pass_at_1:6.1%}  {each.pass_at_n:6.1%}" for each in measured]
     room = f"pass@1 of {PASS_AT_1[0]:.0%} to {PASS_AT_1[1]:.0%} and pass@{num_samples} above {MIN_PASS_AT_N:.0%}"
@@ -186,7 +186,8 @@ def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samp
 
 
 def task(chosen: Range, reach_operations: tuple[int, int]) -> str:
-    """A configuration of the problems that have room, to go behind configs/word_problems.yaml."""
+    """Return the YAML text of a configuration whose problems leave room for RL; it is given after
+    configs/word_problems.yaml."""
     problems = {"operations": list(chosen.operations), "reach_operations": list(reach_operations)}
     config = {
         "model": {"sampling": {"max_tokens": TOKENS_PER_OPERATION * chosen.operations[1] + 16}},

@@ -22,7 +22,7 @@ from qerl_pl.tasks.word_problems import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line and write the sets; returns the exit status."""
+    """Parse the command line and write the problem sets (training, validation, reach); returns the exit status."""
     parser = argparse.ArgumentParser(prog=called_as("problems"), description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for train, validation and reach .jsonl")
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def record(problem: WordProblem) -> dict[str, object]:
-    """Convert a problem to a row: the columns that ``datamodules.table.Table`` reads, and the problem's structure."""
+    """Convert a word problem to a row with the columns that ``datamodules.table.Table`` reads, and the problem's
+    structure."""
     return {
         "id": problem.identity,
         "question": problem.question,

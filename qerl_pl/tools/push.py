@@ -13,17 +13,17 @@ NOT_ALLOWED = (401, 403)
 
 
 def check_push_name(name: str) -> None:
-    """Refuse a name that the hub cannot have, before anything is exported.
+    """Refuse a repository name that the hub does not allow, before anything is exported.
 
     Raises:
-        ValueError: it is not OWNER/NAME.
+        ValueError: the name is not of the form OWNER/NAME.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"--push is {name!r}; expected OWNER/NAME of a model on the Hugging Face hub")
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder to a model repository on the hub, which is made private if it does not exist.
+    """Upload a folder to a model repository on the hub; a new repository is created private.
 
     Args:
         folder: a finished export, with its model card.

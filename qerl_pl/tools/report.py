@@ -1,4 +1,4 @@
-"""Report on runs from their TensorBoard event files: a table, curves, and an HTML page."""
+"""Report on runs from their TensorBoard event files: a table of results, a picture of curves, and an HTML page."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def serve(runs: Sequence[Path], *, port: int, limit: int) -> None:
 
 
 def print_table(summaries: dict[Path, dict[str, float]]) -> None:
-    """Print the summaries of some runs, one column per run."""
+    """Print a table of the runs' summaries (accuracy, reward, speed, ...), one column per run."""
     table = Table("", *(run.name for run in summaries))
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary):
         table.add_row(name, *(f"{summary[name]:.4g}" if name in summary else "-" for summary in summaries.values()))
@@ -92,7 +92,7 @@ def print_table(summaries: dict[Path, dict[str, float]]) -> None:
 
 
 def draw(curves: dict[Path, dict[str, Curve]], picture: Path) -> None:
-    """Draw the curves into a picture file: one panel per quantity, one line per run."""
+    """Draw the runs' logged curves into a picture file: one panel per quantity, one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")

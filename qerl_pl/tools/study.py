@@ -1,8 +1,9 @@
-"""Run a grid of arms and seeds and compare the results (docs/study.md).
+"""Train every arm (configuration) of a study with every seed, and compare the results (docs/study.md).
 
-Every run is an ordinary `fit` in a folder of its own, with the evaluations that the study asks for. Given again, the
-command goes on: finished runs are recognised and never touched, interrupted ones continue from their checkpoint.
-Exit status: 0 all finished; 1 some failed; 3 the time was up; 128 plus a signal's number.
+Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. Given
+again, the command continues the study: finished runs are not touched, and interrupted ones continue from their
+checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 3 if the time was up; 128 plus the number of a
+signal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Make a small policy with a skill and a bad habit, for the quickstart and for tests.
+"""Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
-A Qwen2-architecture model of 464 000 parameters in ordinary Hugging Face format, with a byte-level tokenizer (any text
-can be encoded) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
-(qerl_pl/tasks/arithmetic.py), so it can do the arithmetic but prefers the careless way. Reinforcement learning can then
-improve it within minutes. Stopping the fine-tuning half-way would not serve: a policy without the skill hardly ever
-earns a reward.
+The policy is a model of the Qwen2 architecture with 464 000 parameters in Hugging Face format, with a byte-level
+tokenizer (which can encode any text) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
+(qerl_pl/tasks/arithmetic.py), so it can compute correctly, but more often repeats the solver's mistakes. Reinforcement
+learning can then improve it within minutes. A policy whose fine-tuning was stopped half-way would not do, because it
+hardly ever earns a reward.
 
 The result depends only on the seed, and the global random states are left unchanged.
 """
@@ -32,23 +32,23 @@ from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
 
-SFT_STEPS = 900  # with 450 the skill is unreliable: on one seed of three, RL stops at an accuracy of 0.77
+SFT_STEPS = 900  # with 450 steps, one policy of three lacks the skill, and RL stops at an accuracy of 0.77
 BATCH_SIZE = 64
-LEARNING_RATE = 2e-3  # with 3e-3 one seed in ten does not learn the skill
+LEARNING_RATE = 2e-3  # with 3e-3, one policy of ten does not learn the arithmetic
 WARMUP_STEPS = 30
-SLIP = 0.6  # probability that the solver is careless in a step with a carry or borrow
+SLIP = 0.6  # probability that the solver makes a mistake in a step with a carry or borrow
 NUM_HELD_OUT = 512
 ACCURACY_RANGE = (0.2, 0.5)
 MIN_SKILL = 0.85
-VOCAB_SIZE = 272  # 256 bytes, 3 control tokens and 4 tags, padded to a multiple of 16
-NUM_THREADS = 2  # more do not help a model of this size
+VOCAB_SIZE = 272  # 256 byte tokens, 3 control tokens and 4 tags, padded to a multiple of 16
+NUM_THREADS = 2  # more threads do not speed up a model of this size
 RECORD = "tiny.json"
 
 END_ID, PAD_ID = 256, 257  # the bytes come first
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, make the policy and print what it can do; returns the exit status."""
+    """Parse the command line, make the policy and print its accuracy and skill; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit."
     )
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Make the policy and write it to a folder; after an error the folder is left as it was.
+    """Train a policy on careless solutions and write it to a folder; after an error the folder is left as it was.
 
     Args:
         output: folder to write; it must be empty or not exist.
@@ -81,10 +81,10 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
         sft_steps: steps of supervised training; 0 leaves the weights random (for tests that need no skill).
 
     Returns:
-        ``seconds``, and if it was trained ``accuracy`` and ``skill`` (see ``measure``).
+        The duration in ``seconds``, and if the policy was trained, its ``accuracy`` and ``skill`` (see ``measure``).
 
     Raises:
-        ValueError: the folder is not empty, or the trained policy lacks the skill or the habit.
+        ValueError: the folder is not empty, or the trained policy's accuracy or skill is out of range (``check``).
     """
     output, started = Path(output), time.perf_counter()
     check_place(output)
@@ -102,7 +102,7 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
 
 
 def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
-    """Tell whether a folder holds a finished policy that was made with these settings."""
+    """Tell whether a folder holds a finished policy that ``make`` wrote with this seed and number of steps."""
     record = output / RECORD
     if not record.is_file() or not all((output / name).is_file() for name in FILES):
         return False
@@ -126,7 +126,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 
 def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, steps: int) -> None:
-    """Train in place on fresh careless demonstrations; the loss covers only the tokens of the solution."""
+    """Train a model in place on newly drawn careless solutions; the loss covers only the solutions' tokens."""
     rng = random.Random(derive_seed(seed, "tiny/demonstrations"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
     model.train()
@@ -148,7 +148,7 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
 
 
 def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Encode chat prompts, each followed by its solution and the end token.
+    """Tokenise chat prompts of expressions, each followed by its solution and the end token.
 
     Returns:
         tokens: [B, S] int64, right-padded.
@@ -171,7 +171,8 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Test for each row whether greedy decoding produces exactly this solution; returns [B] bool.
+    """Test for each of B expressions whether greedy decoding would produce exactly the given solution; returns [B]
+    bool.
 
     One forward pass suffices: greedy decoding produces a text if each of its tokens is the most likely one given the
     tokens before it.
@@ -182,10 +183,10 @@ def reproduces(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
-    """Measure on held-out problems the ``accuracy`` of greedy solutions, and the ``skill``.
+    """Measure on held-out problems a policy's ``accuracy`` with greedy decoding, and its ``skill``.
 
-    The skill is the share of problems whose greedy solution has no error other than the careless ones. A solution that
-    is worded differently from the demonstrations counts as wrong, so both are lower bounds.
+    The skill is the share of problems whose greedy solution has no errors, or only errors that the careless solver
+    makes. A solution in another format than the solver's counts as wrong, so both numbers are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # the first: no step is careless
@@ -196,7 +197,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) ->
     rows = [(expression, text) for expression, options in zip(expressions, texts, strict=True) for text in options]
     written = reproduces(model, tokenizer, [row[0] for row in rows], [row[1] for row in rows])
     right = torch.tensor([text == options[0] for options in texts for text in options])
-    # Greedy decoding produces one text, so it equals at most one of an expression's texts.
+    # Greedy decoding produces one text, so at most one of an expression's possible solutions is produced.
     num = len(expressions)
     return {"accuracy": (written & right).sum().item() / num, "skill": written.sum().item() / num}
 

@@ -1,1 +1,2 @@
-"""The parts of an update: passes over a batch, what the loss takes from all of it, metrics, the optimizer."""
+"""The parts of a policy update: passes over a batch, quantities of the loss that need all of it, metrics, the
+optimizer."""

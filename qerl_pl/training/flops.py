@@ -1,4 +1,4 @@
-"""Floating-point operations of a training pass, and what a GPU could do at most: model FLOPs utilisation (MFU)."""
+"""Count the floating-point operations of a training pass and of a GPU's peak, for the model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ PEAK_BF16 = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Dense bf16 operations per second with fp32 sums, by what the name of a GPU contains (NVIDIA's data sheets)."""
+"""Peak dense bf16 operations per second, accumulated in fp32, by a part of the GPU's name (NVIDIA's data sheets)."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations per second of a GPU; None where they are not known.
+    """Look up the peak of a GPU in dense bf16 operations per second; None if it is not known.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it. The longest name of the table that it contains counts.
+        device_name: name of the GPU from ``torch.cuda.get_device_name``; the longest entry of ``PEAK_BF16`` whose words
+            are all in it is taken.
     """
     words = device_name.replace("-", " ").split()
     known = [name for name in PEAK_BF16 if all(word in words for word in name.split())]
@@ -43,16 +44,16 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model that decide how many operations a token costs."""
+    """Sizes of a model that decide how many floating-point operations a token costs."""
 
     frozen: int
-    """Weights of the linears of all blocks, without the adapter."""
+    """Number of weights of the linears in all decoder blocks, without the adapter."""
     adapter: int
     """Parameters of the adapter's matrices."""
     head: int
-    """Weights of the output head, which only sampled tokens pass."""
+    """Number of weights of the output head, which is computed for sampled tokens only."""
     attention: int
-    """Heads times the dimension of a head, summed over the layers."""
+    """Number of attention heads times the dimension of a head, summed over the layers."""
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
@@ -70,18 +71,18 @@ class ModelSize:
 
 
 def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Tensor | None = None) -> float:
-    """Count the operations of one forward and backward pass; recomputation in backward is not counted.
+    """Count the floating-point operations of one forward and backward pass, without the recomputation in backward.
 
     A frozen weight costs 2 operations per token forward and 2 backward (no gradient of its own), a trained one 2 and 4.
     Attention of a row of S tokens costs 2 S^2 operations per layer and unit of width forward (causal: half of the
     products), twice that backward.
 
     Args:
-        size: of the policy.
-        lengths: [B] tokens of each row.
-        sampled: [B] tokens of each row whose log-probability is computed.
-        reused: [B] tokens of each row, its first ones, that are computed for another row (shared prompts); None means
-            none.
+        size: sizes of the policy's model.
+        lengths: [B] number of tokens of each row.
+        sampled: [B] number of tokens of each row whose log-probability is computed.
+        reused: [B] number of first tokens of each row that are computed once for several rows (shared prompts); None:
+            0.
     """
     reused = torch.zeros_like(lengths) if reused is None else reused
     tokens, scored = float((lengths - reused).sum()), float(sampled.sum())

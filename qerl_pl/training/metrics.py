@@ -1,4 +1,4 @@
-"""Metrics of the updates on a batch, over the rows of all ranks; a metric that was not measured is absent."""
+"""Compute metrics of the updates on a batch over the rows of all ranks; a metric that was not measured is left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_TOKEN = {
 
 
 class EffectiveShare(Metric):
-    """Effective sample size of the importance weights of all ranks, as a share of their number."""
+    """Effective sample size of the importance weights of all ranks, divided by the number of weights."""
 
     full_state_update = False
     sums: Tensor
@@ -34,7 +34,8 @@ class EffectiveShare(Metric):
         self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
-        """Add the sums [] over some tokens or sequences: their number, their weights, their squared weights."""
+        """Add a batch: the number of its units (tokens or sequences), the sum of their weights and of the squared
+        weights, []."""
         self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
 
     def compute(self) -> Tensor:
@@ -51,18 +52,18 @@ def update_metrics(
     num_steps: int,
     reference: bool,
 ) -> dict[str, Tensor]:
-    """Average the sums of all updates per token.
+    """Convert sums over all updates on a batch to means per token.
 
     The surrogate is averaged over the tokens that carry the policy loss, the KL to the base over all tokens in the
     loss.
 
     Args:
-        totals: sums over all updates by name; sums of the loss are missing where this rank had no row in it.
-        num_tokens: [] tokens in the loss, of rows with a gradient.
-        num_kept: [] number of those that carry the policy loss.
+        totals: sums over all updates by name; sums of the loss are missing if this rank had no row in the loss.
+        num_tokens: [] number of tokens in the loss, of rows with a gradient.
+        num_kept: [] number of these tokens that have a policy loss.
         num_updates: epochs over the batch.
         num_steps: optimizer steps.
-        reference: whether the KL to the base was measured.
+        reference: whether the KL to the base model was measured.
     """
     zero = torch.zeros_like(num_tokens)
     per_step = totals.get("loss", zero) / num_steps  # its divisors already average over ranks
@@ -77,7 +78,8 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
-    """Return shares of clipped and rejected tokens and the effective sample size; empty without a correction."""
+    """Return metrics of the importance weights: shares of bounded and of rejected ones, effective sample size. Empty if
+    trainer and sampler are not corrected."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -93,12 +95,13 @@ def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
 
 
 def gap() -> Pooled:
-    """Create the metric of log(trainer / sampler) per token, or of a part of it (``objective.correction.mismatch``)."""
+    """Create a metric that pools log(trainer / sampler) over ranks and computes ``objective.correction.mismatch`` of
+    it."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return the statistics of ``gap`` over the sampled tokens before the first update."""
+    """Return the statistics of log(trainer / sampler) over the sampled tokens, before the first update on the batch."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     found = over_ranks(gap(), log_ratio)
     return {f"gap/{name}": value for name, value in found.items()}

@@ -1,4 +1,5 @@
-"""The optimizer's parameter groups, the learning-rate schedule, and gradient clipping over ranks."""
+"""Build the optimizer's parameter groups and the learning-rate schedule, and clip gradients that are averaged over
+ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
     """Build the optimizer over ``parameter_groups``.
 
     Raises:
-        ValueError: it refuses its settings, such as a negative learning rate.
+        ValueError: the optimizer refuses its settings, such as a negative learning rate.
     """
     try:
         return build(parameter_groups(parameters))
@@ -36,7 +37,7 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
     Norm weights and biases have no weight decay: it pulls towards 0, and the neutral value of a norm weight is near 1.
 
     Args:
-        parameters: of the policy; those without requires_grad are left out.
+        parameters: parameters of the policy; those without requires_grad are left out.
 
     Returns:
         The matrices; then, if there are any, the vectors with weight_decay 0.
@@ -53,7 +54,7 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
     Args:
         saved: the optimizer states of a Lightning checkpoint: one, or none.
-        groups: from ``parameter_groups``.
+        groups: parameter groups of the new optimizer, from ``parameter_groups``.
 
     Raises:
         ValueError: the groups differ in their numbers of parameters.
@@ -78,7 +79,7 @@ def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: 
         step: optimizer steps taken before this one.
         schedule: after the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at total_steps.
         warmup_steps: length of the warm-up.
-        total_steps: of the run.
+        total_steps: optimizer steps of the whole run.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -89,14 +90,15 @@ def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: 
 
 
 def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """Create a scheduler that applies ``lr_factor`` to every parameter group."""
+    """Create the learning-rate scheduler that multiplies the rate of every parameter group by ``lr_factor``."""
     return LambdaLR(
         optimizer, partial(lr_factor, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
     )
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the settings of each parameter group; the learning rate is the initial one, before the schedule."""
+    """Copy the settings of each of an optimizer's parameter groups; the learning rate is that before the schedule's
+    factor."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
@@ -104,12 +106,12 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Restore an optimizer's settings after loading a checkpoint replaced them, and log every difference.
+    """Restore an optimizer's settings (e.g. betas) after a checkpoint was loaded over them, and log every difference.
 
     Args:
-        optimizer: with the checkpoint's settings.
-        scheduler: at the checkpoint's step.
-        settings: from ``group_settings`` before the checkpoint was loaded.
+        optimizer: optimizer with the checkpoint's settings.
+        scheduler: learning-rate scheduler at the checkpoint's step.
+        settings: result of ``group_settings`` before the checkpoint was loaded.
     """
     changed = {}
     groups = optimizer.param_groups

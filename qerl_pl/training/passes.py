@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Part:
-    """One micro-batch: some rows of a batch, cut to the longest of them (R rows of width tokens)."""
+    """One micro-batch: R rows of a batch, cut to the length of the longest of them (``width`` tokens)."""
 
     def __init__(self, experience: Experience, rows: Tensor) -> None:
         self.rows = rows
@@ -39,9 +39,9 @@ class Batch:
     """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies.
 
     Args:
-        policy: in training mode.
-        experience: B rows.
-        temperature: of sampling; the trainer's logits are divided by it too.
+        policy: the policy, in training mode.
+        experience: B rows (prompt and completion).
+        temperature: sampling temperature; the trainer's logits are divided by it too.
         micro_batch_tokens: most tokens in one pass; a longer row is a pass by itself.
     """
 
@@ -53,25 +53,29 @@ class Batch:
         self.budget = MicroBatchBudget(micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats of the trainer before its first update; 0 where nothing was sampled or not yet computed."""
+        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 at prompts, padding and until
+        computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, entropies before the first update; 0 where nothing was sampled or not yet computed."""
+        """[B, S] fp32 nats, the policy's entropies before the first update; 0 at prompts, padding and until
+        computed."""
         self.reference: Tensor | None = None
-        """[B, S] fp32 nats of the base model, or None if they are not needed."""
+        """[B, S] fp32 nats, the base model's log-probabilities, or None if they are not needed."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """Call ``work(most tokens per pass)``; after running out of memory, call it again with less.
+        """Call ``work`` with the most tokens per pass; if GPU memory runs out, call it again with fewer tokens per
+        pass.
 
         Args:
-            work: may run out of memory.
-            with_gradient: it has a backward pass, so that more recomputation may help.
+            work: function that may run out of GPU memory.
+            with_gradient: whether ``work`` has a backward pass, so that more recomputation may help.
         """
         longest = int(self.experience.lengths.max())
         more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split some of the rows into micro-batches, in which equal prompts count once where the policy shares them."""
+        """Split some rows into micro-batches of at most ``max_tokens``; where the policy computes equal prompts only
+        once, their tokens count once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
@@ -84,11 +88,13 @@ class Batch:
             yield Part(self.experience, rows[chunk.to(rows.device)])
 
     def score(self, rows: Tensor) -> None:
-        """Compute log-probabilities and entropies of some rows without gradient and store them."""
+        """Compute log-probabilities and entropies of some rows without gradient; store them in ``old`` and
+        ``entropy``."""
         self._evaluate(rows, self.old, self.entropy)
 
     def score_reference(self) -> None:
-        """Compute the log-probabilities of the base model (adapter disabled) and store them."""
+        """Compute the base model's log-probabilities of all rows (adapter disabled), and store them in
+        ``reference``."""
         self.reference = torch.zeros_like(self.old)
         with self.policy.model.disable_adapter():
             self._evaluate(self.rows, self.reference)

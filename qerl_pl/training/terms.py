@@ -1,4 +1,4 @@
-"""Quantities of the loss that need the whole batch, over all micro-batches and ranks, before the first gradient."""
+"""Compute what the loss needs from the whole batch (all micro-batches and ranks) before the first backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl_pl.training.passes import Batch
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Masks and divisors of B rows on this rank, in M mini-batches."""
+    """Masks and divisors of the loss for the B rows of this rank, in M mini-batches."""
 
     mini_batch: Tensor
     """[B] int64, the mini-batch of each row."""
@@ -26,29 +26,29 @@ class BatchTerms:
     counted: Tensor
     """[B, S] bool, tokens over which the policy loss is averaged."""
     divisors: Tensor
-    """[M] divisors of the KL and entropy terms, over all ranks."""
+    """[M] divisors of the KL and entropy terms of each mini-batch, counted over all ranks."""
     policy_divisors: Tensor
     """[M] divisors of the policy loss, over all ranks."""
     penalized: Tensor | None
-    """[B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None where no token has one."""
+    """[B, S] bool, tokens with a KL penalty to the policy before the update (KL-Cov); None if no token has one."""
     held_back_share: Tensor | None
-    """[] share of the tokens of all ranks that covariance control restrains; None without such control."""
+    """[] share of the tokens of all ranks that covariance control (Clip-Cov, KL-Cov) restrains; None without it."""
     mean_entropy: float | None
-    """Entropy in nats per token in the loss, over all ranks; None where nothing depends on it."""
+    """Mean entropy of the tokens in the loss, in nats, over all ranks; None if the objective does not depend on it."""
 
 
 def batch_terms(
     batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
 ) -> BatchTerms:
-    """Compute the terms. Collective: every rank calls it with the same settings and its own rows.
+    """Compute masks and divisors of a batch. Collective: every rank calls it with the same settings and its own rows.
 
     Args:
-        batch: with log-probabilities and entropies, if the objective needs them before the first update.
-        objective: the loss.
+        batch: the batch, with old log-probabilities and entropies if the objective needs them before the first update.
+        objective: settings of the loss.
         group_size: completions per prompt.
-        num_mini_batches: optimizer steps per epoch, which share the rows.
+        num_mini_batches: optimizer steps per epoch over the batch.
         max_tokens: limit on the completion length during sampling.
-        seed: of the random choices on this batch; the same on all ranks.
+        seed: seed of the random choices on this batch; the same on all ranks.
     """
     experience = batch.experience
     kept = counted = experience.mask
@@ -72,7 +72,7 @@ def batch_terms(
         for mask in (experience.mask, counted)
         for index in range(num_mini_batches)
     ]
-    # The mean over ranks and not the sum, because the gradients are averaged over ranks too.
+    # Divisors are averaged over ranks and not summed, because the gradients are averaged over ranks too.
     divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
     mean_entropy = None
     if objective.entropy_control is not None:
@@ -83,7 +83,8 @@ def batch_terms(
 
 
 def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Choose the tokens that covariance control restrains: [B, S] bool, and their share of all tokens. Collective."""
+    """Choose the tokens that covariance control restrains, [B, S] bool; returns them and their share of all tokens.
+    Collective."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
     logprobs = batch.old[mask].double()
     per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
@@ -100,7 +101,8 @@ def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed
 
 
 def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
-    """Draw a number in [0, 1) for each sampled token: [B, S] fp64, a function of its position in the global batch."""
+    """Draw a number in [0, 1) for each sampled token, [B, S] fp64, that depends only on the seed and the token's
+    position in the global batch."""
     sampled = batch.experience.sampled
     draws = torch.zeros(sampled.shape, dtype=torch.float64)
     for row, tokens in enumerate(sampled.cpu()):
@@ -113,7 +115,7 @@ def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
-    """Assign a mini-batch to each group of this rank: [groups] int64. Collective.
+    """Assign a mini-batch to each group (the completions of a prompt) of this rank: [groups] int64. Collective.
 
     Mini-batches consist of whole groups in the order of the global batch. Rank r of W holds its groups r, r + W, ...,
     so the groups of a mini-batch do not depend on W. Dynamic sampling may leave fewer groups and smaller mini-batches.

@@ -1,4 +1,5 @@
-"""Rollout engine by vLLM, behind the protocol of ``qerl_pl.rollout.base``; no other package imports vLLM."""
+"""Rollout engine that samples with vLLM and implements the protocol of ``qerl_pl.rollout.base``; no other package
+imports vLLM."""
 
 from qerl_pl.rollout.vllm.engine import VLLMEngine
 

@@ -1,6 +1,6 @@
 """Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and faster adapters.
 
-Only vLLM and ``plugin`` import this module, on a CPU.
+On a CPU, vLLM and ``plugin`` import this module; nothing else does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
 
 
 class NVFP4Config(CompressedTensorsConfig):
-    """Configuration of vLLM for compressed-tensors checkpoints that adds NVFP4 weights with 16-bit activations."""
+    """Configuration class of vLLM for compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit
+    activations."""
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
-        """Return the scheme by which a linear is stored and computed; None if it is not quantised."""
+        """Return the object that stores and computes a linear (vLLM's scheme); None if the linear is not quantised."""
         found = self.get_scheme_dict(layer, layer_name) or {}
         if found.get("format") == "nvfp4-pack-quantized" and found["input_activations"] is None:
             return NVFP4Scheme()
@@ -31,10 +32,11 @@ class NVFP4Config(CompressedTensorsConfig):
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """Scheme that dequantises an NVFP4 linear, or several fused along N (q/k/v, gate/up), when it is loaded.
+    """Scheme of vLLM that dequantises an NVFP4 linear, or several that are fused along N (q/k/v, gate/up), when it is
+    loaded.
 
-    The dense weight takes more memory. Unpacking it in every call instead was measured to be 2 to 8 times slower, most
-    with few tokens; a block of hidden size 128 took 3.0 ms instead of 1.2 ms with 256 tokens.
+    The dense weight takes more memory than a packed one, but dequantising in every call was measured to be 2 to 8 times
+    slower, most with few tokens; a block of hidden size 128 took 3.0 ms instead of 1.2 ms with 256 tokens.
     """
 
     @classmethod
@@ -51,7 +53,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Create the parameters, with the checkpoint's names, that vLLM's loader fills."""
+        """Create the parameters of a packed linear, named as in the checkpoint, which vLLM's loader fills."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -65,7 +67,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Dequantise each part of a fused linear with its own global scale; vLLM's kernels use the largest for all."""
+        """Dequantise each part of a fused linear with its own tensor scale; vLLM's GPU kernels would use the largest
+        one for all parts."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -82,8 +85,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
 class OneAdapterKernels(PunicaWrapperCPU):
     """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens.
 
-    vLLM's own kernels gather a copy of A and B per token. Tokens of requests without the adapter keep their y; with
-    vLLM 0.32's own kernels on a CPU they get the adapter as well.
+    vLLM's own CPU kernels gather a copy of A and B per token, which is slower. Here, y does not change for tokens of
+    requests without the adapter; vLLM 0.32's own kernels on a CPU add the adapter to these too.
     """
 
     def add_lora_linear(
@@ -117,6 +120,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create ``OneAdapterKernels`` for one adapter slot, and vLLM's own kernels for more slots."""
+    """Create the object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
+    class if it has more."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

@@ -1,4 +1,4 @@
-"""Faster adapter kernels for vLLM's CUDA platform, for the case of a single adapter.
+"""Faster LoRA kernels for vLLM's CUDA platform, for the case that it has a single adapter.
 
 Only vLLM, ``plugin`` and other modules of this package that run on CUDA import this module.
 """
@@ -20,11 +20,12 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operators exist as long as this
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """Adapter kernels for one adapter slot: y += x A^T B^T by ``qerl_pl.kernels.lora``; all else is vLLM's class.
+    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``, and everything else
+    by vLLM's class.
 
     Before every forward pass vLLM writes an adapter index for each token, by which the kernels tell tokens with the
     adapter from tokens without it; one CUDA graph therefore serves both kinds of requests. vLLM has separate graphs for
-    passes without any adapter, from which the flag ``no_lora`` leaves the kernels out.
+    passes without any adapter; while these are captured, the flag ``no_lora`` is True and no LoRA kernel is launched.
     """
 
     def add_lora_linear(
@@ -45,20 +46,20 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             lora_a_stacked: one [1, 1, R, K] for each slice of N.
             lora_b_stacked: one [1, 1, n, R] for each slice of N, which include LoRA's scaling.
             scale: must be 1.
-            output_slices: not used; the sizes are those of B.
+            output_slices: not used; the sizes n are taken from B.
         """
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, lora_a_stacked, lora_b_stacked, *self.tokens)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Adapter index per token, [max T] int64, -1 without the adapter; and a flag, [1] bool on the host, that is
-        True if no token has the adapter."""
+        """Adapter index of each token, [max T] int64, which is -1 for tokens without the adapter; and a flag, [1] bool
+        on the host, that is True if no token has the adapter."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that is opaque to torch.compile.
+    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that torch.compile does not look into.
 
     ``no_lora`` is a tensor, because a Python bool would become a constant of the compiled graph.
     """
@@ -70,7 +71,7 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the kernels that a linear's adapter may need, which during a rollout would take seconds.
+    """Compile the Triton kernels that a linear's adapter may need, so that this does not take seconds during a rollout.
 
     Args:
         a: one [1, 1, R, K] for each slice.
@@ -89,12 +90,13 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create ``OneAdapterKernels`` for one adapter slot, and vLLM's own kernels for more slots."""
+    """Create the object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
+    class if it has more."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
-    """Return the matrices of the only adapter slot, one per slice of N."""
+    """Return, for each slice of N, the matrix that is in the only adapter slot."""
     return [matrix[0, 0] for matrix in stacked]

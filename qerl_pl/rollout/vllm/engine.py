@@ -1,4 +1,4 @@
-"""Rollout engine by vLLM in the trainer's process; adapter and noise are written into vLLM's memory in place."""
+"""Rollout engine that runs vLLM in the trainer's process and writes adapter and noise into vLLM's memory in place."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class VLLMEngine:
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
     arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception, unless ``deterministic``
-    is set: Humming's kernels add partial sums in no fixed order, so if two tokens are about equally likely, a repeated
-    call may sample the other.
+    is set: Humming's kernels add partial sums in no fixed order, so a repeated call may sample another token where two
+    tokens are about equally likely.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -55,7 +55,7 @@ class VLLMEngine:
         max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
         block_size: tokens per block of the KV cache; None means vLLM's default.
-        enable_prefix_caching: share the KV cache of a prompt among its completions.
+        enable_prefix_caching: share the KV cache of a prompt among its completions; no effect with recurrent layers.
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: the weights as well, which
             are kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
@@ -106,7 +106,7 @@ class VLLMEngine:
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
-        """Seconds of the last start by phase: imports, vLLM, adapter (its slots and kernels)."""
+        """Seconds that the last start took by phase: imports, vLLM, adapter (reserve slots, compile kernels)."""
         self._fp32_norms = self._fp32_head = True  # benchmarks measure what they cost
         self._llm: LLM | None = None
         self._asleep = False
@@ -129,8 +129,8 @@ class VLLMEngine:
         """Load vLLM with the policy's base and adapter.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; ``deterministic`` cannot
-                hold.
+            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot
+                be guaranteed.
         """
         if self._llm is not None:
             return
@@ -164,7 +164,7 @@ class VLLMEngine:
         setup.log_started(self.start_s)
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Copy the norm weights of the base, reserve the adapter's slots and compile the adapter's kernels."""
+        """Copy the base's norm weights, reserve vLLM's slots for the adapter and compile the adapter's kernels."""
         setup.log_kernels(self._call(worker.linear_kernels))
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
@@ -180,11 +180,11 @@ class VLLMEngine:
         """Sample completions as ``RolloutEngine.generate`` describes.
 
         Raises:
-            ValueError: for bad prompts, as in the protocol, or for a temperature that vLLM does not support.
+            ValueError: a prompt is refused, as in the protocol, or vLLM does not support the temperature.
         """
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
-        if sampling.stop:  # vLLM searches the text, and has no tokenizer by itself (skip_tokenizer_init)
+        if sampling.stop:  # needed to search the text; skip_tokenizer_init leaves vLLM without
             self._running().llm_engine.output_processor.tokenizer = tokenizer_of(self._policy.base)
         copies = sampling.num_completions
         params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
@@ -195,7 +195,8 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Score sequences: vLLM scores all tokens but the last as a prompt, and the last as a token to sample."""
+        """Score sequences as the protocol describes. vLLM gets all tokens but the last as a prompt, and the last as a
+        candidate for the first sampled token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -219,7 +220,7 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Write norm weights with noise, and count the norms that hold them when they are read back."""
+        """Write norm weights with noise into vLLM's model, read them back, and count the norms that have noise."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -229,7 +230,7 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norms that vLLM holds; raises if its base is not the trainer's."""
+        """Compute checksums of adapter and norms in vLLM, and check that its base equals the trainer's."""
         known = self._policy.adapter_state() if self._running() else {}
         self._call(worker.check_base, self._policy.packed_linears())
         slots = self._call(worker.read_adapter, self._policy.peft_config.r)
@@ -237,7 +238,7 @@ class VLLMEngine:
         return checksums(held | self._call(worker.live_norms))
 
     def sleep(self) -> None:
-        """Free the GPU memory that ``sleep_level`` names; on a CPU nothing is freed."""
+        """Free the GPU memory that the setting ``sleep_level`` describes; on a CPU nothing is freed."""
         if self._asleep:
             return
         llm = self._running()

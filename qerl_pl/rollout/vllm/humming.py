@@ -1,8 +1,9 @@
 """Faster tile sizes for decoding with Humming's GEMM kernels, which vLLM uses for NVFP4 weights on Hopper.
 
-Humming chooses tile sizes by a rule. Other tiles were measured to be faster in two cases (`docs/performance.md`, by
-`tests/bench/bench_schedules.py`): wider and deeper ones for few tokens and a wide linear, such as the fused gate and up
-projections, and smaller ones for many tokens and a narrow linear.
+Humming chooses tile sizes by a fixed rule. Other tile sizes were measured to be faster in two cases
+(`docs/performance.md`, by `tests/bench/bench_schedules.py`): tiles with more outputs and inputs for few tokens and a
+linear with many outputs, such as the fused gate and up projections; and smaller tiles for many tokens and a linear with
+few outputs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 
 HOPPER = 90  # compute capability 9.0, as Humming encodes it
 WIDE, FEW, MANY = 16384, 32, 256
-LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that the rule chooses from 129 tokens on
+LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that Humming's rule gives from 129 tokens on
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
-    """Replace Humming's schedule of a 4-bit linear with 16-bit activations by a faster one, if one is known.
+    """Replace the schedule that Humming chose for a 4-bit linear with 16-bit activations by a faster one, if one is
+    known.
 
     Args:
         config: schedule that Humming's rule chose; its ``block_shape`` and ``warp_shape`` are (tokens, outputs,
@@ -36,7 +38,8 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
     if tokens <= FEW and outputs >= WIDE and outputs % 256 == inputs % 128 == 0:
         blocks = {"block_shape": (block_tokens, 256, 128), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 1}
     elif tokens <= MANY and inputs <= outputs < WIDE and tuple(config["block_shape"]) == LARGEST:
-        # Smaller tiles, two thread blocks per SM: with large tiles q/k/v and o_proj have too few thread blocks.
+        # Use smaller tiles and two thread blocks per SM, because with large tiles q/k/v and o_proj have too few thread
+        # blocks to fill the GPU.
         blocks = {"block_shape": (block_tokens, 128, 64), "warp_shape": (block_tokens, 32, 64), "num_ctas_per_sm": 2}
     else:
         blocks = {}
@@ -46,12 +49,13 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
 def without_served(
     schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], object]
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """Remove the schedules for numbers of tokens that another kernel computes; extend the remaining ones to them.
+    """Remove Humming's schedules for numbers of tokens that another kernel computes, and extend the ranges of the
+    remaining schedules to close the gaps.
 
     Args:
-        schedules: (first, last, schedule) of a linear: the schedule is for more than ``first`` and at most ``last``
-            tokens.
-        is_served: whether another kernel computes the linear for a number of tokens.
+        schedules: tuples (first, last, schedule) for one linear: the schedule is for more than ``first`` and at most
+            ``last`` tokens.
+        is_served: function that says whether another kernel computes the linear for a number of tokens.
 
     Returns:
         The remaining schedules, whose ranges have no gaps.
@@ -65,7 +69,7 @@ def without_served(
 
 
 def schedules_on(rule: Any) -> type:
-    """Derive a class from Humming's rule for tile sizes of dense linears that applies ``decoding_schedule``."""
+    """Derive, from Humming's class with the rule for tile sizes, a class that also applies ``decoding_schedule``."""
 
     class Schedules(rule):
         @classmethod

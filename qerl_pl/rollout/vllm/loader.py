@@ -1,7 +1,8 @@
-"""Model loader for vLLM: the weights of blocks come from the checkpoint, embeddings are shared with the trainer.
+"""Model loader for vLLM: the weights of decoder blocks are read from the checkpoint, and embeddings are shared with the
+trainer.
 
-If vLLM has no kernels for the base's format, it gets the blocks' linears dequantised from the trainer's packed linears.
-This module imports vLLM, so it is imported only when the engine starts.
+If vLLM has no kernels for the base's 4-bit format, the loader dequantises the trainer's packed linears and gives vLLM
+dense ones. This module imports vLLM, so it is imported only when the engine starts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def register_loader(
             while the engine runs. Tensors whose shape, dtype or device differs from vLLM's are not shared; vLLM pads
             vocabularies to a multiple of 64.
         unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold dense.
-        packed: the trainer's packed linears by name, which vLLM reads from the checkpoint again: both must be equal.
+        packed: the trainer's packed linears by name that vLLM reads from the checkpoint as well; the loader checks that
+            both are equal.
         fp32_norms: keep the weights of block norms in fp32 for every compute dtype.
 
     Returns:
@@ -73,7 +75,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Let go of the trainer's tensors: vLLM keeps the loader that was registered last for good."""
+    """Drop the references to the trainer's tensors, because vLLM never releases the loader class that was registered
+    last."""
     register_loader({}, {})
 
 

@@ -1,10 +1,11 @@
-"""Free the memory pool of vLLM's sleep mode completely when an engine ends, and let go of the trainer's memory.
+"""Free the memory pool of vLLM's sleep mode completely when an engine ends, and drop vLLM's references to the trainer's
+memory.
 
 vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use: "CuMem
 allocator can only be used for one instance per process". An engine that ends drops its own references to its tensors,
 but modules, compiled graphs or caches may hold further references, which keep the memory allocated. The functions here
-free the memory of the tensors even if they are still referenced. Memory outside the pool is never freed here: what the
-trainer has lent, the packed base and the embeddings, is only no longer referred to.
+free the memory of these tensors even if they are still referenced. Memory outside the pool is never freed here: for the
+packed base and the embeddings, which vLLM shares with the trainer, only vLLM's references are dropped.
 """
 
 from __future__ import annotations
@@ -28,33 +29,35 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _left: dict[int, Any] = {}
-"""Segments of the pool that remain from ended engines because something references them: vLLM's record by address."""
+"""Segments of the pool that ended engines have left because something still references them: vLLM's record of each, by
+address."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in vLLM's pool, and let go of the trainer's, before a worker is shut down.
+    """Free all memory in vLLM's pool, and drop the references to the trainer's memory, before a worker is shut down.
 
-    vLLM allows one engine at a time, so all of the pool belongs to this one. Tensors outside the pool, such as the
-    embeddings and the base that are shared with the trainer, keep their memory, but vLLM's model refers to it no more.
+    vLLM allows one engine at a time, so the whole pool belongs to this engine. Memory outside the pool, such as the
+    embeddings and the base that are shared with the trainer, is not freed, but vLLM's model no longer refers to it.
     """
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
-        gc.unfreeze()  # vLLM has hidden all objects of its start from the collector, and shows them when it shuts down
+        gc.unfreeze()  # vLLM froze the objects of its start, which ``gc.get_objects`` then omits
         release(referred_to(), _segments(pool))
     for parameter in worker.get_model().parameters():
         parameter.data = parameter.data.new_empty(0)
 
 
 def referred_to() -> list[Tensor]:
-    """List all tensors with memory that objects of this process refer to, except by frozen ones (``gc.freeze``)."""
+    """List all tensors with memory that the garbage collector of this process tracks; frozen objects (``gc.freeze``)
+    are not among them."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of tensors that lies in the given segments; shapes and dtypes stay.
+    """Free the memory of those tensors that lie in the given segments of vLLM's pool; their shapes and dtypes stay.
 
     Args:
-        tensors: on any device.
+        tensors: tensors on any device.
         segments: bytes of each segment by its address.
     """
     starts = sorted(segments)
@@ -72,10 +75,11 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def collect() -> None:
-    """Free the memory of an engine that has ended; call it only while no other engine runs, since they share one pool.
+    """Free the memory that is left of an engine that has ended. Call this only while no other engine runs, since all
+    engines share one pool.
 
-    A warning names the memory that is still referenced. It is freed when its last reference is dropped, and does not
-    stop the next engine from starting (``ignoring_what_is_left``).
+    A warning says how much memory is still referenced. This memory is freed when its last reference is dropped, and
+    does not stop the next engine from starting (``ignoring_what_is_left``).
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -92,7 +96,7 @@ def collect() -> None:
 
 
 def left() -> int:
-    """Return the bytes in vLLM's pool that remain from ended engines."""
+    """Return the bytes in vLLM's pool that are still allocated for ended engines."""
     pool = allocator()
     held = pool.pointer_to_data if pool else {}
     return sum(data.handle[1] for address, data in _left.items() if held.get(address) is data)
@@ -100,10 +104,11 @@ def left() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Make vLLM's check of an empty pool, which it does before loading weights, ignore the memory of ended engines.
+    """Make vLLM's check that its pool is empty, which it makes before loading weights, ignore memory that is left of
+    ended engines.
 
-    vLLM 0.32 has no setting for this. The memory of an engine that still runs is counted, so that vLLM refuses to start
-    a second one. Memory that remains from a failed start within the context is ignored by later starts.
+    vLLM 0.32 has no setting for this. Memory of an engine that still runs is counted, so vLLM refuses to start a second
+    one. If a start within the context fails, later starts ignore the memory that it leaves.
     """
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
@@ -119,7 +124,7 @@ def ignoring_what_is_left() -> Iterator[None]:
 
 
 def allocator() -> Any:
-    """Return vLLM's pool; None on a CPU, or if no engine with sleep mode has been started in this process."""
+    """Return vLLM's memory pool; None on a CPU, or if no engine with sleep mode has been started in this process."""
     if not torch.cuda.is_available():
         return None
     from vllm.device_allocator.cumem import CuMemAllocator

@@ -2,9 +2,9 @@
 
 vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations. All but its CUDA kernel accept an
 fp32 weight with 16-bit activations, and vLLM then skips the CUDA kernel. In a compiled engine, Inductor fuses a norm
-with the operations around it and does not round the normalised input, for fp32 and for 16-bit weights alike. A bf16
-weight stored in fp32 therefore gives the same bits, and only the [H] values of the weight take twice the bytes to read.
-An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+with neighbouring operations and does not round the normalised input to 16 bits, whether weights are fp32 or 16-bit. A
+bf16 weight that is stored in fp32 therefore gives the same bits; the only cost is that the H values of the weight take
+twice the bytes. An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROVIDER = "qerl_pl"
 
 
 def arguments(*, compiled: bool) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that select the implementation of norms with fp32 weights."""
+    """Build the arguments of ``vllm.LLM`` that select an implementation of norms that supports fp32 weights."""
     if compiled:
         return {}
     _register()
@@ -30,7 +30,8 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert the weights of a loaded model's norms in ``norms`` (``Family.noise_norms``) to fp32."""
+    """Convert to fp32 the weights of those norms of a loaded model whose names are in ``norms``
+    (``Family.noise_norms``)."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)

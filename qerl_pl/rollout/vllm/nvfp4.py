@@ -1,9 +1,10 @@
-"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and others for prompts, on the same weights.
+"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and other kernels for prompts, which read the same
+weights.
 
-The native kernels are in ``qerl_pl.kernels``. Prompts are computed by Humming's kernels, or by dequantising the weight
-to scratch memory and cuBLAS: from ``costs.DEQUANTISED_FROM`` tokens on, and always without Humming
-(``without_humming.py``). This module imports vLLM's Humming classes, so the engine imports it only if the native
-kernels can run.
+The native kernels are in ``qerl_pl.kernels``. Prompts are computed by Humming's kernels; from
+``costs.DEQUANTISED_FROM`` tokens on, and always without Humming, the weight is dequantised to scratch memory and
+multiplied by cuBLAS (``without_humming.py``). This module imports vLLM's Humming classes, so the engine imports it only
+if the native kernels can run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Make the linears that vLLM loads within this context use the native kernels, also after it has ended.
+    """Make the linears that vLLM loads within this context use the native kernels; they keep using them after the
+    context has ended.
 
     Raises:
         ValueError: the native kernels do not support this GPU, format or dtype, or a package is missing.
@@ -53,8 +55,8 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
 
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
-    """Convert a linear's weights to Humming's layout; if the native kernels support it, compile them and use the
-    trainer's memory for the weights if that holds them in this layout."""
+    """Convert a linear's weights to Humming's layout. If the native kernels support the linear, compile them for its
+    shape, and use the trainer's copy of the weights instead of vLLM's if it has the same layout."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
@@ -64,20 +66,22 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Compile the native kernels for linears of one shape and for their adapters; cached, as all blocks are alike."""
+    """Compile the native kernels for linears of one shape and for their adapters; cached, as all decoder blocks have
+    linears of the same shapes."""
     linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
     hopper.prepare([*linears, *lora_hopper.all_kernels()], device)
 
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear without an adapter, [..., K] -> [..., N]; replaces the method of vLLM's Humming kernel."""
+    """Compute a linear without an adapter, [..., K] -> [..., N]; replaces the method of this name of vLLM's Humming
+    kernel."""
     if getattr(layer, "decoding", None) is None:
         return _apply(self, layer, x, bias)
     return call(layer, x, bias)
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear that has adapters, [..., K] -> [..., N]; replaces the method of vLLM's LoRA layers."""
+    """Compute a linear with an adapter, [..., K] -> [..., N]; replaces ``_apply_sync`` of vLLM's LoRA layers."""
     layer = self.base_layer
     if getattr(layer, "decoding", None) is None or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
@@ -85,13 +89,15 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def fewest_unfused(linear: Any) -> int:
-    """Return the smallest number of tokens for which a linear's adapter is not fused into a native GEMM."""
+    """Return the smallest number of tokens for which a linear's adapter is added by separate kernels and not by the
+    native GEMM."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
     return next(tokens for tokens in count(1) if not _fused_linear(tokens, a, b))
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a prepared linear, [..., K] -> [..., N]; ``adapter`` is the last arguments of ``nvfp4_linear``."""
+    """Compute a linear for which native kernels were compiled, [..., K] -> [..., N]; ``adapter`` holds the arguments of
+    ``nvfp4_linear`` from ``a`` on."""
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
@@ -114,10 +120,11 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute [T, K] bf16 -> [T, N] with the kernel that is fastest for T tokens; an operator for torch.compile.
+    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with the kernel that is fastest for T tokens; registered as an
+    operator that torch.compile does not look into.
 
-    The same kernel adds the adapter if that is supported and faster; otherwise ``kernels.lora.add_lora`` adds it
-    afterwards.
+    The linear's kernel also adds the adapter if this is supported and faster; otherwise ``kernels.lora.add_lora`` adds
+    it afterwards.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
@@ -164,7 +171,8 @@ def nvfp4_linear(
 def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute [T, K] bf16 -> [T, N] with the weight dequantised to scratch memory of 2 N K bytes, by cuBLAS.
+    """Compute a linear [T, K] bf16 -> [T, N]: dequantise the weight to scratch memory of 2 N K bytes, and multiply by
+    cuBLAS.
 
     cuBLAS adds in a fixed order, so equal inputs give equal bits.
 
@@ -172,7 +180,7 @@ def dequantised_linear(
         x: [T, K].
         weight: codes in tile order, [K / 16, 2 N] int32, or in row order, [N, K / 2] uint8.
         weight_scale: e4m3 in the same order, [K / 16, N] or [N, K / 16].
-        weight_scale_2: [1] fp32, factor of all weights.
+        weight_scale_2: [1] fp32, tensor scale.
         bias: [N] in row order, or None.
     """
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2.double())
@@ -181,9 +189,11 @@ def dequantised_linear(
 
 @cache
 def prompt_schedules(layer_config: str, compute_config: str) -> str:
-    """Return Humming's schedules of a linear as JSON, without schedules for batches that the native kernels compute.
+    """Return Humming's schedules of a linear as JSON, without schedules for numbers of tokens that the native kernels
+    compute.
 
-    At its first call, Humming compiles every schedule that it is given: by default 33 per shape, most for few tokens.
+    Leaving schedules out saves time: at its first call, Humming compiles every schedule that it is given, by default 33
+    per shape, most of them for few tokens.
     """
     about = json.loads(layer_config)
     schedules = import_module("humming.tune").get_heuristics_config(about, **json.loads(compute_config))
@@ -201,8 +211,7 @@ def _native_linear(
 ) -> _NativeLinear | None:
     """Choose the native kernel for a GEMM; None if no native kernel can run it, or if Humming's kernel is faster.
 
-    With ``fuses_lora`` the GEMM also adds an adapter; then, and without ``humming``, Humming's kernel is not
-    considered.
+    Humming's kernel is not considered if the GEMM also adds an adapter (``fuses_lora``), or if ``humming`` is False.
     """
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
         return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
@@ -215,7 +224,8 @@ def _native_linear(
 def _fused_linear(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
-    """Choose a native kernel that adds the adapter, and the schedule of x A^T; None if adding it later is faster."""
+    """Choose a native GEMM that also adds the adapter, and the schedule of x A^T; None if there is none, or if adding
+    the adapter afterwards is faster."""
     native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], fuses_lora=True)
     schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
     return (native.multiply, schedule) if native and schedule else None
@@ -229,7 +239,8 @@ direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_im
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:
-    """Return whether a linear has bf16 activations, NVFP4 weights with one global scale, and no padding by Humming."""
+    """Return whether the native kernels can run a linear: bf16 activations, NVFP4 weights with one tensor scale, and no
+    padding by Humming."""
     global_scale = getattr(layer, "weight_scale_2", None)
     return (
         layer.params_dtype == torch.bfloat16

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
-COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures to the first and refuses those above the second
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises temperatures below COOLEST to it, and refuses ones above HOTTEST
 
 
 def check_temperature(temperature: float) -> None:
-    """Check that vLLM supports a temperature; it silently raises lower ones.
+    """Check that vLLM supports a temperature; vLLM would silently raise a temperature that is too low.
 
     Raises:
         ValueError: vLLM does not sample at this temperature.
@@ -58,7 +58,7 @@ def results(
     *,
     on_cpu: bool,
 ) -> list[RequestOutput]:
-    """Clear vLLM's prefix cache, and run one request per prompt.
+    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts.
 
     Raises:
         RuntimeError: requests of an earlier call are still queued.
@@ -68,13 +68,14 @@ def results(
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not clear its prefix cache: requests of an earlier call are still queued")
     inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    # vLLM's CPU sampler has one compiled function, whose compilation takes 20 s and a C++ compiler and gains no speed.
+    # On a CPU compilation is turned off: only a function of vLLM's sampler would be compiled, which takes 20 s, needs a
+    # C++ compiler and gains no speed.
     compilation = torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
     try:
         with compilation:
             return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
     except BaseException:
-        # Requests left in the queue would make the next call wait for ever.
+        # The requests are removed from the queue, because the next call would wait for them forever.
         llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
         raise
 
@@ -83,7 +84,7 @@ def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
     """Build a completion from the result of a sampling request and its tokens' log-probabilities in nats."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
-    if isinstance(sampled.stop_reason, str):  # the next step may have been running when the string was found
+    if isinstance(sampled.stop_reason, str):  # a further token may have been sampled when the string was found
         logprobs = logprobs[: len(tokens)]
     assert len(tokens) == len(logprobs), (len(tokens), len(logprobs))
     return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop")

@@ -27,7 +27,7 @@ def sampled_scores(
 ) -> LogprobsTensors:
     """Compute log-probabilities and ranks of sampled tokens; replaces vLLM's ``compute_topk_scores``.
 
-    If any of the arguments asks for more than the sampled tokens' log-probabilities, vLLM's function is called.
+    If the arguments ask for more than the sampled tokens' log-probabilities and ranks, vLLM's function is called.
 
     Args:
         logits: [T, V], the logits that tokens were sampled from.

@@ -1,8 +1,10 @@
-"""Scheduler for vLLM with less CPU time per token; vLLM imports it by its name (``scheduler_cls``).
+"""Scheduler for vLLM that needs less CPU time per token than vLLM's own; vLLM imports it by its name
+(``scheduler_cls``).
 
-With many sequences, the CPU takes as long for a decoding step as the GPU. vLLM 0.32 divides the log-probabilities of a
-step into one object per request, passes them through three classes and appends them token by token. For each token it
-also checks whether the request needs a new block of the KV cache, and whether it has filled one.
+With vLLM's own scheduler and many sequences, the CPU takes as long for a decoding step as the GPU. vLLM 0.32 divides
+the log-probabilities of a step into one object per request, passes these objects through three classes and appends
+log-probabilities token by token. For each token it also checks whether the request needs a new block of the KV cache,
+and whether it has filled one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class RolloutScheduler(AsyncScheduler):
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return and forget the collected log-probabilities, in nats per sampled token, by the caller's request id."""
+        """Return the log-probabilities collected so far, in nats per sampled token, by the caller's request id, and
+        delete them here."""
         found = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # without vLLM's suffix
         self._logprobs.clear()
         return found
@@ -41,7 +44,8 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Hide a step's log-probabilities from vLLM's method, and collect them for all requests that got a token."""
+        """Collect a step's log-probabilities for all requests that got a token, and call vLLM's method of this name
+        without them."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -56,9 +60,11 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def skip_unchanged(manager: KVCacheManager, max_model_len: int) -> None:
-    """Make a KV-cache manager return early for tokens that fit into their request's last block without filling it.
+    """Make a KV-cache manager return early for tokens that fit into the last KV-cache block of their request without
+    filling it.
 
-    With blocks of 16 tokens these are 15 of 16 tokens. Models with layers other than full attention are not changed.
+    With blocks of 16 tokens this saves the work for 15 of 16 tokens. Managers of models with layers other than full
+    attention are not changed.
     """
     groups = manager.coordinator.single_type_managers
     if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:

@@ -1,4 +1,4 @@
-"""Leave out lines that C++ code writes to the standard error stream, which no log level of Python reaches."""
+"""Suppress lines that C++ code writes to the standard error stream, on which Python's log levels have no effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STDERR = 2  # file descriptor
 
 @contextmanager
 def without_lines(containing: str) -> Iterator[None]:
-    """Hold back what the process writes to standard error within this context; then write all lines but some.
+    """Hold back what the process writes to standard error within this context; at its end write all lines except those
+    with a given text.
 
     Args:
         containing: lines with this text are dropped.

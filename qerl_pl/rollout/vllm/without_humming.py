@@ -1,6 +1,7 @@
-"""NVFP4 linears of vLLM on Hopper without Humming: native kernels, and dequantising for prompts and for odd shapes.
+"""NVFP4 linears of vLLM on Hopper without Humming: native kernels for decoding, and dequantising plus cuBLAS for
+prompts and for shapes that the native kernels do not support.
 
-All of these kernels add in a fixed order, so equal inputs give equal bits, which Humming's kernels do not promise. The
+All kernels used here add in a fixed order, so equal inputs give equal bits, which Humming's kernels do not promise. The
 package humming-kernels is not needed.
 """
 
@@ -23,10 +24,10 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operator exists as long as this
 
 
 class WithoutHumming(NvFp4LinearKernel):
-    """Kernel of vLLM for an NVFP4 linear with 16-bit activations.
+    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations without Humming.
 
-    A linear whose shape fits (``quant.tile_order.fits``) is put into tile order when it has been loaded, and computed
-    by ``nvfp4.nvfp4_linear``. Another one stays in row order, and is dequantised in every call.
+    A linear whose shape fits (``quant.tile_order.fits``) is put into tile order after loading, and computed by
+    ``nvfp4.nvfp4_linear``. Any other linear stays in row order, and is dequantised in every call.
     """
 
     @classmethod
@@ -41,7 +42,7 @@ class WithoutHumming(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert a linear that vLLM has read: ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3, and
-        ``weight_global_scale`` [] fp32, the factor of all weights."""
+        ``weight_global_scale`` [] fp32, the tensor scale."""
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
         del layer.weight_global_scale

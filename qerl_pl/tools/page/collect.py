@@ -1,4 +1,4 @@
-"""Collect everything that the page of several runs shows, or only what is new."""
+"""Collect everything that the HTML page of one or several runs shows, or only what is new since the last call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qerl_pl.tools.page.content import run_content
 
 
 def collect(folders: Sequence[Path], *, limit: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the runs.
+    """Read the content of a page from the folders of runs.
 
     Args:
-        folders: of the runs.
-        limit: completions that the page may hold; if there are more, whole files are left out, spread evenly over the
+        folders: folders of the runs.
+        limit: most completions on the page; if the runs have more, whole files are left out, spread evenly over each
             run, and the page says so.
 
     Returns:
@@ -29,11 +29,11 @@ def collect(folders: Sequence[Path], *, limit: int) -> tuple[dict[str, Any], lis
 
 
 def news(folders: Sequence[Path], *, after: int) -> dict[str, Any]:
-    """Read the summary again, and the completions of files that were written later than ``after``.
+    """Read the summary of runs again, and the completions from files that were modified later than ``after``.
 
     Args:
-        folders: of the runs.
-        after: nanoseconds since the epoch, the ``newest`` of the previous summary.
+        folders: folders of the runs.
+        after: modification time in nanoseconds since the epoch: the entry ``newest`` of the previous summary.
     """
     newest = _newest(folders)
     blocks = [

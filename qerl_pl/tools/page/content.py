@@ -16,16 +16,16 @@ from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.page.verdicts import verdicts
 
 SAME_ARM = ("seed_everything", "run_dir", "ckpt_path", "config")
-"""Settings in which the runs of one arm may differ."""
+"""Settings that do not count when the page decides whether two runs have the same configuration (arm)."""
 DIGITS = 6  # significant, of a curve's values
 
 
 def run_content(folder: Path) -> dict[str, Any]:
-    """Read everything but the completions.
+    """Read everything that a run's page shows, except the completions.
 
-    Returns:
-        JSON-ready: name, folder, whether it is running, curves (tag to steps and values), summary, verdicts, settings
-        and what each resume changed in them, and the arm: a text that is equal for runs that differ in their seed only.
+    Returns: JSON-serialisable: name, folder, whether it is running, curves (tag to steps and values), summary,
+        verdicts, settings and what each resume changed in them, and the arm: a text that is equal for runs whose
+        settings differ only in the seed.
 
     Raises:
         ValueError: the folder holds no event file that can be read.
@@ -47,13 +47,14 @@ def run_content(folder: Path) -> dict[str, Any]:
 
 
 def _seconds(curves: Mapping[str, Curve]) -> float:
-    """Return the seconds from the first scalar to the last, including pauses between starts."""
+    """Return the seconds between a run's first and last logged scalar, including pauses between its starts."""
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     return max(times) - min(times)
 
 
 def _changes(folder: Path) -> list[dict[str, Any]]:
-    """List what each resume changed in the settings, oldest first; config.1.yaml is from before the first change."""
+    """List the settings that each resume of a run changed, oldest first; config.1.yaml has the settings before the
+    first change."""
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
     files = [*earlier, folder / "config.yaml"]
     return [
@@ -71,5 +72,5 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | None:
-    """Round to a few significant digits; None for values that JSON cannot hold (NaN and infinity)."""
+    """Round a number to ``DIGITS`` significant digits; None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.{DIGITS}g}") if abs(value) < float("inf") else None

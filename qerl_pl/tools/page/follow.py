@@ -1,4 +1,4 @@
-"""Serve the page of a run on this machine while the run continues."""
+"""Serve the HTML page of runs on this machine, updated while the runs continue."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOCAL = "127.0.0.1"
 def make_server(folders: Sequence[Path], *, port: int, limit: int) -> ThreadingHTTPServer:
     """Create a server of the page; ``serve_forever`` runs it.
 
-    It binds to 127.0.0.1 and answers GET only. Requests cannot name files of the disk. Requests addressed to another
-    host name are refused, because a web page elsewhere could make a browser send them.
+    It binds to 127.0.0.1 and answers GET only. Requests cannot name files of the disk. Requests for another host name
+    are refused, because a foreign web page could make a browser send them.
 
     Args:
-        folders: of the runs.
-        port: 0 takes a free one.
-        limit: see ``collect``.
+        folders: folders of the runs.
+        port: TCP port; 0 takes a free one.
+        limit: most completions on the page.
 
     Raises:
         OSError: the port is in use.
@@ -58,6 +58,6 @@ def make_server(folders: Sequence[Path], *, port: int, limit: int) -> ThreadingH
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing, because an open page asks every three seconds."""
+            """Do not log requests, because an open page sends one every three seconds."""
 
     return ThreadingHTTPServer((LOCAL, port), Handler)

@@ -12,15 +12,15 @@ from typing import Any
 
 
 def render(summary: dict[str, Any], blocks: Iterable[dict[str, Any]], *, follow: bool = False) -> str:
-    """Render the page as text.
+    """Render the HTML page as a string.
 
-    A model's output is data: it is stored as JSON, in which ``<`` is escaped, and the page only ever shows it as text.
-    The page's content security policy forbids all requests, and all scripts but its own.
+    A model's output is stored as JSON, in which ``<`` is escaped, and the page's scripts show it only as text.
+    The page's content security policy forbids all network requests, and all scripts but the page's own.
 
     Args:
-        summary: runs and notes, see ``collect``.
-        blocks: completions, one block per file, see ``completions.block``.
-        follow: the page polls its server for new data.
+        summary: content of the runs, from ``collect``.
+        blocks: completions, one block per file, from ``completions.block``.
+        follow: True lets the page poll its server for new data.
     """
     parts = {
         name: files("qerl_pl.tools.page").joinpath(f"page.{name}").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl_pl.tools.curves import Curve
 
-OUTSIDE = 0.05  # share of tokens with a ratio outside [0.9, 1.1] above which the gap deserves attention
+OUTSIDE = 0.05  # share of tokens with trainer/sampler outside [0.9, 1.1] above which the gap's verdict is bad
 
 CAUSES = {
     "kernel": "kernels and precision",
@@ -19,10 +19,10 @@ CAUSES = {
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Say for each check what it found.
+    """Describe in words what each check of a run found, from its logged curves.
 
     Returns:
-        One record per check: ``check``, ``good`` (True, False, or None where it did not run) and ``text``.
+        One record per check: ``check`` (its name), ``good`` (True, False, or None if it did not run) and ``text``.
     """
     return [_canary(curves), _gap(curves), _ledger(curves), _noise(curves), _memory(curves)]
 
