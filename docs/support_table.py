@@ -1,10 +1,10 @@
-"""Put the table of supported model families into README.md, from what tests have seen working.
+"""Write the table of supported model families in README.md, from records of tests that passed.
 
     QERL_PL_SUPPORT=docs/results/support.jsonl make test-long     # on a machine without a GPU
     QERL_PL_SUPPORT=docs/results/support.jsonl make test-gpu      # on one with a GPU
     python docs/support_table.py
 
-The tests add a line of JSON for each part of a run that works (``tests/support.py``); lines may repeat.
+The tests append a line of JSON for each part of a run that works (``tests/support.py``); lines may repeat.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PLACE = re.compile(r"(<!-- support -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(notes: Path) -> str:
-    """Format one row per family: on which machines each part of a run works, and versions of vLLM."""
+    """Format a table with one row per model family and one column per part of a run, whose cells have the devices on
+    which that part works; below it are the versions of vLLM."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     versions: dict[str, set[str]] = defaultdict(set)
     for line in notes.read_text().splitlines() if notes.exists() else ():

@@ -47,6 +47,20 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 3.0,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
 }
 
 
@@ -57,7 +71,13 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
 }
-WHOLE = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3", "ministral3": "mistral3"}
+WHOLE = {
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "mistral": "mistral3",
+    "ministral3": "mistral3",
+    "qwen3_5_text": "qwen3_5",
+}
 """Families whose checkpoints mostly have a vision part, with the model_type of the whole."""
 
 
@@ -70,6 +90,10 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
         vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
         whole["image_token_id"] = whole.pop("image_token_index")
         whole["text_config"]["pad_token_id"] = 0
+    if kind == "qwen3_5":
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": text.hidden_size, "num_position_embeddings": 4}
+        whole["image_token_id"] = whole.pop("image_token_index")
+        whole |= {"video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
     whole |= {name: getattr(text, name) for name in ("tie_word_embeddings", "eos_token_id")}
     return CONFIG_MAPPING[kind](**whole)
 

@@ -1,6 +1,6 @@
 """Table of the supported model families.
 
-A family is a ``model_type`` of transformers. Other modules read a family's description and never test its name.
+A family is a ``model_type`` of transformers. Other modules read the fields of its ``Family`` and never test its name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Literal
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of a block's linears in most families."""
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Linears that some families store as one matrix, with the names of its parts in the other families."""
+"""Maps a linear that some families store as one merged matrix to the names of the separate linears of other
+families."""
+INSTEAD = {
+    "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_z": ("q_proj", "k_proj", "v_proj"),
+    "out_proj": ("o_proj",),
+}
+"""Maps a linear of layers without attention (gated delta nets) to the attention linears in whose place it gets an
+adapter: it does if LoRA's targets name all of these."""
 Elementwise = Literal["norms", "mlp", "attention"]
 
 
@@ -20,44 +28,62 @@ Elementwise = Literal["norms", "mlp", "attention"]
 class Family:
     """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning.
 
-    Linears and norms are given by their attribute names, without the block's prefix.
+    Linears and norms are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``.
     """
 
     projections: tuple[str, ...] = PROJECTIONS
     """Linears that LoRA may adapt."""
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    """Groups of linears that engines fuse into one matrix; in NVFP4 such a matrix has one tensor scale."""
+    """Groups of linears that inference engines fuse into one matrix. In NVFP4 all linears of a group get the same
+    tensor scale, because the fused matrix has only one."""
     last_linear: str = "down_proj"
-    """Last linear of a block, whose output only the residual sum reads."""
+    """Last linear of a block, whose output is only added to the residual stream."""
     noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms that AQN adds noise to, and that ``train_norms`` trains."""
+    """Norms of a block whose weights get AQN's noise in rollouts, and are trained if ``train_norms`` is set."""
     scale_sources: tuple[tuple[tuple[str, ...], str], ...] = (
         (("self_attn.o_proj",), "self_attn.v_proj"),
         (("mlp.down_proj",), "mlp.up_proj"),
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
         (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
     )
-    """Groups of linears that share an input, each with the module whose output channels AWQ divides by the scales of
-    that input. Groups whose module is a linear come first, so that the linear's weights are final when the scales of
-    its own input are searched."""
+    """Groups of linears with a common input, each with the module that computes this input. AWQ multiplies the linears'
+    input channels by scales and divides the module's output channels by them. Groups whose module is a linear come
+    first, so that its weights are final when AWQ searches the scales of its own input."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
-    """Parts of a block that compute exactly what ``policy.elementwise`` computes in their place."""
+    """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
+    in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
     logit_divisor: str | None = None
-    """Name in config.json of the number by which the model divides its logits; None: it does not."""
+    """Name in config.json of the number by which the model divides its logits; None if the family does not divide
+    them."""
     logit_cap: str | None = None
-    """Name in config.json of the number c of the soft cap c tanh(logits / c), which may be null; None: none."""
+    """Name in config.json of the number c of the logits' soft cap c tanh(logits / c); None if the family has no soft
+    cap. The value in config.json may be null, which means no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use the output of k_proj, adapter included, as values before their own norms."""
+    """Whether blocks without v_proj use the output of k_proj, LoRA's part included, as attention values. Keys and
+    values are normalised separately after that."""
+    dense: tuple[str, ...] = ()
+    """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter: they are small, and an exponential of their
+    output amplifies errors."""
+    fp32: tuple[str, ...] = ()
+    """Parameters outside linears and norms that vLLM holds in fp32 whatever its compute dtype is, so the trainer does
+    too."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Names in config.json of values that must be null, false or 0, each with the words for what is not supported."""
+    """Names in config.json of values that must be null, false or 0, because the feature that they enable is not
+    supported; each with words for the feature, for the error message."""
+
+    def stays_dense(self, linear: str) -> bool:
+        """Return whether a linear, given by its full name, stays in 16 bits in every 4-bit base."""
+        return linear.rpartition(".")[2] in self.dense
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
-        """LoRA targets by the names that this family has: all parts of a merged linear stand for it.
+        """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
+        k_proj and v_proj, means the merged linear, such as qkv_proj.
 
         Raises:
-            ValueError: some parts of a merged linear are named, and others are not.
+            ValueError: the targets name some parts of a merged linear but not all.
         """
         found = list(names)
+        found += [other for other, parts in INSTEAD.items() if other in self.projections and set(parts) <= set(found)]
         for merged, parts in MERGED.items():
             if merged not in self.projections:
                 continue
@@ -73,20 +99,22 @@ class Family:
 
 
 _GATED = (("self_attn.o_proj",), "self_attn.v_proj"), (("mlp.down_proj",), "mlp.up_proj")
-# Norms after a sublayer scale what is added to the residual stream; no linear reads their output.
+# Families with norms only after attention and after the MLP: AWQ cannot fold scales into these norms, because their
+# output is added to the residual stream and no linear reads it.
 _NORMS_AFTER = Family(
     noise_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     scale_sources=_GATED,
     elementwise=frozenset({"mlp"}),
 )
-# Gemma stores norm weights minus 1, so that AWQ cannot divide them, and has norms before and after each sublayer.
+# Gemma stores norm weights minus 1, so AWQ cannot fold scales into norms by dividing the stored weights. Gemma has
+# norms both before and after attention and MLP.
 _GEMMA = Family(
     noise_norms=("input_layernorm", "pre_feedforward_layernorm"),
     scale_sources=_GATED,
     elementwise=frozenset(),
     logit_cap="final_logit_softcapping",
 )
-# Gemma 4 normalises values, so that o_proj's input has no linear before it into which scales can be folded.
+# Gemma 4 normalises the attention's values after v_proj, so AWQ cannot fold scales of o_proj's input into v_proj.
 _GEMMA4 = replace(
     _GEMMA,
     scale_sources=(
@@ -108,6 +136,16 @@ _MERGED = Family(
     ),
     elementwise=frozenset({"norms"}),
 )
+# In Qwen3.5 three of four layers are gated delta nets instead of attention. Norms store their weights minus 1, so AWQ
+# cannot fold scales into them.
+_QWEN35 = Family(
+    projections=(*PROJECTIONS, *INSTEAD),
+    fused=(*Family.fused, ("in_proj_qkv", "in_proj_z")),
+    scale_sources=_GATED,
+    elementwise=frozenset({"mlp"}),
+    dense=("in_proj_b", "in_proj_a"),
+    fp32=("A_log",),
+)
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
 
 FAMILIES: Mapping[str, Family] = {
@@ -122,6 +160,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _MERGED,  # Phi-3, Phi-3.5 and Phi-4
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
+    "qwen3_5_text": _QWEN35,  # Qwen3.5 and Qwen3.6, dense
 }
 
 
@@ -141,5 +180,6 @@ def family_of(model_type: object, *, path: object) -> Family:
 
 
 def with_merged(names: Collection[str]) -> tuple[str, ...]:
-    """Names of LoRA targets, and of the merged linears that all of their parts stand for, whatever the family is."""
-    return (*names, *(merged for merged, parts in MERGED.items() if set(parts) <= set(names)))
+    """Return the names of LoRA targets and of all linears that these mean in any family, such as qkv_proj for q_proj,
+    k_proj and v_proj."""
+    return (*names, *(other for other, parts in {**MERGED, **INSTEAD}.items() if set(parts) <= set(names)))

@@ -15,15 +15,16 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
-    """Return the folder of the checkpoint that a run uses: the base itself, or its copy in a 4-bit format.
+    """Return the folder of the checkpoint that a run uses: the given base, or its existing copy in a 4-bit format.
 
     Args:
         base: folder of a checkpoint.
-        base_format: format of the copy, whose folder is BASE-FORMAT; None means the base itself.
-        must_exist: refuse a base without such a copy.
+        base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None means the given
+            base.
+        must_exist: raise an error if the folder of the copy does not exist.
 
     Raises:
-        ValueError: there is no such copy; the message has the command that makes it.
+        ValueError: the copy does not exist; the message has the command that quantises the base to this format.
     """
     if base_format is None:
         return base
@@ -46,6 +47,8 @@ def check_base(path: str | Path) -> Mapping:
     Raises:
         ValueError: the folder cannot be used; the message names the file and the value in one line.
     """
+    if Path(path).is_file():
+        raise ValueError(f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it")
     if not Path(path).is_dir():
         raise ValueError(
             f"model.base: there is no folder {path}; give a model's name on the hub (OWNER/MODEL), a downloaded "

@@ -1,4 +1,4 @@
-"""Sizes of a model's attention layers, which in some families (Gemma 4) differ from layer to layer."""
+"""Kinds and sizes of a model's layers, which in some families (Gemma 4, Qwen3.5) differ from layer to layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer: the model's, or the layer's own in families whose layers differ in size."""
+    """Return one configuration per layer: the layer's own in families whose layers differ in size, and the model's
+    otherwise."""
     own = getattr(config, "per_layer_config", None)  # older versions of transformers have none
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
 
@@ -17,3 +18,8 @@ def head_dims(config: PretrainedConfig) -> list[int]:
     """Return the dimension of a head in each layer."""
     by_default = config.hidden_size // config.num_attention_heads
     return [getattr(layer, "head_dim", None) or by_default for layer in layer_configs(config)]
+
+
+def num_recurrent_layers(config: PretrainedConfig) -> int:
+    """Count the layers that keep a recurrent state instead of the keys and values of all tokens."""
+    return sum(kind == "linear_attention" for kind in getattr(config, "layer_types", None) or ())

@@ -21,7 +21,8 @@ class Change:
     key: str
     """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """New value. A number is the largest of value/2, value/4, ... that makes the run fit."""
+    """New value of the setting. If it is a number, it is the largest of value/2, value/4, ... that makes the run
+    fit."""
     peak: int
     """Peak bytes of the run with this change and the changes listed before it."""
 
@@ -31,15 +32,17 @@ class Lever(NamedTuple):
 
     key: str
     values: Callable[[RunMemory], Iterator[Any]]
-    """Yields the values that save memory, the least harmful first; nothing if the setting has such a value already."""
+    """Function that yields the values of the setting that save memory, starting with the one that costs the run least;
+    it yields nothing if the run already has such a value."""
     apply: Callable[[RunMemory, Any], RunMemory]
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Plan the memory of a run that is about to start; warn if it may not fit.
 
-    Too large training passes are divided while the run goes on (``retry.MicroBatchBudget``), so they only cause a
-    warning; a rollout engine cannot be made smaller after its start.
+    Training passes that are too large only cause a warning, because the run halves them when memory runs out
+    (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made smaller
+    after its start.
 
     Raises:
         ValueError: the rollout engine does not fit, even with a KV cache for a single sequence of the longest length.
@@ -57,10 +60,12 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
-    """List the changes that make a run fit, the least harmful first; each is applied on top of the previous ones.
+    """List the changes of settings that together make a run fit on a GPU, in the order of ``LEVERS``, which starts with
+    the ones that cost the run least.
 
-    A change is left out if it saves nothing while the run exceeds the memory, or if the other changes suffice without
-    it. If all changes together do not suffice, the peak of the last one is above ``fitting.usable``.
+    A change is left out if it does not lower the bytes by which the run exceeds the GPU's memory, or if the other
+    changes suffice without it. If all changes together do not suffice, ``peak`` of the last one is above
+    ``fitting.usable``.
     """
 
     def planned(chosen: Sequence[tuple[Lever, Any]]) -> Plan:
@@ -117,9 +122,9 @@ def _once(value: Any, *, wanted: bool) -> Iterator[Any]:
 
 
 def _with_completions(run: RunMemory, tokens: int) -> RunMemory:
-    """Set the length of training completions, and of evaluation completions if they were equally long.
+    """Set the maximum length of training completions, and the one of evaluation completions if both were equal.
 
-    They are equally long if model.val_sampling is null.
+    Both are equal if model.val_sampling is null.
     """
     follows = run.evaluation_tokens == run.completion_tokens
     return replace(run, completion_tokens=tokens, evaluation_tokens=tokens if follows else run.evaluation_tokens)

@@ -1,4 +1,4 @@
-"""Bytes in use on a GPU, by this process and by others, as the CUDA driver reports them.
+"""Bytes of GPU memory that this process and other processes use, as the CUDA driver reports them.
 
 torch's own statistics do not include the memory that vLLM maps for its weights and cache.
 """
@@ -10,7 +10,7 @@ import torch
 from qerl_pl.memory.parts import CONTEXT
 
 LARGEST_GPU = 4096
-"""GiB; a larger setting is taken for a number in another unit and refused."""
+"""Largest plausible GPU memory in GiB; a larger setting is refused, because it was probably meant in another unit."""
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
@@ -34,14 +34,16 @@ def used_bytes(device: torch.device) -> int:
 
 
 def others_bytes(device: torch.device) -> int:
-    """Return the bytes in use by other processes; call it while this process has no more than a CUDA context there."""
+    """Return the bytes of a GPU that other processes use. The result is right only while this process has nothing but a
+    CUDA context on that GPU."""
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 
 def available_bytes(device: torch.device, at_most: float | None = None) -> int:
-    """Return the bytes that this process may use, its CUDA context included, but at most ``at_most`` GiB.
+    """Return the bytes of GPU memory that this process may use, its CUDA context included: what other processes leave
+    free, but at most ``at_most`` GiB.
 
-    Call it while this process has no more than a CUDA context on the GPU.
+    The result is right only while this process has nothing but a CUDA context on that GPU.
     """
     available = torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
     return available if at_most is None else min(available, int(at_most * 2**30))

@@ -1,4 +1,5 @@
-"""Choose the settings that a run leaves open, such as micro-batch and KV cache, so that it fits on a GPU."""
+"""Choose the memory settings that a run leaves open (micro-batch size, gradient checkpointing, size of the KV cache) so
+that it fits on a GPU."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ GIB = 2**30
 USUAL_MICRO_BATCH = 16384
 """Tokens of a micro-batch; larger ones train hardly faster."""
 HEADROOM = 0.04
-"""Share of the GPU's memory that a plan leaves free, because its predictions may be too low by that much."""
+"""Share of the GPU's memory that a memory plan leaves free, because its predictions may be too low by this share."""
 STEP = 256
-"""Tokens; a chosen micro-batch is a multiple of it, or exactly as long as the longest row."""
+"""Tokens; a chosen micro-batch size is a multiple of this, or exactly the longest prompt and completion together."""
 
 
 def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan a run, and choose for a GPU the settings that it leaves open.
+    """Plan the memory of a run on a GPU, and choose the settings that the run leaves open.
 
     The plan may not fit: compare its peak with ``usable``. A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as
-    fit, and no fewer than the longest row. What backward recomputes is chosen together with it, such that a training
-    pass is fastest. The KV cache holds all rows of a rollout at their longest, or as much as fits, and at least one
-    sequence.
+    fit, and no fewer than the longest prompt and completion together. The level of gradient checkpointing is chosen
+    together with the micro-batch size such that a training pass takes the least time per token. The KV cache holds all
+    sequences of a rollout at their maximum length, or as many as fit, and at least one.
 
     Args:
         shape: dimensions of the model.
-        run: settings of the run; None and "auto" are open.
+        run: settings of the run; the ones that are None or "auto" are chosen here.
         gpu_bytes: memory of the GPU.
     """
     offered = checkpointing_options(shape, run, gpu_bytes)
@@ -55,19 +56,21 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """Level of gradient checkpointing, with the largest micro-batch that fits or, if none fits, the smallest
-    possible."""
+    """Level of gradient checkpointing, with the largest micro-batch size that fits with it or, if none fits, the
+    smallest possible one."""
 
     how: Recompute
     setting: Setting
     tokens: int
     train: int
-    """Peak bytes while the trainer works and the engine sleeps; without the KV cache."""
+    """Peak bytes of GPU memory of training passes, during which the engine sleeps and its KV cache is free."""
     time: float
-    """Predicted time per token, relative to an infinitely long pass without recomputation (``speed``)."""
+    """Predicted time per token of training passes, in units of the time per token of an infinitely long pass without
+    recomputation (``speed.time_per_token``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """Say what was chosen, why, and how much slower it is than no recomputation."""
+        """Say which level of gradient checkpointing was chosen, why, and how much slower it is than keeping all
+        activations."""
         said = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
             return f"{said}: all activations that backward needs fit"
@@ -82,9 +85,10 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing to choose from, whether they fit or not, the most memory first.
+    """List the levels of gradient checkpointing to choose from, whether they fit or not, starting with the one that
+    needs the most memory.
 
-    It is a single option if the run's settings name the level.
+    If the run's settings give the level, the list has this level alone.
     """
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     given = run.recompute(shape.num_layers)
@@ -102,8 +106,8 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
 
 
 def fastest(offered: Sequence[Option], gpu_bytes: int) -> Option:
-    """Choose the option with the fastest passes among the ones that fit; if none fits, the one with the least
-    memory."""
+    """Choose the level of gradient checkpointing with the least time per token among those that fit on the GPU; if none
+    fits, the one that needs the least memory."""
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     return min(fitting, key=lambda option: option.time, default=offered[-1])
 
@@ -114,8 +118,8 @@ def usable(gpu_bytes: int) -> int:
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which the run fits; its open settings are chosen for that
-    GPU."""
+    """Return the smallest GPU memory, in whole GiB, on which the run fits, with open settings chosen for each GPU size
+    that is tried."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -125,10 +129,12 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
-    """Return the bytes of a KV cache for ``num_sequences`` sequences of the longest length."""
-    one = parts.kv_token_bytes(shape, engine.itemsize(run.itemsize), engine.kv_cache_dtype)
-    block = engine.block_size or parts.KV_BLOCK
-    return parts.kv_cache(one, block=block, length=run.max_model_len, num_sequences=num_sequences)
+    """Return the bytes of a KV cache for ``num_sequences`` sequences of the maximum length (prompt and completion)."""
+    itemsize, block = engine.itemsize(run.itemsize), engine.block_size or parts.KV_BLOCK
+    length = run.max_model_len
+    return parts.kv_cache(
+        shape, itemsize, engine.kv_cache_dtype, block=block, length=length, num_sequences=num_sequences
+    )
 
 
 def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:

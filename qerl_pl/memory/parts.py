@@ -1,8 +1,8 @@
-"""Formulas of the memory plan: the bytes of each part of a run.
+"""Formulas of the memory plan: the bytes of GPU memory that each part of a run takes.
 
-Letters: T tokens of a micro-batch; c bytes of the compute dtype; r LoRA's rank; and the letters of ``ModelShape``. The
-formulas for activations count the tensors that autograd keeps for backward in ``policy/lora_product.py``,
-``policy/packing.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
+Letters: T tokens of a micro-batch; c bytes per value of the compute dtype; r LoRA's rank; L blocks; H hidden size; N
+outputs and K inputs of a linear. The formulas for activations count the tensors that autograd keeps for backward in
+``policy/lora_product.py``, ``policy/packing.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from collections.abc import Collection
 from math import ceil
 
 from qerl_pl.memory.shape import ModelShape
+from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
 from qerl_pl.policy.recompute import Recompute
 
-# Estimates for parts without a formula. ``callbacks/memory.py`` logs the measured peak next to the planned one.
+# Estimates for parts of a run's memory that no formula gives. To check them, compare the predicted and the measured
+# peak, which ``callbacks/memory.py`` logs.
 CONTEXT = 1 * 2**30
 """CUDA context, loaded kernels, workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
 """Bytes of the engine's CUDA graphs per decoder block."""
 FRAGMENTATION = 0.05
-"""Bytes that torch's allocator reserves in addition to a pass's tensors and cannot use, as a share of the latter."""
+"""Bytes that torch's allocator reserves and cannot use because of fragmentation, as a share of the bytes of a pass's
+tensors."""
+SCAN_BYTES = 52
+"""Bytes per token and value of queries and values that backward through the recurrence of a delta net takes."""
 
 # Defaults of vLLM 0.32.
 KV_BLOCK = 16
@@ -30,21 +35,22 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the adapter's parameters in one block per unit of rank: the sum of N + K over the linears with an
+    """Return the number of LoRA parameters of one block at rank 1: the sum of N + K over the linears with an
     adapter."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
 def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
-    """Return the number of trained parameters: L r (N + K) over the adapted linears, and trained norms."""
+    """Return the number of trained parameters: L r times the sum of N + K over a block's linears with an adapter, and
+    the weights of trained norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     return shape.num_layers * (rank * adapted(shape, targets) + norms)
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the inputs of the n blocks that backward recomputes as a whole, c n T H.
+    """Return the bytes of the kept inputs of the n blocks all of whose activations backward recomputes: c n T H.
 
-    If the inputs are offloaded to host memory, about four are on the GPU at a time: in use or being copied.
+    If the inputs are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied.
     """
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
@@ -52,32 +58,38 @@ def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute
 def block_kept(
     shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str], fused: bool = False
 ) -> int:
-    """Return the bytes that autograd keeps of one block without recomputation.
+    """Return the bytes of the activations that autograd keeps for backward of one block, if nothing is recomputed.
 
     In the compute dtype: the inputs of linears (two normalised inputs, the attention's output, the MLP's product);
     queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted linear; A and
     B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp. Fused norms keep
-    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation.
+    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. Of a model with
+    recurrent layers each block counts as the larger kind. Such a layer keeps, instead of attention's tensors, the
+    inputs and outputs of the recurrence, the gate and the gated output; and in fp32 what its norm and gate read.
     """
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
-    width = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + (3 if fused else 4) * shape.inner
+    sizes = shape.recurrent
+    mixer = max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + 3 * sizes.value_width)
+    width = 2 * shape.hidden + mixer + (3 if fused else 4) * shape.inner
     width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
-    fp32 = shape.num_heads + (norm_rows if fused else norm_inputs)
+    fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
     return tokens * (itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
 
 
 def block_kept_selectively(
     shape: ModelShape, tokens: int, itemsize: int, *, targets: Collection[str], fused: bool = False
 ) -> int:
-    """Return the bytes that autograd keeps of one block whose element-wise operations backward recomputes.
+    """Return the bytes of the activations that autograd keeps for backward of one block, if element-wise operations are
+    recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
     the outputs of adapted linears. Not counted are the output of the last linear, which backward does not need, and
     outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in place. In
     fp32: the attention's log-sum-exp.
     """
-    width = shape.hidden + 2 * shape.query_width + 2 * shape.key_width
+    sizes = shape.recurrent
+    width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
     in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
     shared = ("v_proj", shape.last_linear, *in_place)
     width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
@@ -94,11 +106,12 @@ def blocks_kept(
     how: Recompute,
     fused: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes that all blocks keep, without the inputs of blocks that are recomputed as a whole.
+    """Return the bytes of the activations that all blocks keep for backward, except the inputs of blocks all of whose
+    activations are recomputed (``checkpoints`` counts these).
 
     Returns:
-        The bytes before backward, and the bytes while backward is in the last block, whose activations have then been
-        recomputed. Backward through the earlier blocks takes no more, since recomputed blocks are the first ones.
+        The bytes before backward, and the bytes while backward is in the last block, after recomputing its activations.
+        Backward through earlier blocks takes no more, since the fully recomputed blocks are the first ones.
     """
     full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused)
     if not how.selective:
@@ -107,29 +120,34 @@ def blocks_kept(
     if not number:
         return 0, full
     less = block_kept_selectively(shape, tokens, itemsize, targets=targets, fused=fused)
-    # A fused norm keeps its input in the compute dtype, so ``full`` includes the block's input already.
+    # A fused norm keeps its input in the compute dtype, so ``full`` already includes the input of the block.
     inputs = 0 if fused else tokens * shape.hidden * itemsize
     return number * less, (number - 1) * less + inputs + full
 
 
-def block_backward(shape: ModelShape, tokens: int, itemsize: int, *, fused: bool = False) -> int:
-    """Return the bytes that backward through one block needs in addition to the activations.
+def block_backward(
+    shape: ModelShape, tokens: int, itemsize: int, *, fused: bool = False, longest_row: int = GROUP_TOKENS
+) -> int:
+    """Return the bytes that backward through one block needs in addition to the activations kept for it.
 
     They are the gradient of the block's output, and the larger of two moments in the MLP. In backward of the last
-    linear: the gradient of its input, and its dequantised weight. In backward of the product: the gradients of its two
-    factors, which overwrite the factors if SwiGLU is fused; the product is freed by then, and its gradient takes its
-    place.
+    linear: the gradient of its input, and its dequantised weight. In backward of SwiGLU's product silu(gate) * up: the
+    gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not count
+    at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer there
+    is a third moment, backward of the recurrence of one group of rows.
     """
+    scanned = min(tokens, max(GROUP_TOKENS, longest_row))
+    scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)
-    return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner)
+    return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner, scan)
 
 
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes that forward and backward through the final norm and the language-model head need.
 
-    They are the norm's fp32 input, and the larger of two moments. In forward of the head: the hidden states, the
-    gradient of their log-probabilities, and one chunk of logits in fp32 with its gradient in the compute dtype. In
-    backward of the norm: its output's gradient, and three fp32 tensors of the same shape.
+    They are the norm's input in fp32, and the larger of two moments. In forward of the head: the hidden states, the
+    gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its gradient in the
+    compute dtype. In backward of the norm: the gradient of its output, and three fp32 tensors of the same shape.
     """
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)
@@ -138,30 +156,52 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a trainer's forward pass without gradients: an MLP and a dequantised weight, or logits."""
+    """Return the peak bytes of a forward pass of the trainer without gradients: the larger of an MLP with a dequantised
+    weight, and the hidden states with a chunk of logits."""
     mlp = itemsize * (tokens * (3 * shape.inner + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     return max(mlp, vocabulary)
 
 
 def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes of one token's keys and values, of which there are 2 L key_width; "fp8..." takes one byte
-    each."""
-    return 2 * shape.num_layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
+    """Return the bytes that one token takes in the KV cache: 2 key_width values in each layer with attention, of one
+    byte each if ``kv_cache_dtype`` starts with fp8, and of ``itemsize`` bytes otherwise."""
+    layers = shape.num_layers - shape.recurrent.num_layers
+    return 2 * layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
 
 
-def kv_cache(token_bytes: int, *, block: int, length: int, num_sequences: int) -> int:
-    """Return the bytes of a KV cache for ``num_sequences`` sequences of ``length`` tokens.
+def recurrent_state(shape: ModelShape, itemsize: int) -> int:
+    """Return the bytes of one sequence's state in one recurrent layer: fp32, and the convolution's last inputs."""
+    sizes = shape.recurrent
+    return 4 * sizes.state_values + itemsize * sizes.conv_width * sizes.conv_tokens
 
-    The cache consists of whole blocks and one more, which vLLM reserves.
+
+def kv_cache(
+    shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto", *, block: int, length: int, num_sequences: int
+) -> int:
+    """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
+
+    Every sequence takes a whole number of blocks of ``block`` tokens, and vLLM reserves one block more. A model with
+    recurrent layers has blocks of so many tokens that their keys and values in one layer take at least as much as a
+    state. Layers are divided into groups of one kind; a sequence needs one block per group of recurrent layers.
     """
-    return (num_sequences * ceil(length / block) + 1) * block * token_bytes
+    token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
+    recurrent = shape.recurrent.num_layers
+    if not recurrent:
+        return (num_sequences * ceil(length / block) + 1) * block * token
+    attention = shape.num_layers - recurrent
+    block *= ceil(recurrent_state(shape, itemsize) * attention / (token * block))
+    few, many = sorted((recurrent, attention))
+    group = many if many < 1.25 * few else few  # as vLLM chooses it
+    blocks = ceil(attention / group) * ceil(length / block) + ceil(recurrent / group)
+    return (num_sequences * blocks + 1) * block * token * group // attention
 
 
 def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
     """Return the bytes of vLLM's weights: packed linears, and everything else in the engine's compute dtype.
 
-    Embedding and head take no memory if they are shared with the trainer, which needs the trainer's dtype.
+    Embedding and head take no memory if they are shared with the trainer, which is possible if both have the same
+    dtype.
     """
     own_embeddings = not shared_embeddings or engine_itemsize != itemsize
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
@@ -172,11 +212,12 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(
     shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
 ) -> int:
-    """Return the bytes of vLLM's largest forward pass: the MLP with LoRA's fp32 buffers, or the logits.
+    """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers, and the
+    logits.
 
-    With ``dequantises``, the MLP also has a dense copy of its fused gate and up projections.
+    If ``dequantises`` is set, the MLP also needs a dequantised copy of its fused gate and up projections.
 
-    Sampling holds the logits twice in fp32.
+    While vLLM samples, two fp32 copies of the logits exist.
     """
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
@@ -185,12 +226,13 @@ def engine_pass(
 
 
 def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
-    """Return the bytes that vLLM keeps while it sleeps: per sequence an int32 and a bit per token id, and CUDA
-    graphs."""
+    """Return the bytes that vLLM keeps even while it sleeps: CUDA graphs and, for each sequence, an int32 and a bit per
+    entry of the vocabulary."""
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     return counts + (0 if eager else GRAPHS_PER_LAYER * shape.num_layers)
 
 
 def slot_rank(rank: int) -> int:
-    """Return the rank of vLLM's adapter slots: ``rank`` rounded up to one that vLLM supports."""
+    """Return the LoRA rank for which vLLM allocates its adapter slots: ``rank`` rounded up to one that vLLM
+    supports."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

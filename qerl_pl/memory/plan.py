@@ -1,4 +1,4 @@
-"""Predict the bytes on the GPU at the moments of a run at which they may peak."""
+"""Predict a run's GPU memory in bytes at each moment at which it may peak (``MOMENTS``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENTS = {
 }
 TRAINING = ("head", "block", "step")
 PASSES = ("engine's passes", "block inputs", "blocks for backward", "backward", "optimizer's temporaries")
-"""Parts that are allocated and freed in every pass, and so fragment the memory of torch's allocator."""
+"""Parts of the memory that are allocated and freed in every pass, and so fragment the memory of torch's allocator."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,15 @@ class Plan:
     """Predicted bytes of every part at every moment."""
 
     parts: Mapping[str, Mapping[str, int]]
-    """Maps a part's name to its bytes by moment; moments without the part are left out."""
+    """Maps the name of a part of the memory to its bytes at each moment; moments at which the part does not exist are
+    left out."""
     run: RunMemory
-    """Settings that were planned, in which no choice is left open."""
+    """Settings of the run that was planned; None and "auto" have been replaced by values."""
     shared: int = 0
-    """Bytes of the packed base that trainer and vLLM have in common."""
+    """Bytes of the packed base weights that exist once and are used by both trainer and vLLM."""
     why: str = ""
-    """Explanation of the chosen ``gradient_checkpointing`` and its cost; empty if the settings named it."""
+    """Explanation of why this level of ``gradient_checkpointing`` was chosen, and its cost; empty if the run's settings
+    gave the level."""
 
     def total(self, moment: str) -> int:
         """Return the bytes at one of ``MOMENTS``."""
@@ -71,7 +73,7 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the memory of a run with given micro-batches and KV cache.
+    """Predict the GPU memory of a run whose micro-batch size, gradient checkpointing and KV cache size are given.
 
     Args:
         shape: dimensions of the model.
@@ -99,7 +101,7 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
         "adapter, fp32": _at(4 * values, *MOMENTS),
         "optimizer state": _at(run.state_bytes * values, "rollout", *TRAINING),
         "gradients": _at(4 * values, *TRAINING),
-        "optimizer's temporaries": _at(4 * values, "step"),  # the root of the second moment, of all tensors at once
+        "optimizer's temporaries": _at(4 * values, "step"),  # root of the second moments of all parameters
     }
 
 
@@ -123,7 +125,8 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     common = shared_base(shape, run)
-    # vLLM has a copy of its own while it loads, when there is neither a KV cache nor a forward pass.
+    # Even if vLLM ends up using the trainer's copy of the base, it has its own copy while it loads; at that time it has
+    # no KV cache and makes no forward pass, so only the bytes beyond these count.
     loading = {"start": max(0, common - engine.kv_cache_bytes - largest)}
     return {
         "engine's base": _at(base - common, *weights),
@@ -136,21 +139,24 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of the packed base that trainer and vLLM have in common, which the part "base" counts.
+    """Return the bytes of packed base weights that exist once for trainer and vLLM; the plan counts them in the part
+    "base".
 
-    vLLM's kernels that can read the trainer's memory compute in 16 bits.
+    It is 0 unless vLLM computes in 16 bits, because only 16-bit kernels can read the trainer's memory.
     """
     engine = run.engine
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the parts of the transformers engine, which samples with the trainer's model.
+    """Predict the parts of the memory that the transformers engine takes, which samples with the trainer's model.
 
-    They are a KV cache, a copy of one block's cache while it grows, and the logits of the rows in fp32.
+    They are a KV cache, the copy of one decoder block's part of it that is made to append a token, and the fp32 logits
+    of all sequences.
     """
-    cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
+    cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
+    cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
     logits = 3 * 4 * rows * shape.vocabulary
     prompts = parts.forward_only(shape, rows * run.prompt_tokens, run.itemsize)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
@@ -172,6 +178,8 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
         "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
-            "block": parts.block_backward(shape, tokens, run.itemsize, fused=run.fused and shape.fusable),
+            "block": parts.block_backward(
+                shape, tokens, run.itemsize, fused=run.fused and shape.fusable, longest_row=run.longest_row
+            ),
         },
     }

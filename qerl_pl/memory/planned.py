@@ -1,4 +1,4 @@
-"""Find the shape of a base that a run would load, from config.json or only from the model's name."""
+"""Find the dimensions of the base that a run would load, from config.json or only from the model's name."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from qerl_pl.quant.writers import WRITERS
 def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
-    """Find the shape of a base in its folder, in the table of known models, or in config.json on the hub, in this
+    """Find the dimensions of a base in its folder, in the table of known models, or in config.json on the hub, in this
     order.
 
     Args:
         base: folder of a checkpoint, of which config.json suffices, or a model's name on the hub. A folder that does
             not exist may have the name of a known model.
-        base_format: format of the 4-bit copy that the run would use; None means the base itself.
+        base_format: format of the base's 4-bit copy that the run would use; None if it would use the base itself.
         quantization: settings for quantising a dense base; None means no quantisation.
         dtype: dtype of everything that is not packed.
 
     Raises:
-        ValueError: the base is unknown, or a run cannot use it.
+        ValueError: the base was found in none of these places, or a run cannot use it.
     """
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)

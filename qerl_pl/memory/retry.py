@@ -1,4 +1,5 @@
-"""Repeat training passes that run out of memory with more recomputation, and then with smaller micro-batches."""
+"""Repeat training passes that ran out of GPU memory: with more gradient checkpointing, and if that does not suffice
+with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one pass, which is halved whenever a pass runs out of memory and never grows again.
+    """Limit on the tokens of one forward and backward pass. It is halved when a pass runs out of memory, and never
+    grows again.
 
     Args:
         tokens: the limit to begin with.
@@ -35,14 +37,17 @@ class MicroBatchBudget:
         undo: Callable[[], None] = lambda: None,
         recompute_more: Callable[[], object | None] = lambda: None,
     ) -> T:
-        """Call ``work(tokens)``; if memory runs out, undo it and call it again with settings that need less memory.
+        """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
+        less memory.
 
-        First more activations are recomputed in backward. If that is impossible, the tokens per pass are halved.
+        First the level of gradient checkpointing is raised, by ``recompute_more``. If it cannot be raised any more, the
+        tokens per pass are halved.
 
         Args:
-            work: the passes; its argument is the limit on the tokens of one pass.
-            longest: tokens of the longest row. A pass holds at least one row, so the limit is not lowered below it.
-            undo: reverts what a failed ``work`` has done.
+            work: makes the passes of an optimizer step; its argument is the limit on the tokens of one pass.
+            longest: tokens of the longest row (prompt and completion). A pass has at least one row, so the limit is not
+                lowered below this.
+            undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
             recompute_more: raises the level of gradient checkpointing. Returns the new setting, or None if the level
                 cannot be raised.
 
@@ -50,7 +55,7 @@ class MicroBatchBudget:
             The result of ``work``.
 
         Raises:
-            RuntimeError: memory runs out with one row per pass.
+            RuntimeError: memory runs out even with one row per pass.
         """
         while True:
             tokens = max(self.tokens, longest)
@@ -58,7 +63,8 @@ class MicroBatchBudget:
                 return work(tokens)
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
-            # Memory is freed outside of the except block, because the error's traceback refers to the pass's tensors.
+            # Memory is freed after the except block and not in it, because there the error's traceback still refers to
+            # the tensors of the failed pass.
             undo()
             gc.collect()
             if torch.cuda.is_available():

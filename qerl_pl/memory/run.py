@@ -1,4 +1,4 @@
-"""Collect the settings that decide a run's memory, for a run that starts and for the command ``plan`` alike."""
+"""Collect the settings that decide a run's GPU memory, both for a run that starts and for the command ``plan``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_memory(
     engine: RolloutEngine,
     num_ranks: int = 1,
 ) -> RunMemory:
-    """Collect the settings that decide the memory of a run on one of its GPUs.
+    """Collect the settings that decide the memory of a run on each of its GPUs.
 
     Args:
         num_prompts: prompts of a rollout, over all ranks.
@@ -38,11 +38,11 @@ def run_memory(
         dtype: compute dtype of the policy.
         lora: settings of the adapter.
         optimizer: name of the optimizer's class.
-        micro_batch_tokens: most tokens of a training pass; None if the plan is to choose.
-        gradient_checkpointing: what backward recomputes.
+        micro_batch_tokens: most tokens of a training pass; None if the memory plan is to choose.
+        gradient_checkpointing: activations that backward recomputes.
         offload_checkpoints: keep the inputs of recomputed blocks in host memory.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel.
-        engine: the rollout engine; it need not have started.
+        engine: the rollout engine, of which only settings are read; it need not have started.
         num_ranks: processes that share the prompts, each with a GPU.
     """
     return RunMemory(

@@ -12,7 +12,8 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 CHECKED_TOKENS = 4096
-"""Tokens of a trainer's pass without gradients; such a pass takes less memory than the engine's own passes."""
+"""Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
+less memory than the engine's own passes."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,23 @@ class EngineMemory:
     max_num_batched_tokens: int | None = None
     """Limit on the tokens of one forward pass; None means ``DEFAULT_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache; None means as much as a rollout can use, or as much as fits."""
+    """Size of the KV cache; None means as much as a rollout can use or, if that does not fit, as much as fits."""
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     enforce_eager: bool = False
     sleep_level: int = 0
-    """Memory that the engine frees while it sleeps. 0: the KV cache; 1: weights and adapter as well."""
+    """Memory that the engine frees while it sleeps. 0: the KV cache; 1: the KV cache, its weights and its copy of the
+    adapter."""
     one_copy: bool = False
-    """Whether the engine uses the trainer's packed weights, as far as its kernels can read them."""
+    """Whether the engine uses the trainer's memory of packed weights instead of a copy, for all linears whose layout
+    its kernels can read."""
 
     dequantises: bool = False
-    """Whether the engine dequantises a linear of a packed base to scratch memory for a step with many tokens."""
+    """Whether the engine dequantises each linear of a packed base to scratch memory in forward passes with many
+    tokens."""
 
     def itemsize(self, policy_itemsize: int) -> int:
-        """Return the bytes per value of the engine's compute dtype, given those of the policy's."""
+        """Return the bytes per value of the engine's compute dtype, given the bytes per value of the policy's."""
         return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize
 
 
@@ -62,21 +66,21 @@ class RunMemory:
     state_bytes: int = 8
     """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""
     micro_batch_tokens: int | None = None
-    """Most tokens of a training pass; None means that the plan chooses."""
+    """Most tokens of a training pass; None means that the memory plan chooses."""
     gradient_checkpointing: Setting = "none"
     """Activations that backward recomputes (``policy.recompute``); "auto" means the fastest choice that fits."""
     offload_checkpoints: bool = False
     fused: bool = False
-    """Whether norms, rotary embeddings and SwiGLU are fused kernels, which keep less for backward."""
+    """Whether norms, rotary embeddings and SwiGLU are fused kernels, which keep fewer bytes for backward."""
     engine: EngineMemory | None = None
     """Settings of vLLM; None means that transformers samples with the trainer's model."""
     batch_tokens: int = 0
     """Tokens in the KV cache of the transformers engine."""
     shared_embeddings: bool = True
-    """Whether trainer and engine share embedding and head, which needs equal dtypes."""
+    """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """Return the level of recomputation that the settings name; None if the setting is "auto".
+        """Return the level of gradient checkpointing that the settings give; None if it is "auto".
 
         Raises:
             ValueError: the setting is unknown, or is a number above the model's number of blocks.
@@ -91,7 +95,7 @@ class RunMemory:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of the trainer's largest pass without gradients while the engine is awake."""
+        """Tokens of the trainer's largest forward pass without gradients while the engine is awake."""
         return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
@@ -101,11 +105,12 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the most tokens of a trainer's pass without gradients while the engine is awake: at least one whole
-    row."""
+    """Return the limit on the tokens of the trainer's forward passes without gradients while the engine is awake:
+    ``CHECKED_TOKENS``, or the longest row if it is longer."""
     return max(longest_row, CHECKED_TOKENS)
 
 
 def state_bytes(optimizer: str) -> int:
-    """Return the bytes of state per trained parameter by the optimizer's class name: two moments, in fp32 or 8 bits."""
+    """Return the bytes of optimizer state per trained parameter: two moments, in 8 bits if the name of the optimizer's
+    class has "8bit", and in fp32 otherwise."""
     return 2 if "8bit" in optimizer else 8

@@ -1,17 +1,19 @@
-"""Dimensions of a model and bytes of its weights, read without loading any weight; they decide a run's memory."""
+"""Dimensions of a model and bytes of its weights, which decide a run's memory; they are found without loading
+weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
-from qerl_pl.base.layers import head_dims, layer_configs
+from qerl_pl.base.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
@@ -24,10 +26,27 @@ from qerl_pl.quant.selection import fused_groups, is_ignored
 from qerl_pl.quant.tile_order import fits
 
 
+class Recurrent(NamedTuple):
+    """Sizes of layers with a recurrent state instead of attention (Qwen3.5's gated delta nets); 0 without any."""
+
+    num_layers: int = 0
+    """Number of such layers."""
+    conv_width: int = 0
+    """C, queries, keys and values of a token, which a convolution over the last tokens mixes."""
+    conv_tokens: int = 0
+    """Earlier tokens that the convolution reads."""
+    query_width: int = 0
+    """Number of value heads times the dimension of a query; each value head has a copy of its query and key."""
+    value_width: int = 0
+    """Number of value heads times the dimension of a value."""
+    state_values: int = 0
+    """Values of a sequence's state in one layer, in fp32."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder and bytes of its base on a GPU. Letters: L blocks, H hidden size, I MLP size, V
-    vocabulary."""
+    """Dimensions of a decoder, and bytes that the weights of the base take on a GPU. Letters: L blocks, H hidden size,
+    I MLP size, V vocabulary."""
 
     num_layers: int
     hidden: int
@@ -41,29 +60,34 @@ class ModelShape:
     head_norms: bool
     """Whether queries and keys are normalised (Qwen3, OLMo 3, Gemma 3)."""
     block_norms: int
-    """Number of norms per block, without those of queries and keys."""
+    """Number of norms per block, not counting norms of queries and keys."""
     fusable: bool
     """Whether ``policy.elementwise`` can replace norms, rotary embeddings and MLPs of this family."""
     trained_norms: int
     """Number of norms per block that ``train_norms`` trains."""
     last_linear: str
-    """Name of the last linear of a block, whose output no operation of the block needs in backward."""
+    """Name of the last linear of a block (e.g. ``down_proj``), whose output backward does not need."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of one block; the largest of all blocks if they differ."""
+    """Name, output size N and input size K of each linear of a block; if blocks differ, the largest sizes of all
+    blocks."""
     linear_bytes: int
-    """Bytes of all linears except the head; packed weights count as ``FrozenLinear`` allocates them."""
+    """Bytes of the trainer's linears except the head; packed weights count with the bytes that ``FrozenLinear``
+    allocates."""
     engine_linear_bytes: int
-    """Bytes of all linears except the head in vLLM, which holds NF4 weights dense, as it has no kernels for them."""
+    """Bytes of vLLM's linears except the head. vLLM has no kernels for NF4, so NF4 weights count as dense 16-bit
+    weights."""
     engine_packed_bytes: int
-    """Bytes of ``engine_linear_bytes`` that are packed, and so do not depend on vLLM's compute dtype."""
+    """Part of ``engine_linear_bytes`` that is packed in 4 bits, and so does not depend on vLLM's compute dtype."""
     fitting_bytes: int
-    """Bytes of ``engine_packed_bytes`` that the native kernels can read from the trainer's memory."""
+    """Part of ``engine_packed_bytes`` that vLLM's native NVFP4 kernels can read from the trainer's memory."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
-    """Bytes of norms and biases."""
+    """Bytes of norms, biases and convolutions."""
     largest_packed: int
     """Number of weights of the largest packed linear; 0 for a dense base."""
+    recurrent: Recurrent
+    """Layers without attention."""
 
     @property
     def num_key_heads(self) -> int:
@@ -86,7 +110,7 @@ def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtyp
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return _shape(model, fmt, lambda name: True)
+    return _shape(model, fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
 def checkpoint_shape(
@@ -98,9 +122,9 @@ def checkpoint_shape(
 
     Args:
         path: the folder.
-        dtype: of everything that is not packed.
-        fmt: that a dense checkpoint will be quantised to; None: it stays dense.
-        ignore: linears that stay dense then, as the quantiser takes them.
+        dtype: dtype of everything that is not packed.
+        fmt: 4-bit format to which a dense checkpoint will be quantised; None: it stays dense.
+        ignore: linears that stay dense when the checkpoint is quantised: names, or "re:PATTERN".
 
     Raises:
         ValueError: the folder holds no supported model, or its quantisation is not supported.
@@ -111,10 +135,11 @@ def checkpoint_shape(
     check_family(path)
     layout = declared_layout(path)
     model = meta_model(path, dtype)
+    family = FAMILIES[model.config.model_type]
     if layout is None:
-        return _shape(model, fmt, lambda name: not is_ignored(name, ignore))
+        return _shape(model, fmt, lambda name: not (is_ignored(name, ignore) or family.stays_dense(name)))
     if not any(path.glob("*.safetensors")):
-        return _shape(model, layout.fmt, lambda name: True)
+        return _shape(model, layout.fmt, lambda name: not family.stays_dense(name))
     marked = set(Checkpoint(path).names())
     return _shape(model, layout.fmt, lambda name: name + layout.marker in marked)
 
@@ -141,7 +166,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
     heads = config.num_attention_heads
     widths, per_layer = head_dims(config), layer_configs(config)
     family = FAMILIES[config.model_type]
-    other_bytes = sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim == 1)
+    other_bytes = sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim != 2)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -163,11 +188,27 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         embedding_bytes=embedding_bytes,
         other_bytes=other_bytes,
         largest_packed=largest_packed,
+        recurrent=_recurrent(config),
+    )
+
+
+def _recurrent(config: PretrainedConfig) -> Recurrent:
+    if not (num_layers := num_recurrent_layers(config)):
+        return Recurrent()
+    heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    return Recurrent(
+        num_layers=num_layers,
+        conv_width=2 * config.linear_num_key_heads * key + heads * value,
+        conv_tokens=config.linear_conv_kernel_dim - 1,
+        query_width=heads * key,
+        value_width=heads * value,
+        state_values=heads * key * value,
     )
 
 
 def _widest_linears(blocks: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the largest output and input sizes of each linear over the blocks, which in some families differ."""
+    """Return the largest output size and input size of each linear over all blocks, whose sizes differ in some
+    families."""
     widest: dict[str, tuple[int, int]] = {}
     for name, module in blocks.named_modules():
         if isinstance(module, nn.Linear):

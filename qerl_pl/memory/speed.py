@@ -1,9 +1,10 @@
-"""Predict relative times of training passes, to choose between micro-batch sizes and levels of recomputation.
+"""Predict relative times of training passes, to choose a micro-batch size and a level of gradient checkpointing.
 
 The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): the times of passes
 without recomputation and of passes that recompute every block are within 1 % of (tokens + OVERHEAD) * (1 + share) times
-a constant, from 4096 to 16384 tokens. The overhead is dequantisation and kernel launches. It grows with the number of
-parameters as the matrix products do, so the constants are close for other model sizes.
+a constant, from 4096 to 16384 tokens. The overhead is the time of dequantisation and kernel launches. Since it grows
+with the number of parameters in the same way as the time of matrix products, the constants are close to right for other
+model sizes.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from __future__ import annotations
 from qerl_pl.policy.recompute import Recompute
 
 OVERHEAD = 600
-"""Fixed time of a pass, in units of the time that a token takes."""
+"""Time of a pass that does not depend on its number of tokens, in units of the time per token."""
 WHOLE = 0.33
-"""Extra time of recomputing every block, as a share of a pass without recomputation.
+"""Extra time of recomputing all activations of every block, as a share of the time of a pass without recomputation.
 
-It is less than the share of forward, because a block's last matrix product is not recomputed."""
+It is less than forward's share of that time, because the last matrix product of a block is not recomputed."""
 SELECTIVE = 0.09
-"""Extra time of recomputing element-wise operations, as a share of a pass without recomputation."""
+"""Extra time of recomputing element-wise operations, as a share of the time of a pass without recomputation."""
 FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023
-"""``WHOLE`` and ``SELECTIVE`` if norms, rotary embeddings and SwiGLU are fused kernels."""
+"""Values of ``WHOLE`` and ``SELECTIVE`` that hold if norms, rotary embeddings and SwiGLU are fused kernels."""
 OFFLOAD = 0.07
-"""Extra time of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes every
-block."""
+"""Extra time of copying the blocks' inputs to host memory and back, as a share of the time of a pass that recomputes
+every block."""
 
 
 def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float:
-    """Return the time that recomputation adds to a pass, as a share of a pass without recomputation."""
+    """Return the time that recomputation adds to a training pass, as a share of the time of a pass without
+    recomputation."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
@@ -36,5 +38,6 @@ def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float
 
 
 def time_per_token(how: Recompute, num_layers: int, tokens: int, *, fused: bool = False) -> float:
-    """Return the time per token of a pass, relative to an infinitely long pass without recomputation."""
+    """Return the time per token of a training pass, in units of the time per token of an infinitely long pass without
+    recomputation."""
     return (1 + extra_work(how, num_layers, fused=fused)) * (1 + OVERHEAD / tokens)

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.base.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
+from qerl_pl.policy.delta_net import use_packed_delta_nets
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, soft_capped, token_logprobs
@@ -34,12 +35,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TokenStats(NamedTuple):
-    """Log-probabilities and entropies of tokens under the policy; entries where the mask is False are 0."""
+    """Log-probabilities and entropies of tokens under the policy; 0 for tokens that were not asked for."""
 
     logprobs: Tensor
     """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
-    """[B, S] fp32 in nats, entropy of the distribution at the token's position."""
+    """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
 
 
 class Policy(nn.Module):
@@ -54,9 +55,10 @@ class Policy(nn.Module):
         self.recompute_is_open = False
         """Whether ``recompute_more`` may change it."""
         use_packed_attention(self.causal_lm)
+        use_packed_delta_nets(self.causal_lm)
 
     @property
-    def causal_lm(self) -> Any:  # a PreTrainedModel: torch types the attributes of a module as Tensor | Module
+    def causal_lm(self) -> Any:  # a PreTrainedModel; torch's type for a module's attributes is Tensor | Module
         """The Hugging Face model, including its adapter layers, without PEFT's wrapper."""
         return self.model.get_base_model()
 
@@ -97,7 +99,8 @@ class Policy(nn.Module):
         """Switch to the next level of gradient checkpointing, which needs less memory.
 
         Returns:
-            The new setting; None if there is no such level or the user's settings fix the level.
+            The new value of ``model.gradient_checkpointing``; None if there is no further level or the user's settings
+            fix the level.
         """
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
@@ -106,13 +109,13 @@ class Policy(nn.Module):
         return less.setting(self.num_layers)
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """Return the trained tensors by PEFT's names: fp32, detached, sharing memory with the parameters."""
+        """Return the trained tensors by PEFT's names: in fp32, detached, and sharing memory with the parameters."""
         return {name: module.get_parameter(leaf).detach() for name, (module, leaf) in self._trained.items()}
 
     @cached_property
     def _trained(self) -> dict[str, tuple[nn.Module, str]]:
-        """Map PEFT's names to module and attribute; cached, because PEFT's own lookup walks the whole model
-        repeatedly."""
+        """Map PEFT's names of trained tensors to module and attribute; cached, because PEFT's own lookup walks the
+        whole model."""
         live = self.model.state_dict(keep_vars=True)
         state = get_peft_model_state_dict(self.model, live, adapter_name=ADAPTER, save_embedding_layers=False)
         places = {id(own): (module, leaf) for module in self.modules() for leaf, own in module._parameters.items()}
@@ -130,7 +133,8 @@ class Policy(nn.Module):
             own[name].copy_(tensor)
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return the norms that noise is added to (``Family.noise_norms``) by name; if trained, the trained copies."""
+        """Return the norms that AQN's noise is added to (``Family.noise_norms``) by name; PEFT's trained copies if
+        norms are trained."""
         found = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -165,10 +169,11 @@ class Policy(nn.Module):
         return next((linear.fmt for linear in self.packed_linears().values()), None)
 
     def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
-        """Compute log-probability and entropy of the masked tokens, differentiable with respect to the adapter.
+        """Compute log-probabilities and entropies of the tokens that the mask selects, differentiable with respect to
+        the adapter.
 
-        Rows are packed, so padding and tokens after a row's last masked token are not processed. The head is applied
-        only to the hidden states from which a masked token is predicted.
+        Rows are packed, so padding and tokens after a row's last masked token are not processed. The language-model
+        head is applied only to hidden states from which a masked token is predicted.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
@@ -184,7 +189,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def alternative_logprobs(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
-        """Compute ``evidence.alternative_logprobs`` of the N masked tokens, row by row: [N, 1 + K] in nats.
+        """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats.
 
         The arguments are the ones of ``token_stats``.
         """
@@ -198,7 +203,8 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a pass computes the prompt of several rows once: on a GPU, without sliding windows."""
+        """Whether a pass computes a prompt that several rows share only once: on a GPU in 16 bits, if all layers have
+        full attention."""
         on_gpu = next(self.parameters()).is_cuda and self.dtype != torch.float32
         return on_gpu and attends_to_everything(self.config)
 
@@ -210,7 +216,7 @@ class Policy(nn.Module):
 
     @property
     def _logit_cap(self) -> float | None:
-        """Soft cap of the model's logits; None: it has none."""
+        """Soft cap of the model's logits; None if the model has none."""
         name = self.family.logit_cap
         return None if name is None else getattr(self.config, name)
 
@@ -267,7 +273,7 @@ def load_policy(
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
 
     Raises:
-        ValueError: the folder holds no supported model, an adapter target is none of the blocks' linears, the settings
+        ValueError: the folder holds no supported model, an adapter target is not a linear of the blocks, the settings
             of gradient checkpointing contradict each other, or fused operations cannot run here.
     """
     return make_policy(

@@ -1,7 +1,7 @@
 """Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
 
-The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read. Of a checkpoint
-with a vision part, NVFP4 or 16-bit, the copy has the text model alone.
+The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read. If the
+checkpoint, in NVFP4 or 16 bits, has a vision part, the copy has only the text model.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from qerl_pl.quant.rescale import Scales, share_scale
 from qerl_pl.quant.selection import output_files
 from qerl_pl.quant.writers import WRITERS
 
-VERSION = 1  # of the conversion's output; part of the cache's key
+VERSION = 1  # version of this conversion, part of the key under which its result is cached
 NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
     """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part.
 
-    The weights equal, bit for bit, the ones that compressed-tensors decompresses. For a checkpoint by ModelOpt, the
-    reciprocal of each tensor scale is stored in fp32, which changes weights by a relative error of at most 2^-23 before
-    they are rounded.
+    Dequantised weights of the copy equal, bit for bit, the ones that compressed-tensors computes from the original. For
+    a checkpoint by ModelOpt, the reciprocal of each tensor scale is stored in fp32, which changes weights by a relative
+    error of at most 2^-23 before they are rounded.
 
     Args:
         path: folder of the checkpoint.
-        output: folder to make; it appears under this name when it is complete.
+        output: folder to make; it gets this name only when it is complete.
 
     Returns:
-        The changes, in the words of ``conversion_reasons``.
+        Descriptions of what was changed, as ``conversion_reasons`` gives them.
 
     Raises:
-        ValueError: the checkpoint is damaged, or its scales cannot be shared without loss.
+        ValueError: the checkpoint is damaged, or linears that engines fuse have tensor scales that cannot be made equal
+            without loss.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -55,7 +56,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     dropped = {*stored.activations, *stored.cache}
     settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
     writer, folder = WRITERS["nvfp4"], OutputFolder(output, {**settings, "changes": reasons})
-    for file in tqdm(output_files(checkpoint), desc="convert to W4A16", unit=" files"):
+    for file in tqdm(output_files(checkpoint), desc="convert to W4A16", unit=" files", disable=None):
         if file.name in folder.done:
             continue
         tensors = {name: checkpoint.read(name) for name in file.tensors if name not in dropped}

@@ -1,7 +1,7 @@
 """Load a checkpoint folder as a frozen causal language model, tensor by tensor, without a dense copy of the model.
 
-Linears that the checkpoint stores packed become ``FrozenLinear``, and dense linears stay dense. The ``ignore`` list of
-the quantisation config is therefore followed without being read.
+Linears that the checkpoint stores packed become ``FrozenLinear``, and dense linears stay dense. Which linears these are
+is seen from the stored tensors, so the ``ignore`` list of the quantisation config need not be read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from qerl_pl.base.family import family_of
 from qerl_pl.quant.files import CONFIG, Checkpoint, model_config, read_json
 from qerl_pl.quant.layouts import Layout, read_layout
 from qerl_pl.quant.linear import FrozenLinear
@@ -26,12 +27,12 @@ OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers co
 
 @dataclass(frozen=True)
 class Slot:
-    """Attribute of a module that a tensor of the checkpoint is assigned to."""
+    """Attribute of a module to which a tensor of the checkpoint is assigned."""
 
     module: str
     leaf: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] | None = None
-    """Converts the tensor, given the shape of the attribute; None assigns the tensor itself."""
+    """Converts the stored tensor, given the shape of the attribute; None: the tensor is assigned as it is."""
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
@@ -39,7 +40,7 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
     Args:
         path: folder with config.json and safetensors files, sharded or not.
-        dtype: dtype of everything except packed weights.
+        dtype: dtype of everything except packed weights and ``Family.fp32``.
         device: device to which every tensor is moved when it is read.
 
     Raises:
@@ -51,9 +52,10 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
     model = meta_model(checkpoint.path, dtype)
     if layout is not None:
         _swap_packed_linears(model, checkpoint, layout, device)
-    slots = _match(model, checkpoint, layout)
+    slots, family = _match(model, checkpoint, layout), family_of(model.config.model_type, path=path)
     for name, slot in slots.items():
-        _fill(model, slot, checkpoint.read(name), name=name, dtype=dtype, device=device)
+        own = torch.float32 if slot.leaf in family.fp32 else dtype
+        _fill(model, slot, checkpoint.read(name), name=name, dtype=own, device=device)
     _tie(model, checkpoint.path)
     fill_computed_buffers(model, device)
     if (checkpoint.path / "generation_config.json").is_file():
@@ -62,7 +64,8 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Create the causal language model of config.json on the meta device, without data and without quantisation."""
+    """Create the causal language model that config.json describes on the meta device, without data, and with dense
+    linears even if the checkpoint is quantised."""
     if has_vision(read_json(path / CONFIG)):
         text = model_config(path)
         config = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
@@ -93,8 +96,8 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, Slot]:
-    """Map every tensor of the checkpoint to an attribute of the model, and check that no attribute is left without
-    one."""
+    """Map every tensor of the checkpoint to the attribute of the model that it fills, and check that every attribute
+    gets a tensor."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -132,12 +135,12 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
-    """Check by names that a checkpoint has every parameter of a model.
+    """Check that a checkpoint has a tensor for every parameter of a model, by comparing names.
 
     Args:
         checkpoint: the checkpoint.
-        model: the model of its config.json, e.g. on the meta device.
-        packed: names of its packed linears.
+        model: the model that the checkpoint's config.json describes, e.g. on the meta device.
+        packed: names of the linears that the checkpoint stores packed.
 
     Raises:
         ValueError: parameters are missing, or a packed linear is tied to the embedding.
@@ -172,7 +175,8 @@ def _fill(
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    """Refuse NaN and infinity. Only if the sum is not finite, which may be overflow, are all elements tested."""
+    """Refuse a tensor with NaN or infinity. The sum is tested first; all elements are tested only if it is not finite,
+    which may also be overflow."""
     if not tensor.is_floating_point() or (tensor.element_size() > 1 and tensor.sum().isfinite()):
         return
     numbers = tensor.float()
@@ -194,7 +198,7 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation.
 
-    Parameters keep their values, though the initialisation of a module covers them as well.
+    Parameters keep their values, although the model's initialisation of a module would also initialise its parameters.
     """
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}

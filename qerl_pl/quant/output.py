@@ -1,4 +1,5 @@
-"""Write a checkpoint folder file by file; it appears under its name when it is complete, and can be resumed."""
+"""Write a checkpoint folder file by file. It gets its final name only when it is complete, and an interrupted write can
+be continued."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from qerl_pl.quant.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")
+RECORDS = ("tiny.json", "pretrain.json", "task.yaml", "reach.jsonl", "drift.json")
+"""Files in which commands record how one policy was made and measured; copies and exports do not carry them."""
 _MANIFEST = "manifest.json"
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -29,10 +32,11 @@ class OutputFolder:
 
     Args:
         output: folder to make; it must not exist or be empty.
-        settings: everything that the files depend on, values that can be written as JSON; stored in the report.
+        settings: everything that the files' contents depend on, as values that can be written as JSON; stored in the
+            report.
 
     Raises:
-        ValueError: the output is not empty, or ``OUTPUT.partial`` holds files of other settings.
+        ValueError: the output is not empty, or ``OUTPUT.partial`` holds files that were written with other settings.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
@@ -53,7 +57,7 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one file, and list it in the manifest with its reports by kind.
+        """Write one safetensors file, and add it to the manifest with its reports, which are lists by kind of report.
 
         Raises:
             OSError: the file cannot be written, e.g. on a full disk; finished files are kept.
@@ -61,8 +65,8 @@ class OutputFolder:
         temporary = self.partial / f"{file}.tmp"
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            # Metadata has one key, because safetensors writes several keys in random order and equal runs should give
-            # equal bytes.
+            # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
+            # should give files with equal bytes.
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error
@@ -89,7 +93,8 @@ class OutputFolder:
         return [report for entry in self.done.values() for report in entry[kind]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
-        """Add index, report, ``config`` and the source's tokenizer and other small files, and rename to ``OUTPUT``."""
+        """Add the index, the report, config.json with the content ``config``, and the tokenizer and other small files
+        of the source; then rename the folder to ``OUTPUT``."""
         for file in carried_files(source):
             shutil.copyfile(file, self.partial / file.name)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
@@ -102,8 +107,9 @@ class OutputFolder:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """List the files of a checkpoint folder that are copied to derived folders: tokenizer, licence and the like."""
-    # Digests and reports concern one folder only, and the copy has a config.json of its own.
+    """List the files of a checkpoint folder that its quantised or converted copies also get: tokenizer, licence and the
+    like."""
+    # Stored digests and reports describe this folder alone, and a copy gets a config.json of its own.
     of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
     return [
         file
@@ -111,6 +117,7 @@ def carried_files(source: Path) -> list[Path]:
         if file.is_file()
         and not file.name.startswith(".")
         and file.name not in of_one
+        and file.name not in RECORDS
         and file.stem != Path(REPORT).stem  # its picture
         and file.suffix not in _WEIGHT_FILES
         and not file.name.endswith(".index.json")

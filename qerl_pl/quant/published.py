@@ -1,9 +1,9 @@
 """Inspect published NVFP4 checkpoints: their contents, and what has to change for 16-bit activations (W4A16).
 
 Published checkpoints may have features that a W4A16 base does not support: scales of activations and of the KV cache,
-linears in FP8, a quantised head, and different tensor scales within q/k/v or gate/up, which engines fuse. ``convert``
-removes them. The format of a linear is derived from its tensors; the lists of excluded modules in config.json and
-hf_quant_config.json are redundant and are not read.
+linears in FP8, a quantised head, and different tensor scales of q/k/v or of gate/up, which engines fuse into one
+matrix. ``convert`` removes these features. The format of a linear is derived from its tensors; the lists of excluded
+modules in config.json and hf_quant_config.json are redundant and are not read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
+from qerl_pl.common.sizes import in_bytes
 from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
 from qerl_pl.quant.layouts import COMPRESSED_NVFP4, MODELOPT_NVFP4, Layout, quantization_config, read_layout
 from qerl_pl.quant.nvfp4 import BLOCK
@@ -33,10 +34,11 @@ QUANTISED = COMPRESSED | MODELOPT | {"weight_zero_point", "weight_g_idx", "weigh
 
 @dataclass
 class Stored:
-    """Contents of a checkpoint according to the headers of its files."""
+    """Kinds of tensors in a checkpoint, found from the headers of its files."""
 
     packed: dict[str, set[str]] = field(default_factory=dict)
-    """Suffixes of the tensors of each linear in NVFP4, ``COMPRESSED`` or ``MODELOPT``, by the linear's name."""
+    """Maps the name of each linear in NVFP4 to the suffixes of its tensors, which are ``COMPRESSED`` or
+    ``MODELOPT``."""
     modules: set[str] = field(default_factory=set)
     """Names of all modules that have a tensor."""
     fp8: list[str] = field(default_factory=list)
@@ -52,10 +54,11 @@ class Stored:
 
 
 def conversion_reasons(path: Path) -> list[str]:
-    """List the reasons why a checkpoint has to be converted to be a base; reads only config.json and headers.
+    """List the reasons why a checkpoint has to be converted before it can be used as a base; only config.json and
+    headers are read.
 
     Returns:
-        Empty if the checkpoint can be used without conversion, or is neither in NVFP4 nor has a vision part.
+        Descriptions; none if the checkpoint can be used as it is, or if it is neither in NVFP4 nor has a vision part.
 
     Raises:
         ValueError: the checkpoint is in NVFP4, but damaged or in an unsupported variant, or it has a vision part and is
@@ -80,8 +83,7 @@ def conversion_reasons(path: Path) -> list[str]:
     if stored.fp8:
         extra = sum(checkpoint.num_weights(f"{name}.weight") for name in stored.fp8)
         reasons.append(
-            f"{len(stored.fp8)} linears are in FP8: held in 16 bits, {2 * extra / 1e9:.3g} GB instead of "
-            f"{extra / 1e9:.3g} GB"
+            f"{len(stored.fp8)} linears are in FP8: held in 16 bits, {in_bytes(2 * extra)} instead of {in_bytes(extra)}"
         )
     if outside := [name for name in stored.packed if block_of(name) is None]:
         reasons.append(f"{', '.join(outside)} is packed: held in 16 bits, as engines do embeddings and heads")
@@ -91,7 +93,7 @@ def conversion_reasons(path: Path) -> list[str]:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of "NVFP4" and "FP8" a quantisation config names for linears; empty if it names neither.
+    """Return which of the formats "NVFP4" and "FP8" a quantisation config gives for linears; empty if neither.
 
     Args:
         path: folder of the checkpoint, for error messages.
@@ -123,7 +125,8 @@ def declared_formats(path: Path, config: Mapping) -> set[str]:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return the layout of packed linears in a checkpoint that can be a base, directly or after conversion.
+    """Return the layout in which a checkpoint stores packed linears, if it can be used as a base directly or after
+    conversion.
 
     Weights are not read. None means that the checkpoint is not quantised.
 
@@ -137,7 +140,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def read_stored(checkpoint: Checkpoint) -> Stored:
-    """Classify the tensors of a checkpoint by name, dtype and shape.
+    """Find the linears in NVFP4 and FP8, and the scales of activations and KV cache, by the names, dtypes and shapes of
+    a checkpoint's tensors.
 
     Raises:
         ValueError: a quantised linear lacks a tensor, has a wrong shape, or is stored in an unsupported way.
@@ -166,7 +170,8 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Group the packed linears of the decoder blocks; linears that engines fuse into one matrix are one group.
+    """Group the NVFP4 linears of the decoder blocks such that linears that engines fuse into one matrix are in one
+    group.
 
     Raises:
         ValueError: of the linears of a fused group, some are in NVFP4 and some are not.

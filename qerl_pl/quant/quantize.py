@@ -1,11 +1,12 @@
 """Offline quantiser: write a packed copy of a dense checkpoint, one decoder block at a time.
 
-All linears except the ignored ones are packed; embeddings, norms and biases are copied. Query, key and value share one
-tensor scale, and so do gate and up, because engines fuse them into one matrix with a single scale.
+All linears except the ignored ones are packed; embeddings, norms and biases are copied. The query, key and value
+projections share one tensor scale, and so do the gate and up projections, because engines fuse each of these groups
+into one matrix with a single tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. If
-there is calibration data, each block is rounded for, and its errors are measured on, the outputs of the already packed
-previous blocks.
+there is calibration data, each block's weights are rounded, and their errors measured, for the hidden states that the
+already packed previous blocks compute from it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
 from qerl_pl.quant.writers import WRITERS, Writer
 
-LARGEST_WEIGHT = 1e6  # sums of squares of larger weights over a layer come close to the maximum of fp32
-VERSION = 2  # version of the output's layout and arithmetic; part of its metadata
+LARGEST_WEIGHT = 1e6  # the sum of squares of a layer of larger weights could overflow fp32
+VERSION = 2  # version of the written tensors' layout and arithmetic, stored with them
 _ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 
@@ -52,7 +53,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Write a copy of a checkpoint whose linears are packed.
+    """Quantise a dense checkpoint: write a copy of it in which linears are packed.
 
     The output can be loaded by ``load_base`` and by the libraries that ``writers`` names. The device holds one decoder
     block and, with calibration data, second moments of the block's inputs. Host memory holds one block, or the
@@ -62,10 +63,11 @@ def quantize_checkpoint(
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
         format: format of the packed weights.
-        method: rounding method, see ``rounding`` and ``awq``; awq rounds as mse after it has applied its scales.
+        method: rounding method, see the modules ``rounding`` and ``awq``; awq applies its scales and then rounds as mse
+            does.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
-        calibration: calibration data, required by awq and gptq. With it mse weighs its errors by the inputs, and all
-            methods report output errors.
+        calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
+            inputs' mean squares, and output errors are reported for all methods.
         device: device on which blocks are quantised.
 
     Returns:
@@ -98,7 +100,8 @@ def quantize_checkpoint(
     folder = OutputFolder(output, settings)
     stream = None if calibration is None else BlockStream(skeleton, checkpoint, calibration.tokens, device)
     sizes = [sum(map(checkpoint.num_weights, file.tensors)) for file in files]
-    with tqdm(total=sum(sizes), unit=" weights", unit_scale=True, desc=f"quantize ({format}, {method})") as progress:
+    shown = {"unit": " weights", "unit_scale": True, "desc": f"quantize ({format}, {method})", "disable": None}
+    with tqdm(total=sum(sizes), **shown) as progress:
         for file, size in zip(files, sizes, strict=True):
             if file.name not in folder.done:
                 tensors = {name: checkpoint.read(name) for name in file.tensors}
@@ -128,13 +131,13 @@ def pack_file(
     stream: BlockStream | None,
     device: torch.device | str,
 ) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
-    """Compute the tensors of one file of the output.
+    """Compute the tensors of one file of the packed checkpoint.
 
     Args:
-        file: the file.
-        tensors: its source tensors.
-        groups: linears to pack; the linears of a group share a tensor scale.
-        writer: writer of the format.
+        file: description of the file.
+        tensors: tensors of the dense checkpoint that belong in the file.
+        groups: linears to pack, in groups that share a tensor scale.
+        writer: describes how the format is written.
         method: rounding method.
         skeleton: the model on the meta device.
         stream: calibration data at the input of the file's decoder block; None without calibration data.
@@ -169,7 +172,7 @@ def pack_file(
 def dense_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], writer: Writer
 ) -> dict[str, Tensor]:
-    """Dequantise the packed weights of a file to fp32; other tensors are returned without change."""
+    """Dequantise the packed weights among a file's tensors to fp32, and return all other tensors without change."""
     layout = writer.layout
     packed = [name for name in shapes if name + layout.marker in tensors]
     stored = {name + suffix for name in packed for suffix in (*layout.parts, *layout.redundant)}

@@ -1,4 +1,5 @@
-"""Select the linears to pack, the linears that share a tensor scale, and the files of the output."""
+"""Decide, for the quantiser, which linears are packed, which of them share a tensor scale, and which tensors each
+output file has."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps a linear to the group of linears that engines fuse; a name is in the same group in all families."""
+"""Maps the name of a linear to the group of linears that engines fuse with it; the group is the same in all
+families."""
 _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
@@ -24,12 +26,13 @@ class OutputFile:
 
     name: str
     block: str | None
-    """Decoder block in the file, e.g. "model.layers.3"; None for the file of everything outside the blocks."""
+    """Decoder block whose tensors are in the file, e.g. "model.layers.3"; None for the file of all tensors outside the
+    blocks."""
     tensors: list[str]
     """Names of the source tensors of the file."""
 
     def groups(self, groups: Mapping[str, list[str]]) -> list[list[str]]:
-        """Return the fused groups whose weights are in this file."""
+        """Return those of the given groups of linears, as from ``fused_groups``, whose weights are in this file."""
         held = set(self.tensors)
         return [group for first, group in groups.items() if f"{first}.weight" in held]
 
@@ -42,10 +45,11 @@ def split_linears(
     Args:
         model: the model; it may be on the meta device.
         ignore: names of linears to leave dense, or "re:" and a regular expression that matches the start of names.
-        block: number of columns that share a scale.
+        block: number of columns that share a block scale.
 
     Returns:
-        Shapes [N, K] of the linears to pack by name, and the names of the others, in the model's order.
+        Shapes [N, K] of the linears to pack by name, and the names of the linears that stay dense because of ``ignore``
+        or ``Family.dense``, both in the model's order.
 
     Raises:
         ValueError: an entry of ``ignore`` matches no linear, no linear is left to pack, or a linear to pack has a tied
@@ -61,7 +65,10 @@ def split_linears(
         if not any(is_ignored(name, [entry]) for name in linears):
             example = next(reversed(linears), None)
             raise ValueError(f"ignore entry {entry!r} matches no linear; they are named like {example!r}")
-    kept = {name: module for name, module in linears.items() if not is_ignored(name, ignore)}
+    family = FAMILIES[model.config.model_type]
+    kept = {
+        name: module for name, module in linears.items() if not (is_ignored(name, ignore) or family.stays_dense(name))
+    }
     for name, module in kept.items():
         if f"{name}.weight" in tied_weights(model):
             raise ValueError(f"{name} shares its weight with the embeddings, which stay dense; add it to ignore")
@@ -74,7 +81,8 @@ def split_linears(
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Return whether an entry is a linear's name, or "re:PATTERN" with a pattern that matches the start of the name."""
+    """Return whether one of the entries of ``ignore`` is the linear's name, or is "re:PATTERN" with a pattern that
+    matches the start of the name."""
     return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 
@@ -83,8 +91,8 @@ def fused_groups(linears: Sequence[str], present: Collection[str] | None = None)
 
     Args:
         linears: names of linears.
-        present: names of all linears of the model, as in some families blocks lack a linear of a group; None: no block
-            lacks one.
+        present: names of all linears of the model, which are needed for families in which some blocks lack a linear of
+            a group; None: no block lacks one.
 
     Returns:
         Groups by the name of their first linear; a linear that is not fused is a group of its own.
@@ -105,13 +113,15 @@ def fused_groups(linears: Sequence[str], present: Collection[str] | None = None)
 
 
 def block_of(name: str) -> str | None:
-    """Return the decoder block of a tensor or module by its name, e.g. "model.layers.3"; None outside the blocks."""
+    """Return the decoder block that a tensor or module belongs to, e.g. "model.layers.3", from its name; None for names
+    outside the blocks."""
     block = _BLOCK_OF.match(name)
     return block and block[1]
 
 
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """Plan one file for everything outside the decoder blocks, and then one file per block in order."""
+    """List the files that the quantiser writes: one for all tensors outside the decoder blocks, and then one per block
+    in order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         parts.setdefault(block_of(name) or "", []).append(name)

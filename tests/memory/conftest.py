@@ -11,13 +11,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from tests.integration.conftest import bases
 
-__all__ = ["LiveBytes", "bases", "family", "policy_of", "small_config"]
+__all__ = ["LiveBytes", "bases", "family", "policy_of", "recurrent_config", "small_config"]
 
 FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -35,6 +42,23 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
         "tie_word_embeddings": False,
     }
     return FAMILIES[family](**{**sizes, **changes})
+
+
+def recurrent_config(num_recurrent: int, num_attention: int = 1) -> PretrainedConfig:
+    """Of Qwen3.5, with heads of its real size; recurrent layers come first."""
+    kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]
+    return Qwen3_5TextConfig(
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        vocab_size=256,
+    )
 
 
 def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] = {}, **settings: Any) -> Policy:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from qerl_pl.base.family import with_merged
 from qerl_pl.memory import parts
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
+from qerl_pl.policy.delta_net import _scan
 from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.policy.packing import pack, packed_hidden_states
@@ -22,7 +24,7 @@ from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK
-from tests.memory.conftest import LiveBytes, policy_of, small_config
+from tests.memory.conftest import LiveBytes, policy_of, recurrent_config, small_config
 from tests.random_models import model_config
 from tests.reference.elementwise import REFERENCE
 
@@ -107,6 +109,49 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how):
     padding = 4 * TOKENS * (max(1, shape.num_layers - how.blocks) * shape.query_width + kept_twice * shape.key_width)
     predicted = parts.checkpoints(shape, TOKENS, 4, how=how) + blocks + parts.block_backward(shape, TOKENS, 4)
     assert count.peak == pytest.approx(predicted + padding, rel=0.05)
+
+
+@pytest.mark.parametrize("how", [Recompute(), Recompute(selective=True)], ids=["none", "selective"])
+def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how):
+    kept = {}
+    for number in (1, 3):
+        policy = policy_of(recurrent_config(number), torch.bfloat16)
+        policy.set_recompute(how)
+        policy.causal_lm.enable_input_require_grads()
+        packed = pack(torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([TOKENS]))
+        with LiveBytes() as count:
+            hidden = packed_hidden_states(policy.causal_lm.model, packed)
+            kept[number] = count.live
+        del hidden
+    shape, targets = config_shape(recurrent_config(3), None, torch.bfloat16), with_merged(PROJECTIONS)
+    if how.selective:
+        predicted = parts.block_kept_selectively(shape, TOKENS, 2, targets=targets)
+    else:
+        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, targets=targets)
+    assert 0.8 * predicted < (kept[3] - kept[1]) / 2 <= predicted
+
+
+def test_backward_through_a_recurrence_takes_what_was_measured():
+    policy = policy_of(recurrent_config(1), torch.bfloat16)
+    layer: Any = policy.causal_lm.get_submodule("model.layers.0.linear_attn")
+    shape = config_shape(recurrent_config(1), None, torch.bfloat16)
+    own = [torch.randn(TOKENS, width, dtype=torch.bfloat16, requires_grad=True) for width in (512, 2, 2)]
+    with LiveBytes() as count:
+        _scan(layer, *own, inside=torch.ones(2, TOKENS // 2, dtype=torch.bool)).square().sum().backward()
+    widths = shape.recurrent.query_width + shape.recurrent.value_width
+    assert count.peak == pytest.approx(parts.SCAN_BYTES * TOKENS * widths, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "attention", "length", "blocks", "group"),
+    [(3, 1, 64, 3 + 1, 1), (5, 2, 300, 3 + 2, 2), (1, 3, 100, 1 + 3 * 1, 1)],
+)
+def test_a_cache_of_states_and_keys_is_what_vllm_divides_into_blocks(recurrent, attention, length, blocks, group):
+    shape = config_shape(recurrent_config(recurrent, attention), None, torch.float32)
+    assert parts.recurrent_state(shape, 4) == 4 * 2 * 128 * 128 + 4 * 3 * 512
+    page = 288 * 4 * 2 * 64  # 137216 bytes of a state are those of 268 tokens in a layer, rounded up to blocks of 32
+    found = parts.kv_cache(shape, 4, block=32, length=length, num_sequences=5)
+    assert found == (5 * blocks + 1) * page * group
 
 
 @pytest.mark.parametrize("line", STEPS, ids=lambda line: f"{line['name']}-{line['shape']['model']}")

@@ -67,9 +67,9 @@ def test_a_packed_model_computes_what_the_dequantised_one_does(base):
     state = {name: tensor for name, tensor in packed.state_dict().items() if name in dense.state_dict()}
     state |= {f"{name}.weight": module.dense(torch.float32) for name, module in linears.items()}
     dense.load_state_dict(state)
-    assert linears.keys() == {name for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)} - {
-        "lm_head"
-    }
+    names = {name for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
+    family = FAMILIES[packed.config.model_type]
+    assert linears.keys() == {name for name in names - {"lm_head"} if name.rpartition(".")[2] not in family.dense}
     [row, *_] = rows()
     with torch.no_grad():
         found, expected = (model(input_ids=row.unsqueeze(0)).logits for model in (packed, dense))
@@ -109,8 +109,8 @@ def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(p
 
 def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
     """Families with sliding windows or recurrent layers share none."""
-    windows = {"gemma3_text", "gemma4_text", "mistral", "olmo3"}
-    assert attends_to_everything(policy.config) == (policy.config.model_type not in windows)
+    others = {"gemma3_text", "gemma4_text", "mistral", "olmo3", "qwen3_5_text"}
+    assert attends_to_everything(policy.config) == (policy.config.model_type not in others)
     if not attends_to_everything(policy.config):
         return
     some, prompts, lengths = shared_rows()
@@ -153,7 +153,7 @@ def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(p
 
 def test_the_memory_of_a_family_is_planned_from_its_files(base, policy):
     shape = checkpoint_shape(base, torch.float32)
-    assert {name for name, _, _ in shape.linears} == set(policy.family.projections)
+    assert {name for name, _, _ in shape.linears} == {*policy.family.projections, *policy.family.dense}
     norms = [name for name, _ in policy.causal_lm.model.layers[0].named_children() if name.endswith("norm")]
     assert shape.block_norms == len(norms)
     held = sum(tensor.nbytes for tensor in load_base(base, dtype=torch.float32, device="cpu").state_dict().values())

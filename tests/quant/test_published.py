@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
 from torch import Tensor
 
+from qerl_pl.common.sizes import in_bytes
 from qerl_pl.quant.convert import _dense_of_fp8, convert_checkpoint
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -82,7 +83,7 @@ def test_fp8_linears_of_a_mixed_checkpoint_are_held_in_16_bits(
 
     said = assert_base_of(path, compressed(path, preset), tmp_path / "out")
     size = 64 * 96 + 2 * 64 * 48 + 2 * 96 * 64
-    assert f"5 linears are in FP8: held in 16 bits, {2 * size / 1e9:.3g} GB instead of {size / 1e9:.3g} GB" in said
+    assert f"5 linears are in FP8: held in 16 bits, {in_bytes(2 * size)} instead of {in_bytes(size)}" in said
 
 
 def test_a_mixed_modelopt_checkpoint_is_read(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -174,6 +174,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("dense", "nvfp4", "separate")}
 
 
+@pytest.fixture(scope="session")
+def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random NVFP4 base whose linears have sizes that the native Hopper kernels take without padding."""
+    folder = tmp_path_factory.mktemp("unpadded")
+    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder / "nvfp4"
+
+
 def make_policy(checkpoint: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
     # Rank 6 is none that vLLM has, and 12 / sqrt(6) is no power of two: padding and scaling would show.
     lora = LoraSettings(rank=6, alpha=12, rslora=True, train_norms=train_norms)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from qerl_pl.kernels import hopper
-from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
@@ -23,7 +22,6 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
-    save_dense,
     some_prompts,
 )
 
@@ -35,14 +33,6 @@ pytestmark = [
 SEQUENCES = [1, 8, 64, 250]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unpadded")
-    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
-    return folder / "nvfp4"
-
-
 def start(base: Path, *, prefix_caching: bool) -> VLLMEngine:
     policy = make_policy(str(base), dtype=torch.bfloat16).cuda()
     policy.load_adapter_state(random_adapter(policy, seed=1))
@@ -52,11 +42,11 @@ def start(base: Path, *, prefix_caching: bool) -> VLLMEngine:
 
 
 @pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["prefixes", "one copy"])
-def engine(base, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
+def engine(unpadded, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
     prefix_caching, one_copy = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_setup, "ONE_COPY", one_copy)
-        engine = start(base, prefix_caching=prefix_caching)
+        engine = start(unpadded, prefix_caching=prefix_caching)
         yield engine
         engine.close()
 
@@ -101,11 +91,11 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_another_process_gives_equal_bits(engine, base):
+def test_another_process_gives_equal_bits(engine, unpadded):
     """As a run that is resumed does."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
     caching = str(engine._arguments["enable_prefix_caching"])
-    command = [sys.executable, "-c", HERE, str(base), caching]
+    command = [sys.executable, "-c", HERE, str(unpadded), caching]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     other = json.loads(output.splitlines()[-1])
     for count, found in zip(SEQUENCES, other, strict=True):

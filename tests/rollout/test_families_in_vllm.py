@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from qerl_pl.base.layers import num_recurrent_layers
+from qerl_pl.memory.parts import kv_cache
+from qerl_pl.memory.shape import config_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from tests.families import NAMES, WHOLE, WINDOW, tiny_config, with_vision
-from tests.rollout.conftest import MAX_MODEL_LEN, Setup, make_engine, random_adapter, save_dense, some_prompts
+from tests.rollout.conftest import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Setup,
+    make_engine,
+    random_adapter,
+    save_dense,
+    some_prompts,
+)
 
 QUICK = ("gemma3_text", "olmo3")  # one with vLLM's own code and one with transformers', both with windows
 PROMPTS = some_prompts(2, WINDOW - 8, WINDOW + 20)
@@ -39,6 +52,10 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
     setup = Setup(engine, policy, adapter, adapter, clean)
     try:
         assert engine.fingerprint() == setup.expected_fingerprint()
+        if num_recurrent_layers(config):
+            assert cache_bytes(engine) == kv_cache(
+                config_shape(config, None, torch.float32), 4, block=BLOCK_SIZE, length=MAX_MODEL_LEN, num_sequences=1
+            )
         assert gap(setup, adapter=False) < GAP
         assert gap(setup) < GAP
         assert engine.set_norm_noise(NormNoise(0.1, 3)) == len(clean)
@@ -48,6 +65,14 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
             assert gap(setup) < GAP
     finally:
         engine.close()
+
+
+def cache_bytes(engine: Any) -> int:
+    """Bytes of vLLM's cache for one sequence of the longest length, and of the block that vLLM reserves."""
+    groups = engine._core().engine_core.scheduler.kv_cache_config.kv_cache_groups
+    lengths = [group.kv_cache_spec.block_size for group in groups]  # of a state: the longest length
+    blocks = sum(ceil(MAX_MODEL_LEN / length) for length in lengths)
+    return (blocks + 1) * groups[0].kv_cache_spec.page_size_bytes * max(len(group.layer_names) for group in groups)
 
 
 def gap(setup: Setup, *, adapter: bool = True) -> float:

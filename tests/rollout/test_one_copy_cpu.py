@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.quant.tile_order import is_in_tile_order
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine, arguments
@@ -23,7 +22,6 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
-    save_dense,
     some_prompts,
 )
 
@@ -48,11 +46,8 @@ def hoppers_linears() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Policy:
-    folder = tmp_path_factory.mktemp("unpadded")
-    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
-    policy = make_policy(str(folder / "nvfp4"))
+def policy(unpadded) -> Policy:
+    policy = make_policy(str(unpadded))
     policy.load_adapter_state(random_adapter(policy, seed=1))
     return policy
 

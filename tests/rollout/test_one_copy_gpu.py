@@ -9,7 +9,6 @@ import torch
 
 from qerl_pl.kernels import hopper
 from qerl_pl.memory.retry import MicroBatchBudget
-from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import memory as vllm_memory
@@ -20,7 +19,6 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
-    save_dense,
     some_prompts,
 )
 from tests.rollout.leaks import held_in_vllms_pool
@@ -35,11 +33,8 @@ SAMPLING = Sampling(num_completions=2, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory) -> Iterator[VLLMEngine]:
-    folder = tmp_path_factory.mktemp("unpadded")
-    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
-    policy = make_policy(str(folder / "nvfp4"), dtype=torch.bfloat16).cuda()
+def engine(unpadded) -> Iterator[VLLMEngine]:
+    policy = make_policy(str(unpadded), dtype=torch.bfloat16).cuda()
     policy.load_adapter_state(random_adapter(policy, seed=1))
     row_order = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
     engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=64, enforce_eager=True)

@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from qerl_pl.kernels import hopper
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -24,7 +22,6 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
-    save_dense,
     some_prompts,
 )
 from tests.rollout.leaks import held_in_vllms_pool
@@ -43,16 +40,8 @@ needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unpadded")  # linears of such sizes are those that our kernels take
-    save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
-    return folder / "nvfp4"
-
-
-@pytest.fixture(scope="module")
-def engine(base) -> Iterator[VLLMEngine]:
-    policy = make_policy(str(base), dtype=torch.bfloat16)
+def engine(unpadded) -> Iterator[VLLMEngine]:
+    policy = make_policy(str(unpadded), dtype=torch.bfloat16)
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = VLLMEngine(kv_cache_bytes=CACHE_BYTES, max_num_seqs=256)
     engine.start(policy.cuda(), max_model_len=MAX_MODEL_LEN)
@@ -158,10 +147,10 @@ engine.close()
 
 
 @pytest.mark.slow
-def test_a_second_start_takes_the_graph_that_the_first_compiled(engine, base):
+def test_a_second_start_takes_the_graph_that_the_first_compiled(engine, unpadded):
     more = {"VLLM_FORCE_AOT_LOAD": "1"}  # a graph that cannot be loaded is an error
     more["PYTHONPATH"] = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", STARTED, str(base)], env={**os.environ, **more}, check=True)
+    subprocess.run([sys.executable, "-c", STARTED, str(unpadded)], env={**os.environ, **more}, check=True)
 
 
 def test_an_engine_that_was_closed_leaves_room_for_another_one(engine):

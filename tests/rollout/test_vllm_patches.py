@@ -14,6 +14,7 @@ import pytest
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.rollout.vllm import patches
+from qerl_pl.rollout.vllm.replacing import replace
 from qerl_pl.rollout.vllm.stderr import without_lines
 
 PACKAGE = Path(patches.__file__).parent
@@ -41,7 +42,9 @@ def test_the_list_is_complete():
         if isinstance(function, ast.FunctionDef)
         and any(isinstance(call, ast.Call) and getattr(call.func, "id", "") == "replace" for call in ast.walk(function))
     }
-    assert users | {"humming_schedules"} == {patch.__name__ for patch in patches.PATCHES}
+    assert users | {"humming_schedules", "text_models_without_torchvision"} == {
+        patch.__name__ for patch in patches.PATCHES
+    }
 
 
 def test_no_other_file_sets_an_attribute_of_what_it_imported():
@@ -69,6 +72,11 @@ def test_no_other_file_sets_an_attribute_of_what_it_imported():
         ("vllm.v1.worker.gpu.sample.sampler", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
         ("vllm.v1.core.kv_cache_manager:KVCacheManager", "cache_blocks", ("self", "request", "num_computed_tokens")),
         ("vllm.v1.core.kv_cache_manager:KVCacheManager", "allocate_slots", ("self", "request", "num_new_tokens")),
+        (
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+            "cpu_gdn_attention_core",
+            ("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
+        ),
         ("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_apply_sync", ("self", "x", "bias")),
         (
             "vllm.model_executor.kernels.linear.nvfp4.humming:HummingNvFp4LinearKernel",
@@ -96,13 +104,13 @@ def test_what_is_replaced_is_as_expected_in_this_vllm(owner, name, takes):
 def test_a_name_that_is_gone_or_takes_something_else_is_refused_by_name(owner, said):
     before = vars(owner).copy()
     with pytest.raises(RuntimeError, match=said):
-        patches.replace(owner, "step", print, takes=("request", "tokens"))
+        replace(owner, "step", print, takes=("request", "tokens"))
     assert vars(owner) == before
 
 
 def test_new_arguments_with_defaults_are_no_reason_to_refuse():
     owner = SimpleNamespace(step=lambda request, tokens, more=None, *rest, flag=False, **others: tokens)
-    patches.replace(owner, "step", print, takes=("request", "tokens"))
+    replace(owner, "step", print, takes=("request", "tokens"))
     assert owner.step is print
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PretrainedConfig
 
-from qerl_pl.memory.parts import KV_BLOCK, kv_cache, kv_token_bytes
+from qerl_pl.base.layers import num_recurrent_layers
+from qerl_pl.memory.parts import KV_BLOCK, kv_cache
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.policy import Policy
@@ -36,15 +37,15 @@ def llm_arguments(
 
     Args:
         policy: policy whose base is loaded.
-        memory: the engine's memory settings, including the size of its KV cache if that is known.
+        memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
         dtype: the engine's compute dtype.
         max_model_len: tokens of the longest prompt and completion together.
         kernel: GEMM for NVFP4 weights in batches of up to 256 tokens.
-        prompts: how NVFP4 linears are computed for more tokens, if ``kernel`` is "native".
+        prompts: how NVFP4 linears are computed for more than 256 tokens, if ``kernel`` is "native".
         on_cpu: whether vLLM's platform is a CPU.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
-        fp32_head: compute logits in fp32 as the trainer does; vLLM by itself rounds them to the compute dtype.
+        fp32_head: compute logits in fp32 as the trainer does; by default vLLM rounds logits to the compute dtype.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 
@@ -70,10 +71,11 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of vLLM for the position-dependent scaling of queries in Ministral 3; empty for other models.
+    """Return the settings that vLLM needs for the position-dependent scaling of queries in Ministral 3; empty for other
+    models.
 
-    The checkpoint has them in ``rope_parameters``. vLLM 0.32 reads them there only in Mistral's own format, and omits
-    the scaling for a model in the format of transformers.
+    The checkpoint has these settings in ``rope_parameters``. vLLM 0.32 reads them from there only for checkpoints in
+    Mistral's own format; for checkpoints in the format of transformers it would omit the scaling.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in rope:
@@ -82,18 +84,28 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
     return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": original}}
 
 
+def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
+    """Build the arguments of ``vllm.LLM`` that models with recurrent layers need; they override the user's settings.
+
+    They turn the prefix cache off. vLLM 0.32 stores recurrent states for it only at the ends of blocks of hundreds of
+    tokens, and only if prompts are split into chunks, which is not done on a CPU.
+    """
+    return {"enable_prefix_caching": False} if num_recurrent_layers(config) else {}
+
+
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy: its base, its adapter and the dtypes.
 
     Raises:
         ValueError: vLLM does not support adapters of this rank.
     """
     from vllm.platforms import current_platform
 
-    # The native kernels let the next kernel start early (programmatic dependent launch). With this option Inductor's
-    # kernels use it: a decoding step has hundreds of kernels, most of them short.
+    # The native kernels let the next kernel of the stream start early (programmatic dependent launch). With this option
+    # the kernels that Inductor generates start early too, which saves time because a decoding step has hundreds of
+    # short kernels.
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
         **(early if decoding_kernel == "native" else {}),
@@ -107,7 +119,8 @@ def policy_arguments(
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
-        # These are in the key of vLLM's cache of compiled graphs: a graph compiled with other kernels is not used.
+        # vLLM makes these values part of the key of its cache of compiled graphs, so that a graph that was compiled
+        # with other kernels is not used.
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",
@@ -136,7 +149,7 @@ def accepted_rank(rank: int) -> int:
 def cpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` on a CPU.
+    """Build the arguments of ``vllm.LLM`` that are specific to a CPU.
 
     The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most 4 GiB. Prompts are not split
     into chunks: for a split prompt of a request with a seed, vLLM 0.32 resets the random generator by an offset, which
@@ -149,7 +162,7 @@ def cpu_arguments(
 def gpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` on a GPU.
+    """Build the arguments of ``vllm.LLM`` that are specific to a GPU.
 
     The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most half of the free memory.
     Since its size is given, vLLM uses ``gpu_memory_utilization`` only to refuse a start when a smaller share of the GPU
@@ -167,9 +180,14 @@ def gpu_arguments(
 def _cache_bytes(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, block: int
 ) -> int:
-    one = kv_token_bytes(config_shape(config, None, dtype), dtype.itemsize, engine.kv_cache_dtype)
-    block = engine.block_size or block
-    return kv_cache(one, block=block, length=max_model_len, num_sequences=engine.max_num_seqs)
+    return kv_cache(
+        config_shape(config, None, dtype),
+        dtype.itemsize,
+        engine.kv_cache_dtype,
+        block=engine.block_size or block,
+        length=max_model_len,
+        num_sequences=engine.max_num_seqs,
+    )
 
 
 @contextmanager
@@ -179,7 +197,7 @@ def decoding_kernels(
     policy: Policy,
     dtype: torch.dtype,
 ) -> Iterator[None]:
-    """Make the linears that vLLM loads within this context use the given kernels."""
+    """Make the NVFP4 linears that vLLM loads within this context use the given kernels for decoding and for prompts."""
     if kernel == "humming":
         yield
         return
@@ -191,7 +209,8 @@ def decoding_kernels(
 
 @contextmanager
 def without_humming() -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use ``WithoutHumming``."""
+    """Make the NVFP4 linears that vLLM loads within this context use the kernel class ``WithoutHumming`` instead of
+    Humming's."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
     from qerl_pl.rollout.vllm.without_humming import WithoutHumming

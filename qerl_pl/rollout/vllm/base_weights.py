@@ -1,9 +1,10 @@
-"""The base that trainer and engine both compute with: a check that it is the same one, and one copy where possible.
+"""Base weights of trainer and engine: check that both have the same, and let both use one copy of them where possible.
 
-The trainer owns the memory, outside vLLM's pool, so neither sleeping, closing, a failed start nor another start of the
-engine can free or move it. For the native decoding kernels, the trainer's weights are put into their order before vLLM
-loads (``put_in_tile_order``). When vLLM has loaded and converted a linear, its parameters are set to the trainer's
-memory if that holds the same bits, and its own memory is freed (``adopt``). Otherwise each side keeps its copy.
+The one copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps,
+closes, fails to start or starts again. Before vLLM loads, the trainer's weights are put into the order that the native
+decoding kernels read (``put_in_tile_order``). After vLLM has loaded and converted a linear, the linear's parameters are
+set to the trainer's memory if both hold the same bits, and vLLM's memory of it is freed (``adopt``). Otherwise trainer
+and engine each keep a copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from qerl_pl.common.sizes import in_bytes
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM with the trainer's linears that it consists of, e.g. q/k/v."""
+    """Linear of vLLM's model, with those linears of the trainer's model that it is made of, e.g. q_proj, k_proj and
+    v_proj."""
 
     name: str
     layer: Any
@@ -35,7 +38,7 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find vLLM's linears that consist of packed linears of the trainer.
+    """Find the linears of vLLM's model that are made of packed linears of the trainer's model.
 
     Args:
         model: vLLM's model.
@@ -57,7 +60,7 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
     Args:
         model: vLLM's model.
         linears: the trainer's packed linears by name.
-        base: folder that both have read.
+        base: folder from which both have loaded the base, for the error message.
 
     Returns:
         Number of the trainer's linears that were compared.
@@ -91,9 +94,10 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
 
 
 def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
-    """Put packed linears of the trainer into the order of the native decoding kernels, fused as vLLM fuses them.
+    """Put packed linears of the trainer into tile order, which the native decoding kernels read, in buffers that are
+    fused as vLLM fuses linears.
 
-    Linears stay as they are if their format is not NVFP4, or if vLLM would pad them. A second call changes nothing.
+    Linears are not changed if their format is not NVFP4, or if vLLM would pad them. A second call changes nothing.
 
     Args:
         linears: the trainer's packed linears by name.
@@ -106,20 +110,22 @@ def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
             for part, weight in zip(parts, fused(rows), strict=True):
                 part.packed = weight
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the memory of the other order; vLLM allocates without torch's allocator
+        torch.cuda.empty_cache()  # return the memory of the row order: vLLM does not use torch's allocator
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
-    """Give vLLM's linears the trainer's weights, where these are in tile order, for ``adopt``."""
+    """Give each linear of vLLM a reference to the trainer's weight if that is in tile order; ``adopt`` uses it
+    later."""
     for _, layer, parts in fused_linears(model, linears):
         layer.trainers_weight = whole_of([part.packed for part in parts])
 
 
 def adopt(layer: Any) -> bool:
-    """Set the parameters of a converted linear of vLLM to the trainer's memory if it holds the same bits.
+    """Set the parameters of a linear that vLLM has loaded and converted to the trainer's memory, if that holds the same
+    bits.
 
     Returns:
-        Whether it does; if not, both sides keep their copies.
+        Whether the trainer's memory is used; if not, trainer and engine keep separate copies.
     """
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
@@ -135,7 +141,7 @@ def adopt(layer: Any) -> bool:
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of the packed base exist once, if there is a packed base."""
+    """Log how many bytes of a packed base trainer and vLLM share; nothing is logged for a dense base."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -144,26 +150,28 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
     ]
     shared = sum(_size(part) for parts in adopted for part in parts)
     if shared:
-        rank_zero_info(f"trainer and vLLM use one copy of {shared / 1e9:.3g} of {size / 1e9:.3g} GB of packed weights")
+        rank_zero_info(f"trainer and vLLM use one copy of {in_bytes(shared)} of {in_bytes(size)} of packed weights")
     else:
         rank_zero_info(
-            f"trainer and vLLM have a copy each of the base's {size / 1e9:.3g} GB of packed weights: vLLM's kernels "
-            "read another order here"
+            f"trainer and vLLM have a copy each of the base's {in_bytes(size)} of packed weights: vLLM's kernels read "
+            "another order here"
         )
 
 
 def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
-    """Compare some rows of every packed linear in vLLM with the trainer's; of weights with one copy, a digest of all.
+    """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, and a
+    digest of the whole weight if they share one copy.
 
     Args:
-        worker: vLLM's.
+        worker: vLLM's worker.
         linears: the trainer's packed linears by name.
 
     Returns:
-        Number of vLLM's linears that were compared; those whose order is unknown here are not.
+        Number of vLLM's linears that were compared. Linears that vLLM's kernels hold in an order that is not known here
+        are not compared.
 
     Raises:
-        RuntimeError: a linear differs from the trainer's, or from what it was when it was loaded.
+        RuntimeError: a linear differs from the trainer's, or has changed since it was loaded.
     """
     same = {}
     for name, layer, parts in fused_linears(worker.get_model(), linears):
@@ -187,7 +195,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
 
 
 def _first_row(linear: FrozenLinear, like: Tensor) -> Tensor:
-    """Dequantise the first row to the dtype and device of a tensor."""
+    """Dequantise the first row of a packed linear to the dtype and device of the tensor ``like``."""
     weight = linear.packed
     if is_in_tile_order(weight):
         part = rows_of(weight, 0, TILE, weight.global_scale)
@@ -197,7 +205,7 @@ def _first_row(linear: FrozenLinear, like: Tensor) -> Tensor:
 
 
 def _digest(layer: Any) -> Tensor:
-    """Compute sums of the codes and of the bits of the scales, [2] int64."""
+    """Compute a digest of vLLM's packed weight: the sum of its codes and the sum of its scales' bits, [2] int64."""
     weight, scales = layer.weight.detach(), layer.weight_scale.detach().view(torch.uint8)
     return torch.stack([weight.sum(dtype=torch.int64), scales.sum(dtype=torch.int64)])
 
@@ -211,13 +219,20 @@ def _fits(parts: Sequence[FrozenLinear]) -> bool:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the divisor [] fp32 of each part; None where vLLM has another parameter than compressed-tensors' one."""
+    """Return the tensor-scale divisors [n] fp32 of each part of a fused linear; None for each if vLLM does not have
+    compressed-tensors' parameter ``weight_global_scale``.
+
+    A part has one divisor, except for the queries, keys and values of a delta net, which are the first part and have
+    three equal ones.
+    """
     divisors = getattr(layer, "weight_global_scale", None)
-    return [None] * count if divisors is None or divisors.numel() != count else [*divisors.detach().flatten()]
+    if divisors is None or divisors.numel() < count:
+        return [None] * count
+    return divisors.detach().flatten().split([divisors.numel() - count + 1, *[1] * (count - 1)])
 
 
 def _is_same(weight: PackedWeight, codes: Tensor, block_scale: Tensor, divisor: Tensor | None) -> bool:
     weight = to_row_order(weight) if is_in_tile_order(weight) else weight
     own_codes, own_scales = weight.codes.to(codes.device), weight.block_scale.to(codes.device)
     same = torch.equal(own_codes, codes) and torch.equal(own_scales, block_scale)
-    return same and (divisor is None or scale_divisor(weight.global_scale).item() == divisor.item())
+    return same and (divisor is None or bool((divisor == scale_divisor(weight.global_scale).item()).all()))

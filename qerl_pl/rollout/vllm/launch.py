@@ -15,7 +15,7 @@ from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
 from qerl_pl.rollout.vllm import memory, patches, plugin, setup
-from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments
+from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments, recurrent_arguments
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -47,8 +47,8 @@ def launch(
 
     Args:
         policy: policy whose base is loaded.
-        sizes: memory settings, including the size of the KV cache if that is known.
-        given: arguments of ``vllm.LLM`` that the user set; they override the ones that follow from the policy.
+        sizes: memory settings, including the size of the KV cache if the memory plan has chosen one.
+        given: arguments of ``vllm.LLM`` that the user set; they override the arguments that follow from the policy.
         dtype: compute dtype; "auto" means the policy's.
         max_model_len: tokens of the longest prompt and completion together.
         decoding_kernel, deterministic: as in ``VLLMEngine``.
@@ -56,10 +56,10 @@ def launch(
         watch: measures the phases "imports" and "vLLM".
 
     Raises:
-        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot
-            hold.
+        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot be
+            guaranteed.
     """
-    # vLLM uses deprecated names of torch, and users cannot act on the warnings.
+    # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), quietly:
         with watch.phase("imports"):
@@ -96,10 +96,10 @@ def launch(
             apart = patches.decoder_classes_apart()
             quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
             with uncounted, kernels, apart, quiet, setup.among_ranks() as more, watch.phase("vLLM"):
-                llm = LLM(**{**arguments, **more, **given})
+                llm = LLM(**{**arguments, **more, **given, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group)
-        except BaseException:  # the next start must not find process groups of this one
+        except BaseException:  # the next start must not find process groups that this failed start created
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()
             raise

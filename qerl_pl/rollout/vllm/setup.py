@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 
+from qerl_pl.common.sizes import in_bytes
 from qerl_pl.kernels import hopper
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import Checkpoint
@@ -33,14 +34,15 @@ TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-ten
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
 ONE_COPY = False
-"""Whether trainer and engine use one copy of a base on which the native decoding kernels run."""
+"""Whether trainer and engine share one copy of the packed base weights if the native decoding kernels are used."""
 
 
 def prepare_environment() -> None:
     """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
 
     Raises:
-        ValueError: a variable asks for a worker process, whose adapter and norms could not be written in place.
+        ValueError: a variable asks for a separate worker process, in which adapter and norms could not be written in
+            place.
         OSError: this machine cannot connect to itself over the loopback interface.
     """
     check_loopback()
@@ -51,13 +53,14 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # By default vLLM has a Triton cache per configuration, and compiles all its kernels again for a new configuration.
+    # By default vLLM has a Triton cache per configuration, and would compile all its Triton kernels again for each new
+    # configuration.
     os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
 
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of ``vllm.LLM`` that give each rank its own engine if the trainer has a process group.
+    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group.
 
     vLLM then uses the trainer's process group and creates groups of single ranks from it, which all ranks have to do at
     the same time. It reads its rank and GPU from the environment; both variables are restored afterwards.
@@ -80,8 +83,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 def lacks(fmt: Format | None) -> bool:
     """Return whether vLLM 0.32 lacks kernels for a format (None: dense) with 16-bit activations on this machine.
 
-    It has no kernels for NF4. For MXFP4 it has them on CUDA GPUs older than Blackwell; on Blackwell its kernels
-    quantise activations as well. For NVFP4 it has kernels on CUDA, and ``plugin`` adds the ones for a CPU.
+    vLLM has no kernels for NF4. For MXFP4 it has kernels on CUDA GPUs older than Blackwell; on Blackwell its kernels
+    quantise activations as well. For NVFP4 it has kernels on CUDA, and ``plugin`` adds kernels for a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -93,7 +96,8 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting "auto" for a base's format (None: dense) and a compute dtype.
+    """Resolve the setting ``decoding_kernel``, which may be "auto", for a base's format (None: dense) and a compute
+    dtype.
 
     The result "humming" means vLLM's own choice of kernels.
     """
@@ -103,7 +107,7 @@ def decoding_kernel(
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
-    """List the missing requirements of the native decoding kernels; vLLM is not imported to find out."""
+    """List the requirements of the native decoding kernels that are not met here, without importing vLLM."""
     vllm = find_spec("vllm")
     folders = (vllm and vllm.submodule_search_locations) or ()
     on_hopper = hopper.is_available(torch.device("cuda"))
@@ -118,15 +122,15 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
 
 
 def prompt_kernel(*, deterministic: bool) -> Literal["humming", "dequantised"]:
-    """Return how linears with native decoding kernels compute prompts, that is, more than 256 tokens at a time."""
+    """Return how linears that have native decoding kernels compute more than 256 tokens at a time, that is, prompts."""
     return "dequantised" if deterministic or find_spec("humming") is None else "humming"
 
 
 def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check that equal calls give equal bits on a GPU with these kernels.
+    """Check that equal calls of the engine give equal bits on a GPU with the chosen kernels.
 
-    Linears that are not packed are computed by cuBLAS, which adds in a fixed order. About vLLM's kernels for packed
-    ones nothing is known, except that Humming's add in any order.
+    Dense linears are computed by cuBLAS, which adds in a fixed order, and so do the native kernels. Humming's kernels
+    do not, and vLLM's other kernels for packed linears may not.
 
     Raises:
         ValueError: vLLM's own kernels would compute packed linears.
@@ -142,18 +146,19 @@ def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal[
 
 
 def dequantises(wanted: Literal["auto", "native", "humming"], *, deterministic: bool) -> bool:
-    """Return whether the engine will need scratch memory for a dequantised linear if base and dtype allow it."""
+    """Return whether the engine will dequantise linears to scratch memory for prompts, given an NVFP4 base and
+    bfloat16."""
     native = decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
     return native and prompt_kernel(deterministic=deterministic) == "dequantised"
 
 
 def one_copy(wanted: Literal["auto", "native", "humming"]) -> bool:
-    """Return whether trainer and engine will use one copy of the packed weights if base and dtype allow it."""
+    """Return whether trainer and engine will share one copy of the packed weights, given an NVFP4 base and bfloat16."""
     return ONE_COPY and decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
 
 
 def log_decoding_lacks(dtype: torch.dtype) -> None:
-    """Log why an NVFP4 base is not decoded with the native kernels, if it is not."""
+    """Log why the native kernels cannot decode an NVFP4 base here; nothing if they can."""
     if missing := decoding_lacks(NVFP4, dtype):
         rank_zero_info(f"vLLM decodes without the native NVFP4 kernels, which need {', and '.join(missing)}")
 
@@ -164,12 +169,12 @@ def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> Non
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
         f"vLLM has no kernels for {fmt.name} here: rollouts use the weights dequantised to "
-        f"{str(dtype).removeprefix('torch.')}, {size / 1e9:.3g} GB"
+        f"{str(dtype).removeprefix('torch.')}, {in_bytes(size)}"
     )
 
 
 def destroy_groups() -> None:
-    """Destroy the process groups that remain after a failed start of vLLM."""
+    """Destroy vLLM's process groups that remain after a failed start."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     destroy_model_parallel()
@@ -181,7 +186,7 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
     """Keep the trainer's default process group while vLLM destroys process groups within this context.
 
     Args:
-        engines_own: the default group was created by the engine, so it is destroyed at the end of the context.
+        engines_own: whether the engine created the default group; if so, it is destroyed at the end of the context.
     """
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
@@ -201,7 +206,7 @@ def log_started(seconds: Mapping[str, float]) -> None:
 
 
 def log_kernels(linears: Mapping[str, int]) -> None:
-    """Log the classes with which vLLM computes linears, and the number of linears of each."""
+    """Log the kernel classes with which vLLM computes linears, and the number of linears for each class."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
 
@@ -209,7 +214,8 @@ def log_kernels(linears: Mapping[str, int]) -> None:
 def check_fused_scales(base: str) -> None:
     """Refuse a checkpoint whose weights vLLM would scale wrongly on a GPU.
 
-    There vLLM fuses q/k/v and gate/up, uses the largest of their tensor scales for all of them, and only warns.
+    On a GPU, vLLM fuses q/k/v and gate/up and uses the largest of their tensor scales for the fused matrix; if the
+    scales differ, it only warns.
 
     Raises:
         ValueError: linears that vLLM fuses have different tensor scales.
@@ -233,7 +239,7 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, *, explain_kernel: bool) -> 
     Args:
         policy: policy whose base is loaded.
         dtype: the engine's compute dtype.
-        explain_kernel: log why the native decoding kernels cannot run, if they cannot.
+        explain_kernel: whether to log why the native decoding kernels cannot run, if they cannot.
 
     Raises:
         ValueError: fused linears of the base have different tensor scales.

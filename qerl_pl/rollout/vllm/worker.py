@@ -1,8 +1,9 @@
 """Functions that run inside vLLM's worker and read or write its adapter slots and norm weights in place.
 
 vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. An adapter of zeros is
-registered when the engine starts. An update copies the new adapter into the slots: it needs no file and no new objects,
-and since addresses do not change, CUDA graphs stay valid. Reading the slots back gives the adapter that is in use.
+registered when the engine starts. Setting a new adapter copies its values into these slots, which needs no file and no
+new objects; since addresses do not change, CUDA graphs stay valid. Reading the slots gives the adapter that vLLM is
+using.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,16 +34,19 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Memory of the adapter of one linear in vLLM; R is the rank rounded up to one that vLLM supports."""
+    """Memory of one linear's adapter in vLLM; R is the adapter's rank, rounded up to one that vLLM supports."""
 
     a: Tensor
     """[R, K], the matrix A; rows from the adapter's rank on are 0."""
     b: Tensor
-    """[N, R], the matrix B times LoRA's scaling; columns from the adapter's rank on are 0."""
+    """[n, R], n rows of the matrix B times LoRA's scaling; columns from the adapter's rank on are 0."""
+    first: int = 0
+    """Index in B of the first row in ``b``; not 0 only for delta nets, for whose fused queries, keys and values vLLM
+    has several slots."""
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Reserve slots for the request's adapter, filled with 0.
+    """Reserve vLLM's adapter slots for the adapter of a LoRA request, filled with 0.
 
     vLLM treats the id of the request as a loaded adapter from then on, and does not read the file that the request
     names.
@@ -52,7 +57,7 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the adapter kernels of all linears that use ``OneAdapterKernels``."""
+    """Compile the Triton LoRA kernels for all linears whose adapters are computed by ``OneAdapterKernels``."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -69,40 +74,43 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy LoRA matrices, given by PEFT's names, into their slots; B is scaled before it is rounded, as in the
-    trainer."""
+    """Copy an adapter's LoRA matrices, given by PEFT's names, into vLLM's slots; B is multiplied by the scaling before
+    it is rounded, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
         a, b = adapter[name], adapter[linear + B_WEIGHT]
         for slot in slots[linear]:
             slot.a[: a.shape[0]].copy_(a)
-            slot.b[:, : a.shape[0]].copy_(scaled(b, scaling, slot.b.dtype))
+            rows = b[slot.first : slot.first + len(slot.b)]
+            slot.b[:, : a.shape[0]].copy_(scaled(rows, scaling, slot.b.dtype))
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the matrices in all slots by PEFT's names, without the padding of the rank.
+    """Return the LoRA matrices in vLLM's slots by PEFT's names, without the padding of the rank.
 
     Raises:
-        RuntimeError: two slots of one adapter hold different matrices.
+        RuntimeError: two slots that should hold the same matrix differ.
     """
     found = {}
-    for linear, (slot, *others) in _slots(worker).items():
-        if any(not torch.equal(one, two) for other in others for one, two in zip(slot, other, strict=True)):
-            raise RuntimeError(f"vLLM holds different adapters for keys and values, which both are of {linear}")
-        found[linear + A_WEIGHT] = slot.a[:rank]
-        found[linear + B_WEIGHT] = slot.b[:, :rank]
+    for linear, slots in _slots(worker).items():
+        a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
+        if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, rows[slot.first])) for slot in slots):
+            raise RuntimeError(f"vLLM holds different adapters in the {len(slots)} slots of {linear}")
+        found[linear + A_WEIGHT] = a[:rank]
+        found[linear + B_WEIGHT] = torch.cat([rows[first] for first in sorted(rows)])[:, :rank]
     return found
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return the weights of the blocks' norms (``Family.noise_norms``) by name, sharing the model's memory."""
+    """Return the weights of the norms that get noise (``Family.noise_norms``) in vLLM's model by name; they share the
+    model's memory."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the model's linears by the class that computes them."""
+    """Count the linears of vLLM's model by the kernel class that computes them."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found: Counter[str] = Counter()
@@ -115,19 +123,23 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
 
 
 def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
-    """Compare vLLM's packed linears with the trainer's (``base_weights.check_rows``)."""
+    """Compare vLLM's packed linears with the trainer's by ``base_weights.check_rows``; returns the number compared."""
     from qerl_pl.rollout.vllm.base_weights import check_rows
 
     return check_rows(worker, linears)
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
-    # Both of vLLM's model runners have this attribute; the type WorkerBase declares neither of them.
+    # Both classes of vLLM's model runner have this attribute, but WorkerBase declares no type for ``model_runner``.
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return the slots by PEFT's name of the adapter that they hold; two for keys that are also used as values."""
+    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold.
+
+    A linear has two slots if its keys are also used as values, and three if it computes the queries, keys and values of
+    a delta net.
+    """
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
@@ -135,15 +147,20 @@ def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     slots: dict[str, list[Slot]] = {}
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])  # of fused q/k/v and gate/up, each part has a slot
-        for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+        slices = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        several = len(module.lora_b_stacked) - len(parts) + 1  # slices of the first part
+        for number, part in enumerate(parts):
             block, _, leaf = part.partition(".self_attn.")
             if leaf == "v_proj" and block.rpartition(".")[2] in keys_only:
                 part = f"{block}.self_attn.k_proj"
-            slots.setdefault(PEFT_PREFIX + part, []).append(Slot(a[index, 0], b[index, 0]))
+            first = 0
+            for a, b in islice(slices, 1 if number else several):
+                slots.setdefault(PEFT_PREFIX + part, []).append(Slot(a[index, 0], b[index, 0], first))
+                first += b.shape[2]
     return slots
 
 
 def _blocks_without_values(config: PretrainedConfig) -> set[str]:
-    """Return the numbers of the blocks whose values are their keys."""
+    """Return the numbers of the blocks that have no v_proj and use keys as values."""
     kinds = enumerate(config.layer_types) if config.attention_k_eq_v else ()
     return {str(number) for number, kind in kinds if kind == "full_attention"}

