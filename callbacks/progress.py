@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from datetime import timedelta
@@ -11,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from tqdm import tqdm
 from typing_extensions import override
 
+from qerl_pl.common.program import called_as
 from qerl_pl.module import QeRLModule
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
@@ -94,7 +96,8 @@ class Progress(Callback):
         self._close_rollouts()
         if trainer.is_global_zero and trainer.global_step >= trainer.max_steps > 0:
             took = timedelta(seconds=round(time.perf_counter() - self._start))
-            print(f"trained for {took}; `qerl report {trainer.default_root_dir}` shows the run", flush=True)
+            folder = shlex.quote(str(trainer.default_root_dir))
+            print(f"trained for {took}; `{called_as('report')} {folder}` shows the run", flush=True)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -160,4 +163,5 @@ def _bar(description: str, total: float, *, leave: bool, initial: int = 0) -> tq
         dynamic_ncols=True,
         smoothing=0,
         mininterval=0,
+        disable=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ COMMANDS = {
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
-"""Folder of shipped configurations to the word that ``--help`` has for them."""
+"""Folder of shipped configurations to the title under which ``--help`` lists them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"unknown command {argv[0]!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # so that an installed program finds the user's own rewards and callbacks
+        # the current folder, where an installed program finds the user's own rewards and callbacks
+        sys.path.append(str(Path.cwd()))
+    if not sys.stderr.isatty():  # progress bars of libraries would fill a log; tqdm reads this when it is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
     # Imported on demand, because `doctor` has to run on machines where packages are missing.
     if argv[0] in TRAINING:
         status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)

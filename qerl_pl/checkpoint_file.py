@@ -19,16 +19,17 @@ from torch import Tensor
 
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
+PROBE = 2**20  # bytes of a test write; a writer that failed on a full disk leaves less free
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
-HIGHEST_STEP = 2**53  # doubles represent all integers up to this one, so the x axis of a curve is exact
+HIGHEST_STEP = 2**53  # doubles represent all integers up to 2^53, so the x axis of a curve is exact
 
 
 class Damaged(Exception):
-    """The file differs from what was written, or does not hold a checkpoint of this program."""
+    """Raised for a file that differs from what was written, or does not hold a checkpoint of this program."""
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write to a temporary file and rename it to the target.
+    """Write a checkpoint to a temporary file and rename it to ``path``.
 
     Raises:
         OSError: the disk is full or not writable; the old file is left intact.
@@ -44,8 +45,10 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
+        cause = error if isinstance(error, OSError) else _refusal(temporary) or error
         temporary.unlink(missing_ok=True)
-        raise OSError(f"could not write the checkpoint {path}: {error}; earlier ones are untouched") from error
+        said = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        raise OSError(f"could not write the checkpoint {path}: {said}; earlier ones are untouched") from error
     os.replace(temporary, path)
 
 
@@ -90,6 +93,19 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
     if tensor.is_floating_point() and not tensor.isfinite().all():
         raise Damaged(f"{part} holds numbers that are not finite (nan or inf)")
     return tensor
+
+
+def _refusal(path: Path) -> OSError | None:
+    """Return the operating system's error when bytes are appended to a file, None without one; torch's zip writer
+    reports only that it failed."""
+    try:
+        with path.open("ab") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:

@@ -31,4 +31,6 @@ def test_errors_say_what_to_do():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a.ckpt")
     assert in_words(full).startswith("/runs/a.ckpt: the disk is full: free some space")
     assert "the disk is full" in in_words(OSError(f"could not write the checkpoint: {full}"))
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
+    assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"
     assert in_words(OSError("no address")) == "no address"

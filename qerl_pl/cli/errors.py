@@ -18,7 +18,7 @@ from qerl_pl.common.extras import not_installed
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
-"""Beginnings of jsonargparse's complaints about the other members of a union type; they do not help the user."""
+"""Beginnings of jsonargparse's errors about members of a union type that the user did not mean; they are dropped."""
 TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
 EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
@@ -27,7 +27,7 @@ EXAMPLES = {
     "data.source": "datamodules.table.Table",
     "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
-"""Setting that names a class -> a class to show as an example."""
+"""Class that error messages show as an example, by the setting that expects a class."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
 """Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
 
@@ -36,12 +36,11 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     """Shorten an error of the command line's parser.
 
     Args:
-        message: of jsonargparse.
+        message: error message of jsonargparse.
         keys: dotted paths of all settings, for suggestions.
-        arguments: the command line; its YAML files are searched for the line to blame.
+        arguments: the command line; its YAML files are searched for the line with the error.
 
-    Returns:
-        At most five lines. A message of a kind that is not recognised is returned unchanged, up to that length.
+    Returns: At most five lines. Of a message of a kind that is not recognised, the first five lines are returned.
     """
     unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
     if unknown and ("accept" in message or "unrecognized" in message):
@@ -54,7 +53,8 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """Reduce jsonargparse's report about one value to its cause, dropping the members of a union that do not apply.
+    """Reduce jsonargparse's error about the value of a setting to its cause, without errors about members of a union
+    type that the user did not mean.
 
     A message of another kind is returned unchanged.
     """
@@ -107,7 +107,8 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Format one cause with the class that it concerns and the nearest known name."""
+    """Format the cause of an error, with the class that it concerns and the known name that is most similar to the
+    given one."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     inner = re.findall(r'Parser key "([^"]+)":', cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
@@ -117,10 +118,10 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
         where = _where(rf"\b{option[1]}\s*:", arguments)
         return f"{place} has no setting {option[1]}{where}; {_nearest(option[1], known)}"
     if name := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", cause):
-        where = _where(re.escape(f"{name[1]}.{name[2]}"), arguments)
+        where = _where(rf"{re.escape(name[1])}\.{name[2]}\b", arguments)
         return f"{place}: there is no {name[2]!r} in {name[1]}{where}; {_nearest(name[2], _members(name[1]))}"
     if module := re.search(r"No module named '([\w.]+)'", cause):
-        where = _where(re.escape(module[1]), arguments)
+        where = _where(rf"\b{re.escape(module[1])}\b", arguments)
         if how := not_installed(module[1]):
             return f"{place}: {how}"
         return (
@@ -203,7 +204,9 @@ def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str
     places = [path for path in config_files(arguments) if _has(_settings(path), key.split("."))]
     leaf = rf"\b{re.escape(key.rpartition('.')[2])}\+?[\"']?\s*:"
     where = _where(leaf, [argument for path in places for argument in ("-c", str(path))])
-    near = get_close_matches(key, list(keys), n=1, cutoff=0.6)
+    keys = list(keys)
+    near = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]][:1]  # right name, wrong section
+    near = near or get_close_matches(key, keys, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "--help lists all settings"
     return f"there is no setting {key}{where}; {hint}"
 

@@ -19,11 +19,13 @@ KEYS = (
     "verbose",
     "return_predictions",
 )
+DATA = (".jsonl", ".parquet", ".csv", ".tsv")
+"""Suffixes of files that hold problems and not settings."""
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
-    """List the files that a command line names by ``-c`` or ``--config``."""
+    """List the configuration files that command-line arguments name by ``-c`` or ``--config``."""
     found = []
     for index, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")
@@ -35,7 +37,7 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each configuration file on a command line; missing files are left to the argument parser.
+    """Check each configuration file that a command line names; a missing file is reported by the argument parser.
 
     Raises:
         ValueError: see ``check_yaml``.
@@ -51,6 +53,11 @@ def check_yaml(path: Path) -> None:
     Raises:
         ValueError: with the file and the line.
     """
+    if path.suffix in DATA:
+        raise ValueError(
+            f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "
+            f"datamodules.table.Table --data.source.train_path {path}, or in a YAML file (docs/extending.md)"
+        )
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

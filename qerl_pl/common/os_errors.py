@@ -7,6 +7,8 @@ import os
 
 ADVICE = {
     errno.ENOSPC: "the disk is full: free some space and start again; what was written before is whole",
+    errno.EFBIG: "a file may not become this large here: raise the limit (ulimit -f) and start again; what was "
+    "written before is whole",
     errno.EDQUOT: "the disk quota is used up: free some space and start again; what was written before is whole",
     errno.EROFS: "it is on a file system that can only be read: give another folder",
     errno.EACCES: "this user may not use it: give another folder, or change its permissions",
@@ -14,18 +16,21 @@ ADVICE = {
     errno.ENOTDIR: "a part of its path is a file and not a folder: give another path",
     errno.EEXIST: "a file is where a folder is needed: give another path, or move it away",
     errno.EISDIR: "it is a folder and a file is needed: give the path of a file",
+    errno.ENOENT: "there is no such file or folder: check the path",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
 }
 
 
 def in_words(error: OSError) -> str:
-    """Return one line that names the file of an operating-system error and says what to do."""
+    """Return one line for the user that names the file of an operating-system error and says what to do about the
+    error."""
     number = error.errno if error.errno in ADVICE else _number_in(str(error))
     advice = ADVICE.get(number) if number else None
-    place = f"{error.filename}: " if error.filename else f"{error}: "
+    place = f"{error.filename}: " if error.filename else f"{error}; "
     return f"{place}{advice}" if advice else str(error)
 
 
 def _number_in(text: str) -> int | None:
-    """Return the number of an operating-system error whose text occurs in another error's message."""
+    """Return the errno of the error in ``ADVICE`` whose text, such as "No space left on device", occurs in another
+    error's message; None if there is none."""
     return next((number for number in ADVICE if os.strerror(number) in text), None)

@@ -20,7 +20,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded
 
-CHUNK = 1024  # rows held in memory at a time; one completion may have 100 kB
+CHUNK = 1024  # rows of the file that are in memory at a time; a completion may have 100 kB
 NAMED = {
     "gsm8k": {
         "class_path": "qerl_pl.rewards.math.NumericAnswer",
@@ -76,7 +76,8 @@ def main(argv: list[str]) -> int:
 
 
 def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
-    """Write the rows of ``source`` to ``target`` with a score and a reason each. Nothing is written after an error.
+    """Score every completion of a JSON-lines file; write its rows with score and reason to ``target``, nothing after an
+    error.
 
     Returns:
         The number of rows by score, and the number of unscored rows by reason.
@@ -90,7 +91,7 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
     reasons: Counter[str] = Counter()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring") as bar:
+        with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring", disable=None) as bar:
             rows = read_rows(source)
             while chunk := list(islice(rows, CHUNK)):
                 prompts = [Prompt((), str(row["answer"]), row=row) for row in chunk]
@@ -138,7 +139,8 @@ def _row(line: bytes, where: str) -> Row:
 
 
 def _named(argv: Iterable[str]) -> list[str]:
-    """Replace short names such as ``math`` after ``--reward`` by the settings that they stand for."""
+    """Replace short names of rewards such as ``math`` after ``--reward`` by the class and settings that they stand
+    for."""
     spelled = []
     for argument in argv:
         option, equals, value = argument.partition("=")

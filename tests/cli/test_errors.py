@@ -37,6 +37,20 @@ def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
     assert str(config) not in in_short(message, keys=KEYS, arguments=["fit", "-c", str(tmp_path / "none.yaml")])
 
 
+def test_a_key_in_the_wrong_section_gets_the_section_that_has_it():
+    said = in_short("unrecognized arguments: --model.top_p 0.5", keys=(*KEYS, "model.lora"), arguments=[])
+    assert said.endswith("did you mean model.sampling.top_p?")
+
+
+def test_the_line_to_blame_has_the_whole_name(tmp_path):
+    right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
+    right.write_text("- callbacks.aqn.AdaptiveQuantizationNoise\n")
+    wrong.write_text("- callbacks.aqn.AdaptiveQuantizationNois\n")
+    message = "Parser key \"a\":\n  - module 'callbacks.aqn' has no attribute 'AdaptiveQuantizationNois'"
+    said = in_short(message, keys=KEYS, arguments=["fit", "-c", str(right), "-c", str(wrong)])
+    assert "wrong.yaml, line 1); did you mean AdaptiveQuantizationNoise?" in said
+
+
 def test_a_constructors_error_is_its_own_text():
     assert of_the_value(UNION) == "trainer.callbacks: every_n_rollouts is 0; expected at least 1"
     assert in_short(UNION, keys=KEYS, arguments=[]) == of_the_value(UNION)

@@ -171,6 +171,14 @@ MISTAKES = {
     "file of settings": (["-c", "gone.yaml"], r"there is no file gone\.yaml"),
     "name of settings": (["-c", "gms8k"], r"did you mean gsm8k\? \(there are: "),
     "base": (["--model.base", "models/gone"], r"there is no folder models/gone; give a model.s name on the hub"),
+    "file as a base": (
+        ["--model.base", "rows.jsonl"],
+        r"base: rows\.jsonl is a file; give the folder of the checkpoint",
+    ),
+    "data as settings": (
+        ["-c", "rows.jsonl"],
+        r"rows\.jsonl holds data and not settings: .*--data\.source\.train_path",
+    ),
     "name of a base": (
         ["--model.base", "Qwen/Qwen2.5-7B"],
         r"no folder Qwen/Qwen2\.5-7B, and the hub cannot be reached .*hf download",

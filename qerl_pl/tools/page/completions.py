@@ -1,4 +1,5 @@
-"""Convert completion files of a run to blocks of JSON, with per-token numbers where they were written."""
+"""Convert the completion files of a run to JSON for its page, with log-probability, entropy and gap per token if
+written."""
 
 from __future__ import annotations
 
@@ -12,31 +13,30 @@ import numpy as np
 
 from qerl_pl.rollout.token_file import read_tokens
 
-STEP = 1000  # per-token numbers are stored in thousandths of a nat
-LARGEST = 32.0  # nats; larger values are clipped
+STEP = 1000  # integer per nat: per-token numbers are stored as integers in thousandths of a nat
+LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose completion files, evenly over each of several runs, until they hold about ``limit`` completions.
+    """Choose completion files, spread evenly over each run, so that they have about ``limit`` completions together.
 
-    Returns:
-        (index of the run, file) in order, and a sentence that says what was left out, or "" if nothing was.
+    Returns: (index of the run, file) in order, and a sentence that says which files were left out, or "".
     """
     found = [(index, path) for index, folder in enumerate(folders) for path in completion_files(folder)]
     counts = [_count(path) for _, path in found]
     if sum(counts) <= limit:
         return found, ""
     if limit == 0:
-        return [], f"none of {sum(counts)} completions are shown; --completions sets how many"
+        return [], f"none of {sum(counts):,} completions are shown; `report --completions N` shows N"
     each = -(-sum(counts) // limit)
     return found[::each], (
-        f"{sum(counts[::each])} of {sum(counts)} completions are shown, those of one file in {each}; "
-        "--completions sets how many"
+        f"{sum(counts[::each]):,} of {sum(counts):,} completions are shown, those of one file in {each}; "
+        "`report --completions N` shows up to N"
     )
 
 
 def completion_files(folder: Path) -> list[Path]:
-    """List the files of the completion logger, by stage and then by rollout."""
+    """List the files that ``callbacks.completions`` wrote for a run, ordered by stage and then by rollout."""
     return sorted((folder / "completions").glob("*.jsonl"))
 
 

@@ -26,6 +26,11 @@ function number(value, digits = 4) {
     : Number(value).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 const colour = (index) => COLOURS[index % COLOURS.length];
+function mark(background) {
+  const node = make("i", { class: "mark" });
+  node.style.background = background;
+  return node;
+}
 
 // ---- theme ---------------------------------------------------------------------------------------------------------
 const root = document.documentElement;
@@ -85,8 +90,8 @@ function showCost() {
       return [name.replace(/_(gib|bytes)$/, "").replace(/_/g, " "), planned ? `${number(planned, 4)} GiB` : "–",
         `${number(measured, 4)} GiB`, planned ? `${number(100 * (measured / planned - 1), 2)} %` : "–"];
     });
-    body.push(make("h3", {}, run.name), bar, table(["phase", "seconds per step", "share"], phases.map(([name, value]) =>
-      [name, number(value, 3), `${number((100 * value) / total, 3)} %`])));
+    body.push(make("h3", {}, run.name), bar, table(["phase", "seconds per step", "share"], phases.map(([name, value], at) =>
+      [make("span", {}, mark(colour(at)), name), number(value, 3), `${number((100 * value) / total, 3)} %`])));
     if (memory.length) body.push(table(["largest memory", "planned", "measured", "more than planned"], memory));
   }
   document.querySelector("#cost .body").replaceChildren(...body);
@@ -143,6 +148,8 @@ function chart(tag) {
   const usable = log ? all.filter((value) => value > 0) : all;
   let [low, high] = [Math.min(...usable.map(scale)), Math.max(...usable.map(scale))];
   if (!(high > low)) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
+  const room = 0.04 * (high - low);  // so that no line lies on the frame
+  [low, high] = [!log && low >= 0 ? Math.max(0, low - room) : low - room, high + room];
   const steps = lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
   const [first, last] = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
   const px = (x) => left + ((x - first) / (last - first)) * (W - left - right);
@@ -192,8 +199,6 @@ function showCurves() {
   $("tags").placeholder = `all of ${known.length} curves whose name has ...`;
   const named = tags.length ? series(tags[0]) : [];
   $("legend").replaceChildren(...(summary.runs.length > 1 ? named.map((line) => {
-    const mark = make("i");
-    mark.style.background = line.colour;
-    return make("span", {}, mark, line.name);
+    return make("span", {}, mark(line.colour), line.name);
   }) : []), ...(wanted && !tags.length ? [make("span", {}, `no curve has "${wanted}" in its name; there are ${found.length + pinned.length}`)] : []));
 }
