@@ -1,24 +1,31 @@
-"""The whole chain on a small scale: make a policy; start a study, kill it and continue it; analyse it."""
+"""The whole chain at a small scale: a policy is made, a study of 2 arms x 2 seeds is run on it and analysed; killed in
+each part and started again, the chain ends with the same bits as one that was not killed."""
 
 from __future__ import annotations
 
+import csv
+import os
+import signal
+import subprocess
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from qerl_pl.__main__ import main as command
+from qerl_pl.pretraining.policy import FILES
 from qerl_pl.study import state
 from qerl_pl.study.readouts import pass_at_k
-from qerl_pl.study.study_file import commands_of, read_study
-from tests.integration.conftest import differences, load_last, scalars
-from tests.program import Program
+from qerl_pl.study.study_file import Study, read_study
+from tests.integration.conftest import assert_same_run
 
+STEPS = 6
 SETTINGS: dict[str, Any] = {
-    "trainer": {"max_steps": 4, "val_check_interval": 2, "enable_checkpointing": True},
+    "trainer": {"max_steps": STEPS, "val_check_interval": 2, "enable_checkpointing": True},
     "model": {
         "dtype": "float32",
         "engine": {"class_path": "qerl_pl.rollout.hf.TransformersEngine"},
@@ -39,51 +46,121 @@ NOISE = {
         ]
     }
 }
+PRETRAIN = """
+--size toy --steps 20 --batch-size 4 --operations 2 3 --micro-batch-tokens 400 --measure-problems 1 --reach-problems 2
+--samples 2 --batch-rows 8 --device cpu --workers 0 --save-seconds 0
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own."""
+    return subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> int:
+    """Send SIGKILL to the process groups of a process and of its children at once, as a machine does that loses its
+    power: none of them can react to the end of another. Returns the number of its children."""
+    os.kill(process.pid, signal.SIGSTOP)  # it starts no more children
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for group in (*map(int, children), process.pid):
+        os.killpg(group, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return len(children)
+
+
+def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
+    """Run a command to its end, or until it is killed."""
+    process = start(*arguments)
+    try:
+        if killed_when is not None:
+            while not killed_when():
+                assert process.poll() is None, "it ended before it was killed"
+                time.sleep(0.005)
+            assert kill_all(process) == (arguments[0] == "study") * 2
+        else:
+            assert process.wait() == 0, arguments
+    finally:
+        if process.poll() is None:
+            kill_all(process)
+
+
+def write_study(folder: Path) -> Path:
+    """Write the study's file for the policy in the folder."""
+    evaluated = {"val_sampling": {"num_completions": 2, "max_tokens": 8}}
+    content: dict[str, Any] = {
+        "output": str(folder / "study"),
+        "config": ["configs/word_problems.yaml"],
+        "settings": SETTINGS | {"model": SETTINGS["model"] | {"base": str(folder / "policy")}},
+        "arms": {"plain": {}, "aqn": NOISE},
+        "seeds": [0, 1],
+        "evaluations": {"reach": {"model": evaluated}},
+        "jobs": 2,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def straight_chain(folder: Path) -> Study:
+    """Make a policy, run the study, and analyse it."""
+    run("pretrain", "--output", str(folder / "policy"), *PRETRAIN.split())
+    path = write_study(folder)
+    run("study", str(path))
+    run("study", str(path), "--analyse")
+    return read_study(path)
+
+
+def killed_chain(folder: Path) -> Study:
+    """Do what ``straight_chain`` does, but kill pretraining while it trains, and the study while it trains the second
+    seed."""
+    pretrain = ("pretrain", "--output", str(folder / "policy"), *PRETRAIN.split())
+    saved = folder / ".policy.state" / "state.pt"
+    run(*pretrain, killed_when=saved.exists)
+    assert 1 <= torch.load(saved, weights_only=True)["step"] < 20
+    run(*pretrain)
+
+    path = write_study(folder)
+    study = read_study(path)
+    first, *_, last = study.runs()
+    run("study", str(path), killed_when=lambda: len(list((last.folder / "completions").glob("train-*.jsonl"))) >= 2)
+    assert state.is_finished(study, first)
+    assert not state.is_finished(study, last)
+    before = {each: each.stat().st_mtime_ns for each in first.folder.rglob("*") if each.is_file()}
+    run("study", str(path))
+    assert {each: each.stat().st_mtime_ns for each in before} == before, "a finished run is not touched"
+    run("study", str(path), "--analyse")
+    return study
+
+
+def readouts_of(study: Study) -> list[dict[str, str]]:
+    """Read the analysis's table of runs, without durations."""
+    with (study.output / "analysis" / "readouts.csv").open(newline="") as file:
+        return [
+            {name: value for name, value in row.items() if not name.startswith("seconds")}
+            for row in csv.DictReader(file)
+        ]
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_policy_is_made_and_a_killed_study_of_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    base = tmp_path / "policy"
-    small = "--size toy --steps 3 --batch-size 2 --operations 2 2 --measure-problems 1 --reach-problems 1 --samples 1"
-    assert command(["pretrain", "--output", str(base), *small.split(), "--device", "cpu", "--workers", "0"]) == 0
-
-    path, arguments = tmp_path / "study.yaml", ["study", str(tmp_path / "study.yaml"), "--output"]
-    content: dict[str, Any] = {
-        "config": ["configs/word_problems.yaml"],
-        "settings": SETTINGS | {"model": SETTINGS["model"] | {"base": str(base)}},
-        "arms": {"plain": {}, "aqn": NOISE},
-        "seeds": [0, 1],
-    }
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    killed = read_study(path, tmp_path / "killed")
-    process = Program([*arguments, str(killed.output), "--jobs", "2"], script="qerl_pl")
-    first = killed.runs()[0].folder / "completions"
-    while len(list(first.glob("train-*.jsonl"))) < 2:
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -9
-    assert command([*arguments, str(killed.output), "--jobs", "2"]) == 0
-    assert all(state.is_finished(killed, run) for run in killed.runs())
-
-    evaluations = {"reach": {"model": {"val_sampling": {"num_completions": 2, "max_tokens": 8}}}}
-    straight = replace(killed, output=tmp_path / "straight", evaluations=evaluations)
-    for one, other in zip(straight.runs()[:2], killed.runs()[:2], strict=True):
-        state.write_files(straight, one)
-        for part in commands_of(straight, one)[: 2 if one.arm == "aqn" else 1]:
-            process = Program(part.arguments)
-            output, _ = process.communicate()
-            assert process.returncode == 0, output
-        left, right = load_last(one.folder), load_last(other.folder)
-        assert left["global_step"] == right["global_step"] == 4
-        assert differences(left["state_dict"], right["state_dict"]) == []
-        assert differences(scalars(one.folder), scalars(other.folder)) == []
-    assert set(pass_at_k(straight.runs()[1], "reach")) == {1, 2}
-
-    assert command([*arguments, str(killed.output), "--analyse"]) == 0
-    text = (killed.output / "analysis" / "analysis.md").read_text()
-    assert "4 of 4 runs are finished" in text
-    for readout in ("area under reward", "entropy at equal reward", "gap", "seconds per step"):
-        assert f"| {readout} |" in text
+def test_a_chain_that_was_killed_in_each_part_equals_one_that_was_not_bit_for_bit(tmp_path: Path) -> None:
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    straight, killed = straight_chain(tmp_path / "straight"), killed_chain(tmp_path / "killed")
+    for name in (*FILES, "reach.jsonl", "task.yaml"):
+        one, other = (tmp_path / chain / "policy" / name for chain in ("straight", "killed"))
+        assert one.read_bytes() == other.read_bytes(), name
+    for one, other in zip(straight.runs(), killed.runs(), strict=True):
+        assert state.is_finished(killed, other)
+        assert_same_run(one.folder, other.folder)
+        passed = pass_at_k(one, "reach")
+        assert set(passed) == {1, 2}
+        assert passed == pass_at_k(other, "reach")
+    assert len(readouts_of(straight)) == 4
+    assert readouts_of(straight) == readouts_of(killed)
+    for analysis in (straight.output / "analysis", killed.output / "analysis"):
+        text = (analysis / "analysis.md").read_text()
+        assert "4 of 4 runs are finished" in text
+        for readout in ("area under reward", "entropy at equal reward", "gap", "reach: pass@2", "seconds per step"):
+            assert f"| {readout} |" in text
