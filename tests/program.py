@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
@@ -51,6 +52,11 @@ class Program:
     def kill(self) -> None:
         """Send SIGKILL."""
         self._process.kill()
+
+    def interrupt(self) -> None:
+        """Send SIGINT, as Ctrl-C does."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGINT)
 
     def wait(self) -> int:
         """Wait until it has ended; returns the exit status."""

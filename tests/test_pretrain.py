@@ -6,9 +6,11 @@ import json
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,12 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
+from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.pretraining import fit
-from qerl_pl.pretraining.batches import Batches, prompts_of, rows_of
-from qerl_pl.pretraining.measure import Measured, count_right, over, with_room
+from qerl_pl.pretraining.batches import Batches, Rows, encode, prompts_of, rows_of
+from qerl_pl.pretraining.loss import prepare, reproduced, token_losses
+from qerl_pl.pretraining.measure import Measured, Sampling, count_right, over, with_room
 from qerl_pl.pretraining.policy import END, FILES, make_tokenizer
 from qerl_pl.tasks.word_problems import MAX_OPERATIONS, draw_problems
 from tests.program import Program
+from tests.reference.elementwise import REFERENCE
 
 CPU = torch.device("cpu")
 SMALL = fit.Settings(size="toy", steps=6, batch_size=6, operations=(2, 3), warmup_steps=2, micro_batch_tokens=400)
@@ -30,7 +35,22 @@ SMALL = fit.Settings(size="toy", steps=6, batch_size=6, operations=(2, 3), warmu
 
 @pytest.fixture(scope="module")
 def policy():
-    return fit.new_policy(SMALL)
+    model, tokenizer = fit.new_policy(SMALL)
+    prepare(model, CPU)
+    return model, tokenizer
+
+
+def written(tokenizer, rows: Rows) -> list[tuple[str, str]]:
+    """The prompts and the solutions of a micro-batch."""
+    found = []
+    for start, end in pairwise(rows.starts.tolist()):
+        assert rows.positions[start:end].tolist() == list(range(end - start))
+        own = (start <= rows.before) & (rows.before < end)
+        before, wanted = rows.before[own], rows.wanted[own]
+        assert before.tolist() == list(range(before[0], end)), "each token of the solution, the last one included"
+        assert np.array_equal(rows.tokens[before[1:]], wanted[:-1])
+        found.append((tokenizer.decode(rows.tokens[start : before[0] + 1]), tokenizer.decode(wanted)))
+    return found
 
 
 def batches_of(tokenizer, **changes: Any) -> Batches:
@@ -88,19 +108,26 @@ def test_a_batch_is_a_function_of_seed_and_index_and_holds_every_solution_once(p
     some = batches_of(tokenizer)[3]
     again = batches_of(tokenizer)[3]
     assert all(
-        torch.equal(a.tokens, b.tokens) and torch.equal(a.mask, b.mask) for a, b in zip(some, again, strict=True)
+        np.array_equal(a, b) for one, two in zip(some, again, strict=True) for a, b in zip(one, two, strict=True)
     )
-    texts = [tokenizer.decode(row) for rows in some for row in rows.tokens]
-    assert len(texts) == len(set(texts)) == 6
-    other = [tokenizer.decode(row) for rows in batches_of(tokenizer)[4] for row in rows.tokens]
-    assert not set(texts) & set(other)
-    for rows in some:
-        assert rows.tokens.numel() <= 400
-        for tokens, mask in zip(rows.tokens, rows.mask, strict=True):
-            solution = tokenizer.decode(tokens[mask])
-            assert solution.startswith("<think>")
-            assert solution.endswith(f"</answer>{END}")
-            assert set(tokens[int(mask.nonzero()[-1]) + 1 :].tolist()) <= {tokenizer.pad_token_id}
+    pairs = [pair for rows in some for pair in written(tokenizer, rows)]
+    assert len(pairs) == len(set(pairs)) == 6
+    assert not set(pairs) & {pair for rows in batches_of(tokenizer)[4] for pair in written(tokenizer, rows)}
+    assert len(some) > 1
+    assert all(len(rows.tokens) <= 400 for rows in some)
+    for prompt, solution in pairs:
+        assert prompt.startswith("<|im_start|>user\n")
+        assert prompt.endswith("?<|im_end|>\n<|im_start|>assistant\n")
+        assert solution.startswith("<think>")
+        assert solution.endswith(f"</answer>{END}")
+
+
+def test_words_are_tokenised_as_in_whole_texts(policy):
+    _, tokenizer = policy
+    problems = draw_problems(200, seed=3, split="train")
+    texts = [text for problem in problems for text in (problem.question, problem.solution + END)]
+    texts += ["", "a", " a", "h\u00e9 \u65e5\u672c, \U0001f642! e \u0301x\r\n 12's", "<|im_start|>user\nTo 5<think>7 "]
+    assert encode(tokenizer, texts) == tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def test_rare_problems_are_longer_than_the_others(policy):
@@ -108,38 +135,58 @@ def test_rare_problems_are_longer_than_the_others(policy):
 
     def longest(rare: float) -> set[int]:
         rows = [rows for index in range(8) for rows in batches_of(tokenizer, rare=rare, micro_batch_tokens=4000)[index]]
-        return {
-            tokenizer.decode(tokens[mask]).count("\n") + 1
-            for each in rows
-            for tokens, mask in zip(each.tokens, each.mask, strict=True)
-        }
+        return {solution.count("\n") + 1 for each in rows for _, solution in written(tokenizer, each)}
 
     assert longest(0.0) == {2, 3}
     assert max(longest(0.5)) > 10
     assert max(longest(0.5)) <= MAX_OPERATIONS
 
 
-def test_the_loss_and_its_gradient_do_not_depend_on_micro_batches_or_padding(policy):
+def gradients(model, rows: list[Rows], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss over the solutions' tokens, and its gradient."""
+    model.zero_grad()
+    loss = sum(token_losses(model, some, CPU, **options).sum() for some in rows) / sum(
+        len(some.wanted) for some in rows
+    )
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def test_the_loss_and_its_gradient_are_those_of_single_rows_however_they_are_packed(policy):
     model, tokenizer = policy
     problems = draw_problems(5, seed=0, split="train", operations=(2, 6))
-    losses, gradients = [], []
-    for tokens in (100, 100_000):
-        rows = rows_of(tokenizer, problems, micro_batch_tokens=tokens)
-        num = sum(int(some.mask.sum()) for some in rows)
-        loss = sum(fit.token_losses(model, some, CPU).sum() / num for some in rows)
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append(model.lm_head.weight.grad.clone())
-        model.zero_grad()
-    torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
-    expected = []  # one row at a time, every position written out
+    losses = []  # one row at a time, every position written out
     for prompt, problem in zip(prompts_of(tokenizer, problems), problems, strict=True):
         tail = tokenizer(problem.solution + END).input_ids
         logits = model(torch.tensor([prompt + tail])).logits[0].float()
-        expected += [F.cross_entropy(logits[len(prompt) + i - 1], torch.tensor(token)) for i, token in enumerate(tail)]
-    torch.testing.assert_close(losses[1], torch.stack(expected).mean(), atol=1e-4, rtol=1e-4)
+        losses += [F.cross_entropy(logits[len(prompt) + i - 1], torch.tensor(token)) for i, token in enumerate(tail)]
+    expected = torch.stack(losses).mean()
+    model.zero_grad()
+    expected.backward()
+    gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    packed = {tokens: rows_of(tokenizer, problems, micro_batch_tokens=tokens) for tokens in (100, 500, 100_000)}
+    assert [len(rows) for rows in packed.values()] == sorted({len(rows) for rows in packed.values()}, reverse=True)
+    for rows in packed.values():
+        found, of_packed = gradients(model, rows)
+        torch.testing.assert_close(found, expected.detach())
+        torch.testing.assert_close(of_packed, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_fused_elementwise_operations_and_bf16_compute_the_same_loss(policy):
+    _, tokenizer = policy
+    model, _ = fit.new_policy(SMALL)
+    prepare(model, CPU)
+    rows = rows_of(tokenizer, draw_problems(5, seed=0, split="train"), micro_batch_tokens=2000)
+    expected, gradient = gradients(model, rows)
+    rounded, of_rounded = gradients(model, rows, dtype=torch.bfloat16)
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    torch.testing.assert_close(rounded, expected, atol=0.01, rtol=0)
+    assert 0 < (of_rounded - gradient).norm() / gradient.norm() < 0.03
+    use_elementwise(model, REFERENCE)
+    found, of_fused = gradients(model, rows)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(of_fused, gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_the_learning_rate_rises_then_falls_to_nothing():
@@ -204,6 +251,44 @@ def test_killed_while_it_trains_and_started_again_it_makes_the_same_policy(made,
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
+@pytest.mark.slow
+def test_stopped_again_and_again_it_makes_the_same_policy(made, tmp_path, capsys):
+    """With no time at all, each start does one step, or one batch of samples, and keeps it."""
+    output, state = tmp_path / "policy", tmp_path / ".policy.state" / "state.pt"
+    few = ("--batch-rows", "8")
+    starts = 0
+    while (status := command(pretrain(output, *few, "--minutes", "0"))) == 3:
+        starts += 1
+        assert torch.load(state, weights_only=True)["step"] == min(starts, 12)
+    assert status == 0
+    assert starts == 11 + 3, "26 samples are 4 batches, and the last batch and the last step need no further start"
+    text = capsys.readouterr().out
+    assert "stopped after step 11 of 12; the same command goes on" in text
+    assert "stopped after 8 of 26 samples (sampling)" in text
+    straight = tmp_path / "straight"
+    assert command(pretrain(straight, *few)) == 0
+    for name in (*FILES, "reach.jsonl", "task.yaml"):
+        assert (output / name).read_bytes() == (straight / name).read_bytes(), name
+    assert (output / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
+    one, other = (json.loads((folder / "pretrain.json").read_text()) for folder in (output, straight))
+    assert one | {"seconds": 0} == other | {"seconds": 0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "straight"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(made, tmp_path):
+    output, state = tmp_path / "policy", tmp_path / ".policy.state" / "state.pt"
+    long = ("--steps", "100000")
+    process = Program(pretrain(output, *long, "--save-steps", "3"), script="qerl_pl")
+    while not state.exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.interrupt()
+    text, _ = process.communicate()
+    assert process.returncode == 3
+    step = torch.load(state, weights_only=True)["step"]
+    assert f"stopped after step {step} of 100000; the same command goes on" in text
+
+
 def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_set(made, capsys):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
     assert model.dtype == torch.float32, "bf16 on a GPU alone"
@@ -242,15 +327,18 @@ def test_settings_that_cannot_be_are_refused_before_any_work(tmp_path, capsys, f
 def test_samples_of_a_policy_that_knows_a_problem_by_heart_are_right_and_of_another_wrong(policy):
     _, tokenizer = policy
     model, _ = fit.new_policy(SMALL)
+    prepare(model, CPU)
     problems = draw_problems(3, seed=0, split="train", operations=(2, 2))
     rows = rows_of(tokenizer, problems[:1], micro_batch_tokens=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(120):
         fit.train_step(model, optimizer, rows, CPU)
     model.eval()
-    assert fit.reproduced(model, rows_of(tokenizer, problems, micro_batch_tokens=1000), CPU) == pytest.approx(1 / 3)
+    assert reproduced(model, rows_of(tokenizer, problems, micro_batch_tokens=1000), CPU) == pytest.approx(1 / 3)
     counts = [
-        count_right(model, tokenizer, problems, num_samples=4, seed=0, batch_rows=size, description="").tolist()
+        count_right(
+            model, tokenizer, problems, Sampling(seed=0, num_samples=4, batch_rows=size), description=""
+        ).tolist()
         for size in (12, 12, 5)
     ]
     assert counts[0] == counts[1], "equal seeds give equal counts"

@@ -13,6 +13,7 @@ ships, has no backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -94,7 +95,7 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
     return Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared), before
 
 
-def packed_hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
+def packed_hidden_states(model: Callable[..., Any], packed: Packed) -> Tensor:
     """Compute the last hidden states, [T, H], of packed rows, with a decoder that ``use_packed_attention`` has
     prepared."""
     starts, longest = packed.starts, packed.longest

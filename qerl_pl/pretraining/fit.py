@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.batches import Batches, Rows, rows_of
+from qerl_pl.pretraining.loss import prepare, reproduced, token_losses
 from qerl_pl.pretraining.policy import make_tokenizer, random_model
 from qerl_pl.tasks.word_problems import check_operations, draw_problems
 
 NUM_TEXTS = 1000  # number of problems that the tokenizer is learnt from; every word occurs in many of them
-LAST_SECONDS = 60.0  # between two saves of the training state
 
 SHAPES: dict[str, dict[str, int]] = {
     # Widths, and the output size of a fused q/k/v projection, are multiples of 256 except in "toy", as the NVFP4
@@ -54,7 +52,7 @@ class Settings:
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
-        micro_batch_tokens: most tokens of one forward pass, padding included.
+        micro_batch_tokens: most tokens of one forward pass; 512 problems have about 110,000.
 
     Raises:
         ValueError: a value is out of its range.
@@ -69,7 +67,7 @@ class Settings:
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     vocab_size: int = 768
-    micro_batch_tokens: int = 65536
+    micro_batch_tokens: int = 131072
 
     def __post_init__(self) -> None:
         if self.size not in SHAPES:
@@ -86,6 +84,20 @@ class Settings:
     def as_json(self) -> dict[str, Any]:
         """Convert the settings to values that JSON stores and reads back without change."""
         return json.loads(json.dumps(asdict(self)))
+
+
+class Saves(NamedTuple):
+    """When the training state is saved: as soon as either number is reached since the last time."""
+
+    seconds: float = 60.0
+    steps: int = 1000
+
+
+SAVES = Saves()
+
+
+class Stopped(Exception):
+    """Raised when pretraining was asked to stop, and everything that it has done is saved."""
 
 
 def new_policy(settings: Settings) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
@@ -105,9 +117,12 @@ def train(
     state: Path,
     device: torch.device,
     num_workers: int,
-    save_seconds: float = LAST_SECONDS,
-) -> None:
+    saves: Saves = SAVES,
+    stop: Callable[[], bool] = lambda: False,
+) -> float:
     """Train a model in place: bf16 matrix products on a GPU, fp32 on a CPU; weights and AdamW's state in fp32 on both.
+
+    Returns the seconds that training has taken, those before an interruption included.
 
     Args:
         model: model with the initial weights, on the device.
@@ -117,15 +132,18 @@ def train(
             from it.
         device: device of the model.
         num_workers: processes that draw problems; 0 means this process.
-        save_seconds: seconds between two saves.
+        saves: when the state is saved.
+        stop: called after each step; if it returns True, the state is saved and training stops.
 
     Raises:
         ValueError: the file ``state`` was saved with other settings.
+        Stopped: ``stop`` returned True before the last step.
     """
+    prepare(model, device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    done = _restore(state, model, optimizer, settings, device)
+    done, spent = _restore(state, model, optimizer, settings, device)
     batches = Batches(
         tokenizer,
         seed=settings.seed,
@@ -142,10 +160,12 @@ def train(
         sampler=range(done, settings.steps),
         num_workers=num_workers,
         prefetch_factor=2 if num_workers else None,
+        collate_fn=_unchanged,
         generator=torch.Generator(),  # it would draw from the global stream
     )
     progress = tqdm(loader, initial=done, total=settings.steps, desc="pretraining", unit="step", disable=None)
-    last = time.monotonic()
+    began = saved_at = time.monotonic()
+    saved = done
     for step, rows in enumerate(progress, start=done):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
@@ -153,14 +173,19 @@ def train(
         loss = train_step(model, optimizer, rows, device)
         if step % 20 == 0:  # reading the loss waits for the GPU
             progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-        if time.monotonic() - last >= save_seconds or step + 1 == settings.steps:
-            _save(state, model, optimizer, settings, step + 1)
+        is_last, stopped = step + 1 == settings.steps, stop()
+        seconds, steps = time.monotonic() - saved_at, step + 1 - saved
+        if is_last or stopped or seconds >= saves.seconds or steps >= saves.steps:
+            _save(state, model, optimizer, settings, step + 1, spent + time.monotonic() - began)
             share = reproduced(model, held_out, device)
             tqdm.write(
                 f"step {step + 1}: loss {loss.item():.4f}; {share:.1%} of held-out solutions are written greedily"
             )
-            last = time.monotonic()
+            saved, saved_at = step + 1, time.monotonic()
+        if stopped and not is_last:
+            raise Stopped(f"stopped after step {step + 1} of {settings.steps}")
     model.eval()
+    return spent + time.monotonic() - began
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -172,7 +197,7 @@ def train_step(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Sequence[Rows], device: torch.device
 ) -> Tensor:
     """Do one optimizer step; returns the mean loss over the solutions' tokens, in nats: [] fp32."""
-    num_tokens = sum(int(some.mask.sum()) for some in rows)
+    num_tokens = sum(len(some.wanted) for some in rows)
     total = torch.zeros((), device=device)
     for some in rows:
         loss = token_losses(model, some, device).sum() / num_tokens
@@ -184,39 +209,8 @@ def train_step(
     return total
 
 
-def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device) -> Tensor:
-    """Compute the cross-entropy of each token of the solutions, [T] fp32 in nats; right padding needs no mask."""
-    tokens, mask = rows.tokens.to(device).long(), rows.mask[:, 1:].to(device)
-    logits = _solution_logits(model, tokens, mask, device)
-    return F.cross_entropy(logits.float(), tokens[:, 1:][mask], reduction="none")
-
-
-@torch.no_grad()
-def reproduced(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.device) -> float:
-    """Compute the share of rows whose solution greedy decoding would produce: each of its tokens is the most likely
-    one."""
-    model.eval()
-    right = num = 0
-    for rows in batches:
-        tokens, mask = rows.tokens.to(device).long(), rows.mask[:, 1:].to(device)
-        wrong = _solution_logits(model, tokens, mask, device).argmax(-1) != tokens[:, 1:][mask]
-        row_of = mask.nonzero()[:, 0]
-        missed = torch.zeros(len(tokens), device=device).index_add(0, row_of, wrong.float())
-        right, num = right + int((missed == 0).sum()), num + len(tokens)
-    return right / num
-
-
-def _solution_logits(model: Qwen2ForCausalLM, tokens: Tensor, mask: Tensor, device: torch.device) -> Tensor:
-    """Compute the logits [T, V] that predict the tokens of the solutions.
-
-    On a GPU, they are computed with the weights rounded to bf16, through which gradients reach the fp32 weights. With
-    autocast the residual stream and the norms would stay in fp32, which takes twice the memory traffic.
-    """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = {name: weight.to(dtype) for name, weight in model.named_parameters()}
-    decoder = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
-    output = functional_call(model.model, decoder, (tokens[:, :-1],), {"use_cache": False})
-    return F.linear(output.last_hidden_state[mask], weights["lm_head.weight"])
+def _unchanged(rows: list[Rows]) -> list[Rows]:
+    return rows  # PyTorch would convert arrays to tensors
 
 
 def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings) -> list[Rows]:
@@ -229,20 +223,28 @@ def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings) -> list[Rows]:
     return rows_of(tokenizer, problems, micro_batch_tokens=settings.micro_batch_tokens)
 
 
-def _save(path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
+def _save(
+    path: Path,
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    step: int,
+    seconds: float,
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(states | {"settings": settings.as_json(), "step": step}, temporary)
+    torch.save(states | {"settings": settings.as_json(), "step": step, "seconds": seconds}, temporary)
     os.replace(temporary, path)
 
 
 def _restore(
     path: Path, model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, settings: Settings, device: torch.device
-) -> int:
-    """Load model and optimizer from the saved training state, if it exists; returns the number of finished steps."""
+) -> tuple[int, float]:
+    """Load model and optimizer from the saved training state, if it exists; returns the number of finished steps and
+    the seconds that they took."""
     if not path.exists():
-        return 0
+        return 0, 0.0
     found = torch.load(path, weights_only=True, map_location=device)
     if found["settings"] != settings.as_json():
         raise ValueError(
@@ -251,4 +253,4 @@ def _restore(
         )
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
-    return found["step"]
+    return found["step"], found["seconds"]

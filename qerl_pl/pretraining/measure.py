@@ -3,7 +3,11 @@ reach."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.files import write_whole
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.evaluation.pass_at_k import pass_at_k
 from qerl_pl.pretraining.batches import pad_token, prompts_of
+from qerl_pl.pretraining.fit import Stopped
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.tasks.word_problems import MAX_OPERATIONS, MIN_OPERATIONS, WordProblem, draw_problems
 
@@ -44,15 +50,33 @@ class Range(NamedTuple):
         return PASS_AT_1[0] <= self.pass_at_1 <= PASS_AT_1[1] and self.pass_at_n > MIN_PASS_AT_N
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Settings with which completions are sampled.
+
+    Attributes:
+        seed: seed of problems and samples.
+        num_samples: completions per problem.
+        batch_rows: completions sampled at once, a batch.
+        kept: folder in which the verdicts of each finished batch are kept, so that an interrupted measurement
+            continues; None: they are not kept.
+        stop: called after each batch; if it returns True, the measurement stops.
+    """
+
+    seed: int
+    num_samples: int
+    batch_rows: int
+    kept: Path | None = None
+    stop: Callable[[], bool] = lambda: False
+
+
 @torch.no_grad()
 def count_right(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
     problems: Sequence[WordProblem],
+    sampling: Sampling,
     *,
-    num_samples: int,
-    seed: int,
-    batch_rows: int,
     description: str,
 ) -> Tensor:
     """Sample completions of P problems at temperature 1 and count the right answers of each: [P] int64.
@@ -61,29 +85,52 @@ def count_right(
         model: model, on the device and in the dtype for sampling.
         tokenizer: tokenizer of the model.
         problems: P problems.
-        num_samples: completions per problem.
-        seed: seed of sampling; equal arguments give equal counts on a CPU.
-        batch_rows: completions sampled at once.
+        sampling: how to sample; equal arguments give equal counts on a CPU, whether or not the sampling is interrupted.
         description: label of the progress bar.
+
+    Raises:
+        Stopped: ``sampling.stop`` returned True before the last batch.
     """
     rows = sorted(
-        (place for place in range(len(problems)) for _ in range(num_samples)),
+        (place for place in range(len(problems)) for _ in range(sampling.num_samples)),
         key=lambda place: problems[place].num_operations,
     )
-    prompts, reward = prompts_of(tokenizer, problems), NumericAnswer()
     right = torch.zeros(len(problems), dtype=torch.int64)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), tqdm(total=len(rows), desc=description, disable=None) as progress:
-        torch.manual_seed(derive_seed(seed, "pretrain/samples"))
-        for start in range(0, len(rows), batch_rows):
-            batch = rows[start : start + batch_rows]
-            longest = max(problems[place].num_operations for place in batch)
-            texts = _sample(model, tokenizer, [prompts[place] for place in batch], TOKENS_PER_OPERATION * longest + 16)
-            verdicts = reward.judge(texts, [str(problems[place].answer) for place in batch])
-            for place, verdict in zip(batch, verdicts, strict=True):
-                right[place] += verdict.score == 1
+    with tqdm(total=len(rows), desc=description, disable=None) as progress:
+        for start in range(0, len(rows), sampling.batch_rows):
+            batch = rows[start : start + sampling.batch_rows]
+            some, seed = [problems[place] for place in batch], derive_seed(sampling.seed, "pretrain/samples", start)
+            file = None if sampling.kept is None else sampling.kept / f"{_digest(some, seed)}.json"
+            if file is not None and file.exists():
+                verdicts = json.loads(file.read_text())
+            else:
+                verdicts = _judge(model, tokenizer, some, seed)
+                if file is not None:
+                    write_whole(file, json.dumps(verdicts))
+                if sampling.stop() and start + len(batch) < len(rows):
+                    raise Stopped(f"stopped after {start + len(batch)} of {len(rows)} samples ({description})")
+            right.index_add_(0, torch.tensor(batch), torch.tensor(verdicts, dtype=torch.int64))
             progress.update(len(batch))
     return right
+
+
+def _digest(problems: Sequence[WordProblem], seed: int) -> str:
+    """Hash what, besides the policy, determines the samples of a batch."""
+    text = " ".join([str(seed), *(problem.identity for problem in problems)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _judge(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], seed: int
+) -> list[bool]:
+    """Sample one completion of each problem and judge its answer."""
+    longest = max(problem.num_operations for problem in problems)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        texts = _sample(model, tokenizer, prompts_of(tokenizer, problems), TOKENS_PER_OPERATION * longest + 16)
+    verdicts = NumericAnswer().judge(texts, [str(problem.answer) for problem in problems])
+    return [verdict.score == 1 for verdict in verdicts]
 
 
 def _sample(
@@ -112,43 +159,34 @@ def _sample(
 def measure(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
+    sampling: Sampling,
     *,
-    seed: int,
     num_problems: int,
-    num_samples: int,
-    batch_rows: int,
     operations: Sequence[int] = range(MIN_OPERATIONS, MAX_OPERATIONS + 1),
 ) -> list[Measured]:
     """Measure pass@1 and pass@n by number of operations, on problems with structures outside of the training data.
 
     Args:
         model, tokenizer: the policy.
-        seed: seed of problems and samples.
+        sampling: how to sample n completions of each problem.
         num_problems: problems per number of operations.
-        num_samples: completions per problem (n).
-        batch_rows: completions sampled at once.
         operations: the numbers of operations.
     """
     drawn = [
-        draw_problems(
-            num_problems, seed=derive_seed(seed, "pretrain/measured", num), split="validation", operations=(num, num)
-        )
-        for num in operations
+        draw_problems(num_problems, seed=seed, split="validation", operations=(num, num))
+        for num, seed in ((num, derive_seed(sampling.seed, "pretrain/measured", num)) for num in operations)
     ]
     right = count_right(
         model,
         tokenizer,
         [problem for problems in drawn for problem in problems],
-        num_samples=num_samples,
-        seed=seed,
-        batch_rows=batch_rows,
+        sampling,
         description="sampling",
     ).split(num_problems)
     return [
         Measured(
             num,
-            pass_at_k(counts, num_samples, 1).mean().item(),
-            pass_at_k(counts, num_samples, num_samples).mean().item(),
+            *(pass_at_k(counts, sampling.num_samples, k).mean().item() for k in (1, sampling.num_samples)),
         )
         for num, counts in zip(operations, right, strict=True)
     ]
@@ -188,25 +226,21 @@ def with_room(measured: Sequence[Measured], *, most: int = 4) -> Range | None:
 def out_of_reach(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
+    sampling: Sampling,
     *,
     operations: tuple[int, int],
-    seed: int,
     num_problems: int,
-    num_samples: int,
-    batch_rows: int,
 ) -> list[WordProblem]:
     """Draw ``num_problems`` problems with structures of the reach set; returns those that none of the policy's samples
     solves."""
     problems = draw_problems(
-        num_problems, seed=derive_seed(seed, "pretrain/reach"), split="reach", operations=operations
+        num_problems, seed=derive_seed(sampling.seed, "pretrain/reach"), split="reach", operations=operations
     )
     right = count_right(
         model,
         tokenizer,
         problems,
-        num_samples=num_samples,
-        seed=derive_seed(seed, "pretrain/reach samples"),
-        batch_rows=batch_rows,
+        replace(sampling, seed=derive_seed(sampling.seed, "pretrain/reach samples")),
         description="reach set",
     )
     return [problem for problem, count in zip(problems, right.tolist(), strict=True) if count == 0]

@@ -140,10 +140,14 @@ def draw_number(rng: random.Random, kind: Kind, operands: Sequence[int]) -> tupl
         value = rng.choice(GIVEN)
         return value, value
     choices: Sequence[int] = (0,)
-    if kind in ("plus", "minus"):
-        choices = [term for term in TERMS if kind == "plus" or term < operands[0]]
-    elif kind in ("times", "divided"):
-        choices = [factor for factor in FACTORS if kind == "times" or operands[0] % factor == 0]
+    if kind == "plus":
+        choices = TERMS
+    elif kind == "minus":
+        choices = range(TERMS.start, min(TERMS.stop, operands[0]))
+    elif kind == "times":
+        choices = FACTORS
+    elif kind == "divided":
+        choices = [factor for factor in FACTORS if operands[0] % factor == 0]
     if not choices:
         return None
     constant = rng.choice(choices)

@@ -4,7 +4,10 @@ The policy is a model of the Qwen2 architecture with a small tokenizer of its ow
 problems with worked solutions (docs/word_problems.md). At the end, its pass rates are measured: reinforcement learning
 has room to improve it on problems with pass@1 of 5 to 20 % and pass@64 above 50 %. The folder holds the policy,
 pretrain.json (settings and measurements), task.yaml (a configuration with the problems that have room) and reach.jsonl
-(problems that no sample solved). Given again after an interruption, the same command continues the training.
+(problems that no sample solved).
+
+Given again after an interruption, the same command continues. Exit status: 0 if the policy is made; 1 after an error; 3
+if the command was stopped by --minutes, Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,22 +16,25 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import yaml
 
 from qerl_pl.common.program import called_as
-from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings, new_policy, train
+from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Saves, Settings, Stopped, new_policy, train
 from qerl_pl.pretraining.measure import (
     MIN_PASS_AT_N,
     PASS_AT_1,
     TOKENS_PER_OPERATION,
     Measured,
     Range,
+    Sampling,
     measure,
     out_of_reach,
     over,
@@ -39,6 +45,7 @@ from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, check_opera
 from qerl_pl.tools.problems import record as line_of
 
 RECORD = "pretrain.json"
+STOPPED = 3  # exit status
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             micro_batch_tokens=options.micro_batch_tokens,
         )
         check_operations(options.rl_operations)
-        for name in ("measure_problems", "reach_problems", "samples", "batch_rows"):
+        for name in ("measure_problems", "reach_problems", "samples", "batch_rows", "save_steps"):
             if getattr(options, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
         if is_made(options.output, settings):
@@ -65,7 +72,11 @@ def main(argv: Sequence[str]) -> int:
             print(json.loads((options.output / RECORD).read_text())["verdict"])
             return 0
         check_place(options.output)
-        print(make(options, settings))
+        with _stop_after(options.minutes) as stop:
+            print(make(options, settings, stop))
+    except Stopped as stopped:
+        print(f"{stopped}; the same command goes on")
+        return STOPPED
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -96,19 +107,54 @@ def _parser() -> argparse.ArgumentParser:
         help="that RL is to train on, if they have room (default: 8 12)",
     )
     parser.add_argument("--learning-rate", type=float, help="default: by size")
-    parser.add_argument("--micro-batch-tokens", type=int, default=65536, help="of one forward pass (default: 65536)")
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        default=131072,
+        help="most in one forward pass; fewer need less memory (default: 131072)",
+    )
     parser.add_argument("--measure-problems", type=int, default=64, help="per number of operations (default: 64)")
     parser.add_argument("--reach-problems", type=int, default=512, help="tried for the reach set (default: 512)")
     parser.add_argument("--samples", type=int, default=64, help="completions of each, n of pass@n (default: 64)")
     parser.add_argument("--batch-rows", type=int, default=2048, help="completions sampled at once (default: 2048)")
     parser.add_argument("--workers", type=int, help="processes that draw problems (default: by cores)")
-    parser.add_argument("--save-seconds", type=float, default=60.0, help="between two saves (default: 60)")
+    parser.add_argument("--save-seconds", type=float, default=60.0, help="most between two saves (default: 60)")
+    parser.add_argument("--save-steps", type=int, default=1000, help="most between two saves (default: 1000)")
+    parser.add_argument("--minutes", type=float, help="save and stop after so long (default: never)")
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     return parser
 
 
-def make(options: argparse.Namespace, settings: Settings) -> str:
-    """Train, measure and write the folder; returns the verdict."""
+@contextmanager
+def _stop_after(minutes: float | None) -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether to stop: after so many minutes, or at SIGINT or SIGTERM; a second signal acts
+    as if there was no such function."""
+    deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    previous = {int(number): signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received) or time.monotonic() >= deadline
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def make(options: argparse.Namespace, settings: Settings, stop: Callable[[], bool]) -> str:
+    """Train, measure and write the folder; returns the verdict.
+
+    Args:
+        options: the command line's.
+        settings: of the training.
+        stop: if it returns True, what is done is saved and the command stops.
+
+    Raises:
+        Stopped: ``stop`` returned True.
+    """
     started = time.perf_counter()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # problems are drawn in processes of their own
@@ -119,24 +165,30 @@ def make(options: argparse.Namespace, settings: Settings) -> str:
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{settings.size}: {num_parameters:,} parameters, {len(tokenizer)} tokens, on {device}", flush=True)
     torch.nn.Module.to(model, device)  # transformers' own has no types
-    train(
+    training_seconds = train(
         model,
         tokenizer,
         settings,
         state=state,
         device=device,
         num_workers=workers,
-        save_seconds=options.save_seconds,
+        saves=Saves(options.save_seconds, options.save_steps),
+        stop=stop,
     )
-    trained = time.perf_counter() - started
     if device.type == "cuda":
         torch.nn.Module.to(model, torch.bfloat16)
-    sampling = {"seed": settings.seed, "num_samples": options.samples, "batch_rows": options.batch_rows}
-    measured = measure(model, tokenizer, num_problems=options.measure_problems, **sampling)
+    sampling = Sampling(
+        seed=settings.seed,
+        num_samples=options.samples,
+        batch_rows=options.batch_rows,
+        kept=state.parent / "samples",
+        stop=stop,
+    )
+    measured = measure(model, tokenizer, sampling, num_problems=options.measure_problems)
     wanted, found = over(measured, tuple(options.rl_operations)), with_room(measured)
     chosen = wanted if wanted.has_room or found is None else found
     reach_operations = (min(chosen.operations[1] + 1, MAX_OPERATIONS), MAX_OPERATIONS)
-    reach = out_of_reach(model, tokenizer, operations=reach_operations, num_problems=options.reach_problems, **sampling)
+    reach = out_of_reach(model, tokenizer, sampling, operations=reach_operations, num_problems=options.reach_problems)
     text = verdict(measured, wanted, chosen, options.samples)
     text += f"\nreach set: {len(reach)} of {options.reach_problems} problems of {reach_operations[0]} to "
     text += f"{reach_operations[1]} operations were solved 0 of {options.samples} times"
@@ -148,7 +200,7 @@ def make(options: argparse.Namespace, settings: Settings) -> str:
         "rl_operations": list(chosen.operations),
         "has_room": chosen.has_room,
         "reach": len(reach),
-        "seconds": {"training": trained, "all": time.perf_counter() - started},
+        "seconds": {"training": training_seconds, "last_start": time.perf_counter() - started},
         "verdict": text,
     }
     files = {
@@ -158,7 +210,7 @@ def make(options: argparse.Namespace, settings: Settings) -> str:
     }
     write_policy(options.output, model, tokenizer, files)
     shutil.rmtree(state.parent)
-    return f"{text}\n{options.output}: made in {record['seconds']['all']:.0f} s, {trained:.0f} s of them training"
+    return f"{text}\n{options.output}: {training_seconds:.0f} s of training"
 
 
 def is_made(output: Path, settings: Settings) -> bool:
