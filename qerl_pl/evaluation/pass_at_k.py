@@ -27,7 +27,7 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
     if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
         raise ValueError(f"a problem has {num_correct.tolist()} right completions; expected 0 to {n}")
     # C(n - c, k) / C(n, k) is the product of (n - c - i) / (n - i) over i < k; the factorials would overflow.
-    steps = torch.arange(k, dtype=torch.float64)  # [k]
+    steps = torch.arange(k, dtype=torch.float64, device=num_correct.device)  # [k]
     wrong = (n - num_correct.double()).unsqueeze(1)  # [P, 1]
     return 1 - ((wrong - steps).clamp(min=0) / (n - steps)).prod(dim=1)
 

@@ -27,6 +27,13 @@ def test_one_of_n_is_the_average_and_large_n_does_not_overflow():
     assert pass_at_k(torch.tensor([1]), 1024, 512).item() == pytest.approx(0.5)
 
 
+def test_it_is_computed_where_the_counts_are():
+    counts = torch.tensor([0, 3, 4])
+    with torch.device("meta"):  # what is made without a device is then elsewhere, as it would be with counts on a GPU
+        found = pass_at_k(counts, 4, 2)
+    assert found.tolist() == pass_at_k(counts, 4, 2).tolist()
+
+
 @pytest.mark.parametrize(("correct", "n", "k"), [([1], 2, 3), ([1], 2, 0), ([3], 2, 1), ([-1], 2, 1)])
 def test_what_cannot_be_is_refused(correct, n, k):
     with pytest.raises(ValueError, match="expected"):
