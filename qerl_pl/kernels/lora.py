@@ -1,7 +1,7 @@
 """Triton kernels for y += (x A^T) B^T: one LoRA adapter, few tokens, any frozen base; used while decoding.
 
-A linear that vLLM fuses (q/k/v, gate/up) has up to three slices of its outputs, each with its own A and B; one launch
-serves all slices. A and B are small (1 MB, where the base weight has 70 MB), so latency dominates: ``shrink`` splits K
+A linear that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with its own A and B; one launch serves up to
+three slices. A and B are small (1 MB, where the base weight has 70 MB), so latency dominates: ``shrink`` splits K
 over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the partial sums in a fixed order (no
 atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic dependent
 launch). With many tokens or a high rank cuBLAS is faster, and ``add_lora`` calls it.
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # cuBLAS is faster from this many tokens, or this rank, on
 PROGRAMS = 128  # wanted number of programs of ``shrink``, about one per SM;
 EXPAND_TOKENS = 16  # tokens per program of ``expand``; more tokens need more registers, or fewer splits
+MOST_SLICES = 3  # slices per launch, as many as the kernels have pointers for
 EXPAND_SUMS = 2**14  # largest number of partial sums in the registers of a program of ``expand``;
 MOST_STEPS = 8  # most output tiles per program of ``expand``, which is compiled for each number
 
@@ -59,14 +60,10 @@ class ExpandTiles(NamedTuple):
 
 def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkTiles:
     """Choose tile sizes of ``shrink`` with enough splits of K to occupy the GPU, but few for ``expand`` to add up."""
-    tokens = min(_power_of_2(num_tokens), 64)
-    tile_rank = min(_power_of_2(rank), 64)
-    k_block = 128
+    tokens, tile_rank, k_block = min(_power_of_2(num_tokens), 64), min(_power_of_2(rank), 64), 128
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(rank, tile_rank) * num_slices
-    most = min(32, EXPAND_SUMS // (EXPAND_TOKENS * _power_of_2(rank)))
-    splits = _power_of_2_below(min(PROGRAMS // tiles, most))
-    chunk = k_block * triton.cdiv(K, k_block * splits)
-    return ShrinkTiles(tokens, tile_rank, k_block, chunk)
+    splits = _power_of_2_below(min(PROGRAMS // tiles, 32, EXPAND_SUMS // (EXPAND_TOKENS * _power_of_2(rank))))
+    return ShrinkTiles(tokens, tile_rank, k_block, k_block * triton.cdiv(K, k_block * splits))
 
 
 def expand_tiles(num_tokens: int, widths: Sequence[int]) -> ExpandTiles:
@@ -95,7 +92,7 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
     Args:
         y: [T, N], written in place; any row stride.
         x: [T, K] of the same dtype; any row stride.
-        a: one [R, K] for each slice, at most three.
+        a: one [R, K] for each slice.
         b: one [n, R] for each slice; together they have N rows.
         indices: [T] or longer, int64: 0 for a token with the adapter, -1 for one without.
     """
@@ -103,6 +100,10 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
         return
     if is_matmul_faster(x, a):
         add_lora_by_matmul(y, x, a, b, indices)
+    elif len(a) > MOST_SLICES:
+        width = sum(map(len, b[:MOST_SLICES]))
+        add_lora(y[:, :width], x, a[:MOST_SLICES], b[:MOST_SLICES], indices)
+        add_lora(y[:, width:], x, a[MOST_SLICES:], b[MOST_SLICES:], indices)
     else:
         partials = shrink(x, a, shrink_tiles(len(x), x.shape[1], len(a[0]), len(a)))
         expand(y, partials, b, indices, expand_tiles(len(x), [len(matrix) for matrix in b]))
@@ -116,8 +117,7 @@ def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
     """Add (x A^T) B^T by two cuBLAS calls per slice; x must be finite (tokens without adapter count times 0)."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
-    widths = [len(matrix) for matrix in b]
-    for part, first, second in zip(y.split(widths, dim=1), a, b, strict=True):
+    for part, first, second in zip(y.split([len(matrix) for matrix in b], dim=1), a, b, strict=True):
         part.addmm_(F.linear(x, first) * with_adapter, second.t())
 
 

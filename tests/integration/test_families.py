@@ -25,7 +25,7 @@ from qerl_pl.rollout.vllm.arguments import query_scaling
 from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.merge import write_merged
 from tests import support
-from tests.families import NAMES, WHOLE, tiny_config, with_vision
+from tests.families import NAMES, OWN, WHOLE, tiny_config, with_vision
 from tests.integration.conftest import VLLM, assert_same_run, load_last
 from tests.rollout.conftest import save_dense
 
@@ -33,8 +33,23 @@ SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--mod
 STAGES = ("--trainer.callbacks.num_stages", "3")
 QUANTIZE = ("--model.quantize", "nvfp4")
 VOCABULARY = 320  # a multiple of 64 above the quickstart's, which vLLM does not pad
-ON_GPU = ("qwen3", "llama", "gemma3_text", "gemma4_text")
-GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+GPU_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
+ON_GPU: dict[str, dict[str, Any]] = {  # sizes that the family's kernels take, beside those of all
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {},
+    "gemma4_text": {"global_head_dim": 128},
+    "qwen3_5_text": {
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "rope_parameters": {**OWN["qwen3_5_text"]["rope_parameters"], "mrope_section": [8, 4, 4]},
+    },
+}
 GPU_ENGINE = ("--model.engine.max_num_seqs", "16", "--model.engine.kv_cache_bytes", str(2**28))
 
 
@@ -43,7 +58,7 @@ def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     """Folder of a random model of a family, as it is published, with the quickstart's tokenizer."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
 
-    def make(family: str, **sizes: float) -> Path:
+    def make(family: str, **sizes: Any) -> Path:
         config = tiny_config(family)
         tokenizer = AutoTokenizer.from_pretrained(bases["dense"])
         for name, value in {**sizes, "vocab_size": VOCABULARY, "eos_token_id": tokenizer.eos_token_id}.items():
@@ -176,5 +191,5 @@ def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", ON_GPU)
 def test_a_family_through_a_whole_run_in_bf16_with_compiled_vllm(run, make_base, tmp_path, family):
-    base = make_base(family, **GPU_SIZES)
+    base = make_base(family, **{**GPU_SIZES, **ON_GPU[family]})
     assert_whole_run(run, family, base, tmp_path, "--model.dtype", "bfloat16", *GPU_ENGINE, gap=math.inf)

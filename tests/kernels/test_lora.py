@@ -60,6 +60,14 @@ def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
     problem.check(kernels, y)
 
 
+def test_a_fourth_slice_is_added_too(kernels):
+    """A delta net's queries, keys, values and gate are four slices; the kernels take three."""
+    problem = Problem(17, 300, 24, (40, 33, 20, 70), DTYPES[1])
+    y = problem.y.clone()
+    kernels.add_lora(y, problem.x, problem.a, problem.b, problem.indices)
+    problem.check(kernels, y)
+
+
 @pytest.mark.parametrize("tokens", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_every_split_and_step_is_right(kernels, tokens):
     problem = Problem(tokens, 200, 24, (70, 20, 20), DTYPES[0])

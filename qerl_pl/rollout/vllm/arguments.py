@@ -88,9 +88,12 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` that models with recurrent layers need; they override the user's settings.
 
     They turn the prefix cache off. vLLM 0.32 stores recurrent states for it only at the ends of blocks of hundreds of
-    tokens, and only if prompts are split into chunks, which is not done on a CPU.
+    tokens, and only if prompts are split into chunks, which is not done on a CPU. On Hopper they select vLLM's Triton
+    kernels for prompts: those of FlashInfer, which vLLM prefers there, are compiled when they are first called.
     """
-    return {"enable_prefix_caching": False} if num_recurrent_layers(config) else {}
+    if not num_recurrent_layers(config):
+        return {}
+    return {"enable_prefix_caching": False, "gdn_prefill_backend": "triton"}
 
 
 def policy_arguments(

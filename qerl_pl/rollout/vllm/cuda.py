@@ -78,6 +78,10 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
         b: one [1, 1, n, R] for each slice.
         fewest: smallest number of tokens for which these kernels are used.
     """
+    if len(a) > lora.MOST_SLICES:  # ``add_lora`` divides them in the same way
+        compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
+        compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
+        return
     first, second = slots(a), slots(b)
     (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
     if lora.is_matmul_faster(first[0][:1], first):

@@ -38,12 +38,12 @@ def apply_all() -> None:
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return
     fast_adapters()
+    text_models_without_torchvision()
     if current_platform.is_cuda():
         humming_schedules()
         parallel_token_scores()
     else:
         delta_nets_in_fp32()
-        text_models_without_torchvision()
 
 
 def fast_adapters() -> None:
