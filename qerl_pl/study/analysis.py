@@ -157,11 +157,28 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
     rows = [[name, *(_shown(interquartile_mean(group.strata(name))) for group in groups)] for name in names]
     counts = ["seeds", *(str(len(group.runs)) for group in groups)]
     lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
+    lines += _best_points(study, groups)
     lines += ["", f"## Decided by: {study.analysis.metric}", ""]
     lines += _comparisons([each for each in judged if each.readout == study.analysis.metric])
     lines += ["", "## Other readouts, not decided by", ""]
     lines += _comparisons([each for each in judged if each.readout != study.analysis.metric])
     return "\n".join(lines) + "\n"
+
+
+def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
+    """Name the point of the grid with the highest mean of the deciding readout, for each arm that ran at several."""
+    metric = study.analysis.metric
+    lines: list[str] = []
+    for arm in study.arms:
+        means = {
+            group.point: sum(values) / len(values)
+            for group in groups
+            if group.arm == arm and (values := [each[metric] for each in group.runs.values() if metric in each])
+        }
+        if len(means) > 1:
+            best = max(means, key=means.__getitem__)
+            lines.append(f"- {arm}: {best} (mean {_number(means[best])}; {len(means)} points)")
+    return ["", f"## Best points of the grid, by {metric}", "", *lines] if lines else []
 
 
 def _comparisons(found: Sequence[Judged]) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import yaml
@@ -133,12 +134,14 @@ class Command(NamedTuple):
     arguments: list[str]
 
 
-def read_study(path: Path, output: Path | None = None) -> Study:
+def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
     """Read a study's file.
 
     Args:
-        path: YAML with the fields of ``Study``.
+        path: YAML with the fields of ``Study``, and optionally ``variables``: values by name, which replace ``$NAME``
+            in all texts of the file.
         output: output folder instead of the file's.
+        variables: values of variables instead of the file's.
 
     Raises:
         ValueError: the file is missing or no YAML, or a key or value is wrong.
@@ -151,6 +154,7 @@ def read_study(path: Path, output: Path | None = None) -> Study:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no mapping; expected {_names(Study)}")
+    content = _without_variables(content, path.name, variables or {})
     _check_keys(content, Study, path.name)
     for key, kind in (("arms", dict), ("settings", dict), ("grid", dict), ("evaluations", dict), ("analysis", dict)):
         if not isinstance(content.get(key) or {}, kind):
@@ -170,6 +174,30 @@ def read_study(path: Path, output: Path | None = None) -> Study:
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: grid.{key} is {values!r}; expected a list of values")
     return Study(**content, analysis=Analysis(**analysis))
+
+
+def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Replace ``$NAME`` in all texts of a study's file; a file without ``variables`` is not changed."""
+    known = content.get("variables") or {}
+    if not isinstance(known, dict):
+        raise ValueError(f"{where}: variables is {known!r}; expected a mapping")
+    if unknown := set(given) - set(known):
+        raise ValueError(f"{where} has no variable {', '.join(sorted(unknown))}; it has: {', '.join(known) or 'none'}")
+
+    values = {**known, **given}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {replaced(key): replaced(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        try:
+            return Template(value).substitute(values) if isinstance(value, str) else value
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{where}: {value!r} names a variable that is not in variables: {error}") from error
+
+    rest = {key: value for key, value in content.items() if key != "variables"}
+    return replaced(rest) if known else rest
 
 
 def files_of(study: Study, run: Run) -> dict[Path, str]:

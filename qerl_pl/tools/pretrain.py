@@ -52,17 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Parse the command line, train the policy, and print its pass rates; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
-        settings = Settings(
-            seed=options.seed,
-            size=options.size,
-            steps=options.steps,
-            batch_size=options.batch_size,
-            operations=tuple(options.operations),
-            rare=options.rare,
-            learning_rate=options.learning_rate or LEARNING_RATES[options.size],
-            warmup_steps=min(100, options.steps),
-            micro_batch_tokens=options.micro_batch_tokens,
-        )
+        settings = _settings(options)
         check_operations(options.rl_operations)
         for name in ("measure_problems", "reach_problems", "samples", "batch_rows", "save_steps"):
             if getattr(options, name) < 1:
@@ -123,6 +113,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="save and stop after so long (default: never)")
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     return parser
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
+        seed=options.seed,
+        size=options.size,
+        steps=options.steps,
+        batch_size=options.batch_size,
+        operations=tuple(options.operations),
+        rare=options.rare,
+        learning_rate=options.learning_rate or LEARNING_RATES[options.size],
+        warmup_steps=min(100, options.steps),
+        micro_batch_tokens=options.micro_batch_tokens,
+    )
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Parse the command line and run the study; returns the exit status."""
     options = _parser().parse_args(argv)
     try:
-        study = read_study(options.study, options.output)
+        study = read_study(options.study, options.output, _variables(options.set))
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}; expected at least 1")
         if not 0 <= options.task < options.of:
@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("study", type=Path, help="YAML file with arms and seeds")
     parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
+    )
     parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
     parser.add_argument("--minutes", type=float, help="stop at the next checkpoints after so long (default: never)")
     parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
@@ -56,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
     return parser
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"--set is {word!r}; expected NAME=VALUE, with a name of the file's variables")
+    return dict(word.split("=", 1) for word in words)
 
 
 def _analyse(study: Study) -> int:

@@ -137,6 +137,21 @@ def test_options_that_are_strata_are_taken_together(tmp_path):
         replace(study, analysis=Analysis(strata=["model.x"]))
 
 
+def test_the_best_point_of_a_grid_is_named_for_each_arm(tmp_path):
+    output, grid = tmp_path / "out", {"model.optimizer.init_args.lr": [1e-4, 3e-4, 9e-4]}
+    study = Study(output, {"bf16": {}, "nvfp4": {}}, [0, 1], grid=grid)
+    best = {"bf16": 3e-4, "nvfp4": 9e-4}
+    for run in study.runs():
+        height = 0.4 if run.point["model.optimizer.init_args.lr"] == best[run.arm] else 0.3 + 0.05 * run.seed
+        log(run.folder, {"val/accuracy": [0.0, height]})
+        state.keep(run, done={"fit": 1.0})
+    groups = gather(study)
+    text = tables(study, groups, [])
+    assert "- bf16: lr=0.0003 (mean 0.2; 3 points)\n- nvfp4: lr=0.0009 (mean 0.2; 3 points)\n" in text
+    one = replace(study, grid={"model.optimizer.init_args.lr": [3e-4]})
+    assert "Best points" not in tables(one, gather(one), [])
+
+
 @pytest.mark.slow
 def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_path, capsys):
     path = tmp_path / "study.yaml"

@@ -93,6 +93,28 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_path, capsys):
+    values = {
+        "output": "out-$policy",
+        "config": ["models/${policy}/task.yaml"],
+        "settings": {"model": {"base": "$policy"}},
+    }
+    path = written(tmp_path / "study.yaml", variables={"policy": "a", "other": 3}, **values)
+    for study, name in ((read_study(path), "a"), (read_study(path, variables={"policy": "b"}), "b")):
+        assert study.output == Path(f"out-{name}")
+        assert study.config == [f"models/{name}/task.yaml"]
+        assert study.settings == {"model": {"base": name}}
+        assert study.grid == CONTENT["grid"], "numbers stay numbers"
+    assert command(["study", str(path), "--set", "policy=b", "--dry-run"]) == 0
+    assert "out-b/runs/bf16" in capsys.readouterr().out
+    for word, message in (("size=1", "no variable size; it has: other, policy"), ("b", "--set is 'b'; expected NAME=")):
+        assert command(["study", str(path), "--set", word]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"'\$polcy' names a variable that is not in variables"):
+        read_study(written(tmp_path / "wrong.yaml", variables={"policy": "a"}, settings={"model": {"base": "$polcy"}}))
+    assert read_study(written(tmp_path / "none.yaml", output="out/$HOME")).output == Path("out/$HOME")
+
+
 def test_a_missing_or_broken_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="there is no study"):
         read_study(tmp_path / "none.yaml")

@@ -1,0 +1,140 @@
+"""The registration of the study in docs/study.md says what its configuration files and the code do."""
+
+from __future__ import annotations
+
+import re
+from inspect import signature
+from typing import Any
+
+import pytest
+import yaml
+
+from datamodules.word_problems import WordProblems
+from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings
+from qerl_pl.pretraining.measure import MIN_PASS_AT_N, PASS_AT_1
+from qerl_pl.study.study_file import Study, read_study
+from qerl_pl.tools import pretrain
+from tests.program import ROOT
+
+PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+REGISTERED = PAGE.split("## Registered", 1)[1].split("## Run the study", 1)[0]
+RATE = "model.optimizer.init_args.lr"
+
+
+@pytest.fixture(scope="module")
+def noise() -> Study:
+    return read_study(ROOT / "configs" / "studies" / "noise.yaml")
+
+
+@pytest.fixture(scope="module")
+def pilot() -> Study:
+    return read_study(ROOT / "configs" / "studies" / "pilot.yaml")
+
+
+def pretraining(**changes: Any) -> tuple[Any, Settings]:
+    """The options and settings of `pretrain` with its defaults."""
+    words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    options = pretrain._parser().parse_args(["--output", "models/words-0", *words])
+    return options, pretrain._settings(options)
+
+
+def noise_of(arm: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of AQN in an arm."""
+    callbacks = arm.get("trainer", {}).get("callbacks+", [])
+    return [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.aqn.AdaptiveQuantizationNoise"]
+
+
+def expected(noise: Study, pilot: Study) -> dict[str, str]:
+    """The rows of the table, from configurations and code."""
+    options, settings = pretraining(size="10m", seed=0)
+    common = yaml.safe_load((ROOT / "configs" / "word_problems.yaml").read_text())
+    model, optimizer, shape = common["model"], common["model"]["optimizer"], SHAPES[settings.size]
+    steps = {**common["trainer"], **noise.settings["trainer"]}
+    samples = {name: each["model"]["val_sampling"] for name, each in noise.evaluations.items()}
+    (sampling,) = {(each["num_completions"], each["temperature"]) for each in samples.values()}
+    (limit,) = {each["data"]["val_limit"] for each in noise.evaluations.values()}
+    found = [each for study in (noise, pilot) for arm in study.arms.values() for each in noise_of(arm)]
+    aqn, rates = found[0], ", ".join(f"{rate:g}" for rate in pilot.grid[RATE])
+    assert all(each == aqn for each in found)
+    assert optimizer["class_path"] == "torch.optim.AdamW"
+    first, second = optimizer["init_args"]["betas"]
+    held_out = signature(WordProblems).parameters["num_validation"].default
+    assert "num_validation" not in common["data"]["source"]["init_args"]
+    return {
+        "policy": f"size {settings.size}, seed {settings.seed}: {shape['num_hidden_layers']} blocks of width "
+        f"{shape['hidden_size']}, vocabulary of {settings.vocab_size} tokens",
+        "pretraining": f"{settings.steps} steps of {settings.batch_size} problems with {settings.operations[0]} to "
+        f"{settings.operations[1]} operations ({100 * settings.rare:g} % with more), learning rate "
+        f"{LEARNING_RATES[settings.size]:g}",
+        "measured on": f"{options.measure_problems} problems for each number of operations, {options.samples} samples "
+        "of each",
+        "reach set": f"those of {options.reach_problems} problems that {options.samples} samples solved 0 times",
+        "adapter": f"LoRA of rank {model['lora']['rank']}, alpha {model['lora']['alpha']}",
+        "objective": model["objective"]["preset"],
+        "rollout": f"{common['data']['batch_size']} prompts x {model['sampling']['num_completions']} completions, "
+        f"temperature {model['sampling']['temperature']}",
+        "training": f"{steps['max_steps']} rollouts, AdamW with betas {first} and {second}, weight decay "
+        f"{optimizer['init_args']['weight_decay']}, learning rate {model['lr_schedule']} after "
+        f"{model['warmup_steps']} steps",
+        "AQN": f"sigma from {aqn['sigma_start']:g} to {aqn['sigma_end']:g} in {aqn['num_stages']} stages",
+        "validation": f"every {steps['val_check_interval']} rollouts, on {held_out} problems",
+        "evaluations": f"{' and '.join(samples)}: {limit} problems, {sampling[0]} samples of each at temperature "
+        f"{sampling[1]}",
+        "pilot": f"{', '.join(pilot.arms)}; learning rates {rates}; seeds {', '.join(map(str, pilot.seeds))}",
+        "arms": ", ".join(noise.arms),
+        "seeds": f"{noise.seeds[0]} to {noise.seeds[-1]}",
+        "decided by": noise.analysis.metric,
+        "starts of a failing run": str(noise.attempts),
+        "runs": f"{len(pilot.runs())} of the pilot, {len(noise.runs())} of the study",
+    }
+
+
+def test_every_row_of_the_table_is_what_files_and_code_say(noise, pilot):
+    table = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", REGISTERED, re.MULTILINE))
+    assert table.pop("setting") == "value"
+    assert table == expected(noise, pilot)
+    assert noise.seeds == list(range(noise.seeds[0], noise.seeds[-1] + 1))
+
+
+def test_the_hypotheses_are_the_comparisons_of_the_analysis(noise):
+    stated = re.findall(r"^\d\. `([^`]+)` differs from `([^`]+)`", REGISTERED, re.MULTILINE)
+    assert stated == noise.comparisons
+    assert len(stated) == 5, "the words of the plan say five"
+    assert f'("{noise.analysis.metric}")' in REGISTERED
+
+
+def test_the_pilot_tries_what_the_study_runs_and_shares_no_seed_with_it(noise, pilot):
+    assert not set(noise.seeds) & set(pilot.seeds)
+    assert noise.config == pilot.config
+    assert noise.settings == pilot.settings
+    assert noise.gpu_memory == pilot.gpu_memory
+    for name, arm in pilot.arms.items():
+        rate = noise.arms[name]["model"]["optimizer"]["init_args"]
+        assert set(rate) == {"lr"}
+        assert rate["lr"] in pilot.grid[RATE]
+        assert noise_of(arm) == noise_of(noise.arms[name])
+        assert arm.get("model", {}).get("base_format") == noise.arms[name]["model"].get("base_format")
+
+
+def test_the_arm_with_the_temperature_follows_the_pilots_noisy_runs_at_their_rate(noise, pilot):
+    temperature, noisy, plain = (noise.arms[name] for name in ("bf16+temperature", "bf16+aqn", "bf16"))
+    (matched,) = temperature["trainer"]["callbacks+"]
+    rate = noisy["model"]["optimizer"]["init_args"]["lr"]
+    folder = pilot.output / "analysis" / "surprisal"
+    assert matched["init_args"]["curve"] == str(folder / f"bf16+aqn_lr={rate}.json")
+    assert temperature["model"] == plain["model"]
+
+
+def test_the_page_says_the_limits_of_room_and_how_each_policy_is_made():
+    low, high = (f"{100 * value:g}" for value in PASS_AT_1)
+    assert f"pass@1 of {low} to {high} %" in REGISTERED
+    assert f"pass@64 above {100 * MIN_PASS_AT_N:g} %" in " ".join(REGISTERED.split())
+    commands = re.findall(r"pretrain --output models/(\S+) --size (\S+) --seed (\d+)", PAGE)
+    assert {name: (size, int(seed)) for name, size, seed in commands} == {
+        "words-0": ("10m", 0),
+        "words-1": ("10m", 1),
+        "words-30m-0": ("30m", 0),
+        "words-30m-1": ("30m", 1),
+    }
+    for _, size, seed in commands:
+        assert pretraining(size=size, seed=seed)[1].learning_rate == LEARNING_RATES[size]
