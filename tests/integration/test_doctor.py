@@ -70,3 +70,17 @@ def test_what_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes
     assert status == 1
     assert said[where].startswith("[no]"), said
     assert why in said[where]
+
+
+def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, capsys):
+    assert command(["doctor", "-c", "quickstart", "--model.base", "models/gone"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("[--]") >= 5, said
+    assert said.endswith("1 of the checks above failed; fix it before training\n")
+
+
+def test_outside_of_a_clone_the_quickstart_is_three_commands(tmp_path, capsys):
+    assert command(["doctor"]) == 0
+    ready = capsys.readouterr().out.partition("ready: ")[2]
+    assert "make" not in ready
+    assert [line.split()[3] for line in ready.splitlines()[1:]] == ["tiny", "quantize", "fit"]
