@@ -98,9 +98,9 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
     return CONFIG_MAPPING[kind](**whole)
 
 
-def tiny_config(family: str) -> PretrainedConfig:
-    """Two blocks of a family; its weights are a few hundred kilobytes."""
-    return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {})})
+def tiny_config(family: str, **sizes: Any) -> PretrainedConfig:
+    """Two blocks of a family, whose weights are a few hundred kilobytes unless ``sizes`` says otherwise."""
+    return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {}), **sizes})
 
 
 NAMES = tuple(FAMILIES)

@@ -59,10 +59,8 @@ def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
 
     def make(family: str, **sizes: Any) -> Path:
-        config = tiny_config(family)
         tokenizer = AutoTokenizer.from_pretrained(bases["dense"])
-        for name, value in {**sizes, "vocab_size": VOCABULARY, "eos_token_id": tokenizer.eos_token_id}.items():
-            setattr(config, name, value)
+        config = tiny_config(family, **{**sizes, "vocab_size": VOCABULARY, "eos_token_id": tokenizer.eos_token_id})
         save_dense(tmp_path / "base", with_vision(config) if family in WHOLE else config)
         for file in tmp_path.glob("base/token*"):
             file.unlink()
