@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps per program
-TILE_BLOCKS, TILE_WARPS = 8, 4  # for tile order: k-blocks of one tile, and warps, per program
+TILE_BLOCKS, TILE_WARPS = 16, 8  # for tile order: k-blocks of one tile, and warps, per program
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:

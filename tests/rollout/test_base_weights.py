@@ -235,6 +235,18 @@ def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
     assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
 
 
+def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(adopted):
+    """vLLM moves a parameter that it has created in host memory back there, if conversion has not renamed it."""
+    model = adopted.worker.get_model()
+    layer, scales = model.mlp.gate_up_proj, adopted.linears["mlp.gate_proj"].block_scale
+    layer.weight_scale.data = layer.weight_scale.data.clone()
+    assert layer.weight_scale.data_ptr() != scales.data_ptr()
+    base_weights.place(model, adopted.linears)
+    assert layer.weight_scale.data_ptr() == scales.data_ptr()
+    assert layer.weight.data_ptr() == adopted.linears["mlp.gate_proj"].codes.data_ptr()
+    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
+
+
 def test_a_trainer_that_was_moved_away_from_the_shared_memory_is_seen(adopted):
     for linear in adopted.linears.values():
         linear._apply(torch.clone)

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.rollout.vllm import patches
-from qerl_pl.rollout.vllm.replacing import replace
+from qerl_pl.rollout.vllm.replacing import replace, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
 PACKAGE = Path(patches.__file__).parent
@@ -40,7 +42,10 @@ def test_the_list_is_complete():
         function.name
         for function in tree.body
         if isinstance(function, ast.FunctionDef)
-        and any(isinstance(call, ast.Call) and getattr(call.func, "id", "") == "replace" for call in ast.walk(function))
+        and any(
+            isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("replace", "replaced")
+            for call in ast.walk(function)
+        )
     }
     assert users | {"humming_schedules", "text_models_without_torchvision"} == {
         patch.__name__ for patch in patches.PATCHES
@@ -119,3 +124,37 @@ def test_doctor_lists_them(capsys):
     printed = capsys.readouterr().out
     for patch in patches.PATCHES:
         assert patch.__name__ in printed
+
+
+def test_a_replacement_ends_with_its_context():
+    def step(request: object) -> object:
+        return request
+
+    owner = SimpleNamespace(step=step)
+    with replaced(owner, "step", print, takes=("request",)):
+        assert owner.step is print
+    assert owner.step is step
+
+
+@pytest.mark.vllm
+def test_packed_weights_are_created_in_host_memory_only_within_the_context(monkeypatch):
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 import (
+        CompressedTensorsW4A4Fp4 as Scheme,
+    )
+
+    for name, value in {"rank": 0, "world_size": 1}.items():
+        monkeypatch.setattr(
+            f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda value=value: value
+        )
+
+    def device() -> torch.device:
+        scheme, layer = Scheme.__new__(Scheme), nn.Module()
+        vars(scheme).update(use_a16=True, group_size=16, kernel=SimpleNamespace(input_quant_key=lambda: None))
+        with torch.device("meta"):
+            scheme.create_weights(layer, [64], 64, torch.bfloat16, lambda *_: None)
+        [found] = {parameter.device for parameter in layer.parameters()}
+        return found
+
+    with patches.packed_weights_on_host():
+        assert device() == torch.device("cpu")
+    assert device() == torch.device("meta")

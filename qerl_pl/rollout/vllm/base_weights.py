@@ -140,6 +140,26 @@ def adopt(layer: Any) -> bool:
     return True
 
 
+def place(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
+    """Put parameters of packed linears that vLLM has left in host memory where they are computed with.
+
+    Where vLLM has created weights in host memory (``patches.packed_weights_on_host``), it converts them on the GPU and
+    then moves parameters whose names have not changed back to the host. Those that ``adopt`` has set to the trainer's
+    memory are set to it again; all others are copied to the GPU.
+
+    Args:
+        model: vLLM's model.
+        linears: the trainer's packed linears by name.
+    """
+    for _, layer, parts in fused_linears(model, linears):
+        weight = whole_of([part.packed for part in parts]) if hasattr(layer, "weight_digest") else None
+        if weight is not None:
+            layer.weight.data = weight.codes
+            layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = parameter.data.to(parts[0].codes.device)
+
+
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
     """Log how many bytes of a packed base trainer and vLLM share; nothing is logged for a dense base."""
     if not linears:

@@ -88,14 +88,16 @@ def launch(
         )
         if not on_cpu:
             setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
-        if setup.ONE_COPY and kernel == "native":
+        one_copy = setup.ONE_COPY and kernel == "native"
+        if one_copy:
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, prompts, policy, compute)
             apart = patches.decoder_classes_apart()
             quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
-            with uncounted, kernels, apart, quiet, setup.among_ranks() as more, watch.phase("vLLM"):
+            on_host = patches.packed_weights_on_host() if one_copy else nullcontext()
+            with uncounted, kernels, apart, quiet, on_host, setup.among_ranks() as more, watch.phase("vLLM"):
                 llm = LLM(**{**arguments, **more, **given, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -57,6 +57,11 @@ def register_loader(
                     yield name, tensor
                 elif linear in waiting:
                     yield f"{linear}.weight", waiting.pop(linear).dense(model_config.dtype)
+
+        def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+            model = super().load_model(vllm_config, model_config, prefix)
+            base_weights.place(model, packed or {})
+            return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)

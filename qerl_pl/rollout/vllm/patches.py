@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from qerl_pl.rollout.vllm.replacing import expect, replace
+from qerl_pl.rollout.vllm.replacing import expect, replace, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
 
@@ -105,9 +105,8 @@ def delta_nets_in_fp32() -> None:
     ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     own = ops.cpu_gdn_attention_core
     if own.__module__ == ops.__name__:  # it is not replaced yet
-        replace(
-            ops, "cpu_gdn_attention_core", with_fp32(own), takes=("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
-        )
+        takes = ("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
+        replace(ops, "cpu_gdn_attention_core", with_fp32(own), takes=takes)
 
 
 def text_models_without_torchvision() -> None:
@@ -154,22 +153,46 @@ def native_nvfp4_linears(
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 
-    before = HummingNvFp4LinearKernel.process_weights_after_loading
     replace(HummingNvFp4LinearKernel, "apply_weights", apply, takes=("self", "layer", "x", "bias"))
     replace(BaseLinearLayerWithLoRA, "_apply_sync", update, takes=("self", "x", "bias"))
-    replace(HummingNvFp4LinearKernel, "process_weights_after_loading", loaded, takes=("self", "layer"))
-    try:
+    with replaced(HummingNvFp4LinearKernel, "process_weights_after_loading", loaded, takes=("self", "layer")):
         yield
-    finally:
-        HummingNvFp4LinearKernel.process_weights_after_loading = before
+
+
+@contextmanager
+def packed_weights_on_host() -> Iterator[None]:
+    """Create the packed weights of NVFP4 linears that vLLM makes within this context in host memory.
+
+    Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
+    Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    layers = "vllm.model_executor.layers.quantization"
+    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    modelopt: Any = import_module(f"{layers}.modelopt")
+
+    def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
+        create = owner.create_weights
+
+        def create_weights(*args: Any, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                create(*args, **kwargs)
+
+        return replaced(owner, "create_weights", create_weights, takes=("self", "layer", *takes))
+
+    sizes = ("output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader")
+    with (
+        on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
+        on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
+    ):
+        yield
 
 
 @contextmanager
 def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
     """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
 
-    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without it,
-    Marlin's kernels compute prompts.
+    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without it, Marlin's kernels run.
     Cause: vLLM chooses from a fixed list of its own kernel classes.
     Versions: vLLM 0.32. Upstream: none known.
 
@@ -178,19 +201,15 @@ def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
     """
     layers = "vllm.model_executor.layers.quantization"
     scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    owners: list[Any] = [scheme, import_module(f"{layers}.modelopt")]
+    modelopt: Any = import_module(f"{layers}.modelopt")
     before = scheme.init_nvfp4_linear_kernel
 
     def init(use_a16: bool = False) -> Any:
         return kernel() if use_a16 else before(use_a16=use_a16)
 
-    for owner in owners:
-        replace(owner, "init_nvfp4_linear_kernel", init, takes=("use_a16",))
-    try:
+    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
+    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
         yield
-    finally:
-        for owner in owners:
-            owner.init_nvfp4_linear_kernel = before
 
 
 def cache_of_unchanged_blocks(
@@ -251,13 +270,9 @@ def decoder_classes_apart() -> Iterator[None]:
             added.append(type(self.config))
 
     takes = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")
-    replace(base, "_decorate_cls_for_torch_compile", decorate_subclass, takes=takes)
-    try:
+    with replaced(base, "_decorate_cls_for_torch_compile", decorate_subclass, takes=takes), ExitStack() as at_end:
+        at_end.callback(lambda: [models._extra_content.pop(config) for config in added])
         yield
-    finally:
-        base._decorate_cls_for_torch_compile = decorate
-        for config in added:
-            del models._extra_content[config]
 
 
 @contextmanager
@@ -276,11 +291,8 @@ def quiet_memory_binding() -> Iterator[None]:
         with without_lines("NUMA binding: Using"):
             return bind(*arguments)
 
-    replace(operators, "init_cpu_memory_env", bind_quietly, takes=())
-    try:
+    with replaced(operators, "init_cpu_memory_env", bind_quietly, takes=()):
         yield
-    finally:
-        operators.init_cpu_memory_env = bind
 
 
 @contextmanager
@@ -292,16 +304,9 @@ def kept_process_group() -> Iterator[None]:
     Versions: vLLM 0.32. Upstream: none known. Other groups than the default one are destroyed as before.
     """
     destroy = dist.destroy_process_group
-    replace(
-        dist,
-        "destroy_process_group",
-        lambda group=None: destroy(group) if group is not None else None,
-        takes=("group",),
-    )
-    try:
+    others = lambda group=None: destroy(group) if group is not None else None  # noqa: E731
+    with replaced(dist, "destroy_process_group", others, takes=("group",)):
         yield
-    finally:
-        dist.destroy_process_group = destroy
 
 
 PATCHES: tuple[Callable[..., Any], ...] = (
@@ -311,6 +316,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     delta_nets_in_fp32,
     text_models_without_torchvision,
     native_nvfp4_linears,
+    packed_weights_on_host,
     nvfp4_linears_without_humming,
     cache_of_unchanged_blocks,
     memory_of_ended_engines,

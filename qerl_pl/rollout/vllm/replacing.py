@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -23,6 +24,17 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
     """
     expect(owner, name, takes)
     setattr(owner, name, new)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Iterator[None]:
+    """Replace ``owner.name`` as ``replace`` does until the context ends."""
+    before = getattr(owner, name, None)
+    replace(owner, name, new, takes=takes)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ DEFAULT_ENVIRONMENT = {
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors, of ModelOpt
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
-ONE_COPY = False
+ONE_COPY = True
 """Whether trainer and engine share one copy of the packed base weights if the native decoding kernels are used."""
 
 
