@@ -189,6 +189,38 @@ def test_fused_elementwise_operations_and_bf16_compute_the_same_loss(policy):
     torch.testing.assert_close(of_fused, gradient, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_losses_of_training_are_those_of_a_cpu_to_the_rounding_of_bf16():
+    settings = replace(SMALL, steps=12, batch_size=32, micro_batch_tokens=100_000)
+    losses = {}
+    for device in (CPU, torch.device("cuda")):
+        model, tokenizer = fit.new_policy(settings)
+        torch.nn.Module.to(model, device)
+        prepare(model, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        batches = fit.batches_of(tokenizer, settings)
+        losses[device.type] = [fit.train_step(model, optimizer, batches[step], device).item() for step in range(12)]
+        assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    assert losses["cpu"][-1] < losses["cpu"][0] - 0.5
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=0.03)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_does_not_wait_for_it():
+    device = torch.device("cuda")
+    model, tokenizer = fit.new_policy(SMALL)
+    torch.nn.Module.to(model, device)
+    prepare(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    batches = fit.batches_of(tokenizer, SMALL)
+    fit.train_step(model, optimizer, batches[0], device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fit.train_step(model, optimizer, batches[1], device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_the_learning_rate_rises_then_falls_to_nothing():
     settings = fit.Settings(steps=100, warmup_steps=10, learning_rate=1.0)
     rates = [fit.learning_rate(settings, step) for step in range(100)]

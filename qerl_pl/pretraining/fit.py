@@ -144,25 +144,8 @@ def train(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     done, spent = _restore(state, model, optimizer, settings, device)
-    batches = Batches(
-        tokenizer,
-        seed=settings.seed,
-        num_steps=settings.steps,
-        batch_size=settings.batch_size,
-        operations=settings.operations,
-        rare=settings.rare,
-        micro_batch_tokens=settings.micro_batch_tokens,
-    )
     held_out = _held_out(tokenizer, settings)
-    loader: DataLoader[list[Rows]] = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=range(done, settings.steps),
-        num_workers=num_workers,
-        prefetch_factor=2 if num_workers else None,
-        collate_fn=_unchanged,
-        generator=torch.Generator(),  # it would draw from the global stream
-    )
+    loader = loader_of(batches_of(tokenizer, settings), done=done, num_workers=num_workers)
     progress = tqdm(loader, initial=done, total=settings.steps, desc="pretraining", unit="step", disable=None)
     began = saved_at = time.monotonic()
     saved = done
@@ -186,6 +169,33 @@ def train(
             raise Stopped(f"stopped after step {step + 1} of {settings.steps}")
     model.eval()
     return spent + time.monotonic() - began
+
+
+def batches_of(tokenizer: Qwen2Tokenizer, settings: Settings) -> Batches:
+    """Create the data set of the training's batches."""
+    return Batches(
+        tokenizer,
+        seed=settings.seed,
+        num_steps=settings.steps,
+        batch_size=settings.batch_size,
+        operations=settings.operations,
+        rare=settings.rare,
+        micro_batch_tokens=settings.micro_batch_tokens,
+    )
+
+
+def loader_of(batches: Batches, *, done: int, num_workers: int) -> DataLoader[list[Rows]]:
+    """Create the loader of the batches after the first ``done``, which are drawn by so many processes, or by this one
+    if there are none."""
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=range(done, len(batches)),
+        num_workers=num_workers,
+        prefetch_factor=2 if num_workers else None,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # it would draw from the global stream
+    )
 
 
 def learning_rate(settings: Settings, step: int) -> float:
