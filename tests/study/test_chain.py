@@ -143,7 +143,7 @@ def readouts_of(study: Study) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_chain_that_was_killed_in_each_part_equals_one_that_was_not_bit_for_bit(tmp_path: Path) -> None:
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
