@@ -23,7 +23,7 @@ MESSAGES = {
         r"`Trainer.fit` stopped: `max_steps=",  # the regular end of a run; callbacks.progress.Progress reports it
         r"`Trainer\(val_check_interval=1\)` was configured",  # --smoke does it
     ),
-    "lightning.fabric.utilities.seed": (r"Seed set to",),  # the run's config.yaml has the seed
+    "lightning.fabric.utilities.seed": (r"(\[rank: \d+\] )?Seed set to",),  # the run's config.yaml has the seed
     "vllm.triton_utils.importing": (r"Triton is installed, but doesn't include CPU backend",),  # on every CPU
 }
 """Patterns of messages that are dropped, by name of the logger; a pattern is matched at the message's start."""
