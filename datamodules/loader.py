@@ -98,7 +98,8 @@ class TrainLoader:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}"
+                    f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}; "
+                    "set it back, or start in another --run_dir"
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 

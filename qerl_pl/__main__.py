@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from qerl_pl.common.os_errors import in_words
@@ -28,6 +29,8 @@ COMMANDS = {
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
+MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict"}
+"""What other programs call commands, to what this program calls them."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
 """Folder of shipped configurations to the title under which ``--help`` lists them."""
 
@@ -47,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {what:{width}}  {', '.join(names)}")
         return 0 if argv else 2
     if argv[0] not in commands:
-        print(f"unknown command {argv[0]!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
+        near = get_close_matches(argv[0], [*commands, *MEANT], n=1, cutoff=0.75)
+        hint = f"did you mean {MEANT.get(near[0], near[0])}? (there are: " if near else "expected one of ("
+        print(f"error: unknown command {argv[0]!r}; {hint}{', '.join(commands)})", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         # the current folder, where an installed program finds the user's own rewards and callbacks

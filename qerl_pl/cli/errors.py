@@ -89,6 +89,9 @@ def of_error(error: Exception, arguments: Sequence[str]) -> str:
     """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
+    needed = re.match(r"([\w.]+): Requirement '(\w+)[^']*' not met", str(error))
+    if needed and (how := not_installed(needed[2])):
+        return f"{needed[1]}: {how}"
     said, name = of_the_value(str(error), arguments), _constructor_of(error)
     return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
 
@@ -141,7 +144,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
 
 def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> str:
     if value == "None":
-        return f"{place} is not given; expected {kinds}"
+        start = "" if config_files(arguments) else "; give configurations by -c, such as -c quickstart"
+        return f"{place} is not given; expected {kinds}{start}"
     where = _where(rf"\b{re.escape(place.rpartition('.')[2])}\s*:.*{re.escape(value)}", arguments)
     near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -124,8 +124,8 @@ def _is_file_name(name: object) -> bool:
 
 def _open(path: Path) -> safe_open:
     if not path.is_file():
-        raise ValueError(f"{path} is missing, though {INDEX} names it")
+        raise ValueError(f"{path} is missing, though {INDEX} names it: copy or download it")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a whole safetensors file: copy or download it again ({error})") from error

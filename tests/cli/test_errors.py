@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_pl.cli.errors import in_short, of_the_value
+from qerl_pl.__main__ import main as command
+from qerl_pl.cli.errors import in_short, of_error, of_the_value
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
@@ -59,3 +60,24 @@ def test_a_constructors_error_is_its_own_text():
 @pytest.mark.parametrize("message", ["the run has 2 rollouts", "a\nb\nc\nd\ne\nf\ng"])
 def test_our_own_errors_stay_as_they_are(message):
     assert of_the_value(message) == message
+
+
+def test_a_missing_package_of_a_logger_is_the_one_of_the_extra():
+    error = ModuleNotFoundError("a.WandbLogger: Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install`")
+    assert of_error(error, []) == "a.WandbLogger: wandb is not installed; install it: pip install 'wandb>=0.19'"
+
+
+def test_a_start_without_any_configuration_says_how_one_is_given():
+    message = "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None"
+    assert in_short(message, keys=KEYS, arguments=["fit"]).endswith("give configurations by -c, such as -c quickstart")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("trian", "did you mean fit?"), ("reprot", "did you mean report?"), ("zzz", "expected one of (")],
+)
+def test_an_unknown_command_gets_the_one_that_is_meant(given, hint, capsys):
+    assert command([given]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: unknown command '{given}'; {hint}")
+    assert len(said.splitlines()) == 1
