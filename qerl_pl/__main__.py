@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
 MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict"}
-"""What other programs call commands, to what this program calls them."""
+"""Commands of this program by the names that other programs give them."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
 """Folder of shipped configurations to the title under which ``--help`` lists them."""
 
