@@ -241,7 +241,8 @@ def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(a
     layer, scales = model.mlp.gate_up_proj, adopted.linears["mlp.gate_proj"].block_scale
     layer.weight_scale.data = layer.weight_scale.data.clone()
     assert layer.weight_scale.data_ptr() != scales.data_ptr()
-    base_weights.place(model, adopted.linears)
+    model.mlp.other = Converted(packed(128, 128).packed)  # not one of the trainer's
+    base_weights.place(model, adopted.linears, torch.device("cpu"))
     assert layer.weight_scale.data_ptr() == scales.data_ptr()
     assert layer.weight.data_ptr() == adopted.linears["mlp.gate_proj"].codes.data_ptr()
     assert base_weights.check_rows(adopted.worker, adopted.linears) == 1

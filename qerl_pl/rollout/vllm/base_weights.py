@@ -140,8 +140,8 @@ def adopt(layer: Any) -> bool:
     return True
 
 
-def place(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
-    """Put parameters of packed linears that vLLM has left in host memory where they are computed with.
+def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.device) -> None:
+    """Put parameters of linears that vLLM has left in host memory where they are computed with.
 
     Where vLLM has created weights in host memory (``patches.packed_weights_on_host``), it converts them on the GPU and
     then moves parameters whose names have not changed back to the host. Those that ``adopt`` has set to the trainer's
@@ -150,14 +150,17 @@ def place(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
     Args:
         model: vLLM's model.
         linears: the trainer's packed linears by name.
+        device: device that vLLM computes on.
     """
     for _, layer, parts in fused_linears(model, linears):
         weight = whole_of([part.packed for part in parts]) if hasattr(layer, "weight_digest") else None
         if weight is not None:
             layer.weight.data = weight.codes
             layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
-        for parameter in layer.parameters(recurse=False):
-            parameter.data = parameter.data.to(parts[0].codes.device)
+    for layer in model.modules():
+        if isinstance(layer, LinearBase):  # also one that is not made of the trainer's linears alone
+            for parameter in layer.parameters(recurse=False):
+                parameter.data = parameter.data.to(device)
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:

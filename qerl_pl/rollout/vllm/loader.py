@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
@@ -60,7 +61,8 @@ def register_loader(
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             model = super().load_model(vllm_config, model_config, prefix)
-            base_weights.place(model, packed or {})
+            device: Any = vllm_config.device_config.device  # "auto" was resolved when vLLM started
+            base_weights.place(model, packed or {}, device)
             return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
