@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from qerl_pl.cli.shipped import BASE_CONFIG
 from qerl_pl.cli.yaml_files import config_files
 from qerl_pl.common.extras import not_installed
 
@@ -89,9 +90,6 @@ def of_error(error: Exception, arguments: Sequence[str]) -> str:
     """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
-    needed = re.match(r"([\w.]+): Requirement '(\w+)[^']*' not met", str(error))
-    if needed and (how := not_installed(needed[2])):
-        return f"{needed[1]}: {how}"
     said, name = of_the_value(str(error), arguments), _constructor_of(error)
     return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
 
@@ -131,6 +129,9 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
             f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
             "among the installed packages"
         )
+    needed = re.search(r"Requirement '(\w+)[^']*' not met", cause)  # Lightning's own hint names other versions
+    if needed and (how := not_installed(needed[1])):
+        return f"{place}: {how}"
     if other := re.search(r"Unexpected import object (.*)\. Got value: (.*)", cause):
         return f"{place} is {other[2]}, which is {other[1][:100]}; expected the path of a function or a class"
     if missing := re.search(r"the following arguments are required: (.+)", cause):
@@ -144,7 +145,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
 
 def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> str:
     if value == "None":
-        start = "" if config_files(arguments) else "; give configurations by -c, such as -c quickstart"
+        own = [path for path in config_files(arguments) if path != BASE_CONFIG]
+        start = "" if own else "; give configurations by -c, such as -c quickstart"
         return f"{place} is not given; expected {kinds}{start}"
     where = _where(rf"\b{re.escape(place.rpartition('.')[2])}\s*:.*{re.escape(value)}", arguments)
     near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.cli.errors import in_short, of_error, of_the_value
+from qerl_pl.cli.errors import in_short, of_the_value
+from qerl_pl.cli.shipped import BASE_CONFIG
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
@@ -63,13 +64,15 @@ def test_our_own_errors_stay_as_they_are(message):
 
 
 def test_a_missing_package_of_a_logger_is_the_one_of_the_extra():
-    error = ModuleNotFoundError("a.WandbLogger: Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install`")
-    assert of_error(error, []) == "a.WandbLogger: wandb is not installed; install it: pip install 'wandb>=0.19'"
+    message = "Parser key \"a\":\n  - Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install`"
+    assert of_the_value(message) == "a: wandb is not installed; install it: pip install 'wandb>=0.19'"
 
 
 def test_a_start_without_any_configuration_says_how_one_is_given():
     message = "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None"
-    assert in_short(message, keys=KEYS, arguments=["fit"]).endswith("give configurations by -c, such as -c quickstart")
+    assert in_short(message, keys=KEYS, arguments=["fit", "--config", str(BASE_CONFIG)]).endswith(
+        "give configurations by -c, such as -c quickstart"
+    )
 
 
 @pytest.mark.parametrize(

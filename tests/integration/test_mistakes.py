@@ -220,6 +220,10 @@ MISTAKES = {
     "seed": (["--seed_everything", "-1"], r"seed_everything is -1; expected a whole number from 0"),
     "checkpoint": (["--ckpt_path", "gone.ckpt"], r"there is no checkpoint gone\.ckpt; --ckpt_path is last, best"),
     "best checkpoint": (["--ckpt_path", "best"], r"'best', with which fit cannot go on: it goes on from 'last'"),
+    "MLflow that is not installed": (
+        ["--trainer.logger", f"{LOGGERS}.MLFlowLogger"],
+        r"MLFlowLogger: mlflow-skinny is not installed; install it: pip install 'mlflow-skinny",
+    ),
     "W&B that is not installed": (["--trainer.logger", f"{LOGGERS}.WandbLogger"], r"pip install .*wandb"),
 }
 
@@ -235,7 +239,9 @@ def outcome(run: Callable[[], int | str], capsys: pytest.CaptureFixture[str]) ->
 def test_a_mistake_ends_in_a_line_that_says_what_to_do(mistake, bases, tmp_path, monkeypatch, capsys):
     if mistake == "GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    if mistake == "W&B that is not installed" and find_spec("wandb"):
+    if mistake.endswith("that is not installed") and find_spec(
+        {"W&B": "wandb", "MLflow": "mlflow"}.get(mistake.split()[0], "comet_ml")
+    ):
         pytest.skip("it is installed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     wrong, said = MISTAKES[mistake]

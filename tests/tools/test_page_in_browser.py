@@ -210,8 +210,9 @@ def test_what_a_running_process_writes_appears_while_one_reads(browse, tmp_path)
     run = tmp_path / "run"
     with SummaryWriter(str(run)) as writer:
         writer.add_scalar("train/reward", 0.0, 0)
-    write_rollout(run, 0, count=3)
-    server = make_server([run], port=0, limit=100)
+    for step in (0, 1):
+        write_rollout(run, step, count=3)
+    server = make_server([run], port=0, limit=4)  # one of the two files
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
 
@@ -221,8 +222,9 @@ def test_what_a_running_process_writes_appears_while_one_reads(browse, tmp_path)
         await tab.press("j")
         with SummaryWriter(str(run)) as writer:
             writer.add_scalar("train/reward", 1.0, 1)
-        write_rollout(run, 1, count=4)
+        write_rollout(run, 2, count=4)
         await tab.wait_for('document.getElementById("count").textContent.startsWith("7 of 7")')
+        assert "When this page was opened: 3 of 6" in await tab.value('document.getElementById("count").textContent')
         assert "2 rollouts" in await tab.value('document.getElementById("state").textContent')
         assert ", running" in await tab.value('document.getElementById("state").textContent')
         assert await tab.value("document.querySelector('.item[aria-selected=true]').id") == "item-1", "the reader stays"

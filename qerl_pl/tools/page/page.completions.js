@@ -46,7 +46,8 @@ function filter(fromTheTop = false) {
   }
   const scored = shown.filter((row) => row.w !== null);
   $("count").textContent = `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} completions` +
-    (scored.length ? `, mean reward ${number(mean(scored.map((row) => row.w)), 3)}` : "") + (summary.note ? `. ${summary.note}` : "");
+    (scored.length ? `, mean reward ${number(mean(scored.map((row) => row.w)), 3)}` : "") +
+    (summary.note ? `. ${summary.follow ? "When this page was opened: " : ""}${summary.note}` : "");
   $("spacer").style.height = `${shown.length * ITEM}px`;
   chosen = shown.length ? Math.max(0, shown.indexOf(kept)) : -1;
   drawList();
