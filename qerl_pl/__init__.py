@@ -3,9 +3,11 @@
 import logging
 import os
 
-# On a CPU, threads that wait for each other spin by default (GNU OpenMP), and a run that shares its cores with another
-# process was more than ten times slower than with sleeping threads. torch reads the variable when it is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# On a CPU, threads that wait for each other spin by default (GNU OpenMP), and a run that shares its cores with other
+# processes was more than ten times slower than with threads that soon sleep. So short a spin costs a run nothing that
+# has the cores alone. torch reads the variables when it is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # bitsandbytes warns at import that a hub has a faster CPU kernel. This package uses bitsandbytes only on a GPU.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
