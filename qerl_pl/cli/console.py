@@ -9,7 +9,8 @@ import warnings
 from pathlib import Path
 
 WARNINGS = (
-    r"It is recommended to use .* when logging on epoch level",  # vLLM's process group of one looks distributed
+    # vLLM initialises torch.distributed with one process, from which Lightning concludes that the run has several
+    r"It is recommended to use .* when logging on epoch level",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
     r"Checkpoint directory .* exists and is not empty",  # expected when a run is resumed
     r"Experiment logs directory .* exists and is not empty",  # no data is lost: an earlier metrics.csv is renamed

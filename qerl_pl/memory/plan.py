@@ -142,7 +142,8 @@ def shared_base(shape: ModelShape, run: RunMemory) -> int:
     """Return the bytes of packed base weights that exist once for trainer and vLLM; the plan counts them in the part
     "base".
 
-    It is 0 unless vLLM computes in 16 bits, because only 16-bit kernels can read the trainer's memory.
+    It is 0 unless vLLM's activations are bf16 or fp16: the only vLLM kernels that read the trainer's packed weights,
+    whose tiles are in this project's own order, multiply 16-bit activations by 4-bit weights.
     """
     engine = run.engine
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0

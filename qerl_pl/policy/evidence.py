@@ -79,10 +79,13 @@ def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
 def copy_evidence(draws: Iterable[tuple[int, int, int, float]]) -> Tensor:
     """Compute the evidence that completions are copies of each other and not independent draws.
 
-    In each alternative hypothesis, for a share s of the prompts (``COPY_SHARES``), a completion x repeats an earlier
-    completion of the same prompt with probability r (``COPY_RATES``), and is a draw from p otherwise. Under draws from
-    p, the mean of 1{x equals a given earlier completion} / p(x) is 1, so these ratios are martingales too. Equal
-    completions add almost no evidence if p is nearly 1, because then they are expected.
+    Let p(x) be the policy's probability of completion x. The null hypothesis is that all completions are independent
+    draws from p. In each alternative hypothesis, for a share s of the prompts (``COPY_SHARES``), a completion repeats
+    an earlier completion of the same prompt with probability r (``COPY_RATES``), and is a draw from p otherwise. The
+    evidence is the logarithm of the likelihood ratio of the alternative to the null hypothesis. Under the null
+    hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, so this likelihood ratio is a martingale
+    as the others of this module are. Equal completions add almost no evidence if p(x) is nearly 1, because then they
+    are expected.
 
     Args:
         draws: one tuple per completion: an int that identifies its prompt; the number of earlier completions of this

@@ -69,7 +69,7 @@ def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape: Any) -> Qwen2ForCausalLM:
     """Create a Qwen2 model with random fp32 weights, which depend on seed and purpose alone.
 
-    The global random streams are left as they are.
+    The states of the global random generators are left as they are.
 
     Args:
         tokenizer: tokenizer whose end and padding tokens become the model's.
@@ -79,7 +79,7 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
     """
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(tie_word_embeddings=False, bos_token_id=None, **ends, **shape)
-    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights from the global stream
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
         torch.default_generator.manual_seed(derive_seed(seed, purpose))
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(**ends)

@@ -89,7 +89,7 @@ def _same_answer(gold: str, found: str) -> bool:
         return said is not None and said[1].lower() == asserted[1].lower()
     if _TIME.search(gold):
         return False
-    found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # a known time of day without its half
+    found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # the known time has no AM or PM
     gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
     if gold.startswith("("):
         found = _POINT.sub("", found)

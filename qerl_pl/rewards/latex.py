@@ -159,7 +159,7 @@ def normalize(text: str) -> str:
     roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval
     text = _INTERVAL.sub(_with_round_brackets, roots).replace("\x02", "[").replace("\x03", "]")
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
-    text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # a column vector written as a row
+    text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # (1, 2)^T is a column
     text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)

@@ -91,8 +91,9 @@ class MathAnswer:
     six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
     decimal's last digit. If an answer is an approximation such as ``1/3 \\approx 0.333``, its left side is compared.
 
-    The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer alone can
-    be read. A row whose known answer cannot be read is unscored, unless the completion's answer is the same text.
+    The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer can be
+    parsed by itself. A row whose known answer cannot be parsed is unscored, unless the completion's answer is the same
+    text.
 
     Args:
         marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or

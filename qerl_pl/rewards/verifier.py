@@ -62,9 +62,9 @@ class Verifier:
         """Compare pairs of known answer and answer; returns the verdicts in order.
 
         A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
-        twice, scores 0 if the known answer alone can be read, because otherwise a policy could avoid negative
-        advantages by writing such answers. If the known answer alone cannot be read, the row is unscored. Equal rows
-        are judged once, because the completions of a group often have the same answer.
+        twice, scores 0 if the known answer can be parsed by itself, because otherwise a policy could avoid negative
+        advantages by writing such answers. If the known answer cannot be parsed, the row is unscored. Equal rows are
+        judged once, because the completions of a group often have the same answer.
 
         Args:
             rows: known answer, and answer span of the completion; each at most ``numbers.MAX_ANSWER`` characters.
@@ -101,14 +101,14 @@ class Verifier:
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
-        """Score answers 0 whose comparison hung, crashed or ran out of memory, if the known answer alone can be
-        read."""
+        """Score an answer 0 whose comparison hung, crashed or ran out of memory, if the known answer can be parsed by
+        itself: then the model's answer is the cause, and not the data set's."""
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
         for row in failed:
             if known[row[0]].score is not None:
-                verdicts[row] = Verdict(0.0, f"{verdicts[row].reason}; the known answer alone can be read")
+                verdicts[row] = Verdict(0.0, f"{verdicts[row].reason}; the known answer can be parsed by itself")
 
     def _run(self, rows: Sequence[tuple[str, str | None]], progress: Callable[[int], object]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}

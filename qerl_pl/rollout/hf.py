@@ -223,7 +223,7 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # also disables gradient checkpointing, with which a KV cache cannot be used
+            policy.eval()  # evaluation mode disables gradient checkpointing, which excludes a KV cache
             policy.causal_lm.generation_config = GenerationConfig()  # ignore the checkpoint's sampling defaults
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),

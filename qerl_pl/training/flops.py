@@ -57,7 +57,8 @@ class ModelSize:
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
-        """Count a policy's parameters by its modules and its configuration."""
+        """Count a policy's parameters: linears and LoRA matrices from its modules, head and attention widths from its
+        configuration."""
         config, head = policy.config, policy.model.get_output_embeddings()
         linears = [module for module in policy.model.modules() if isinstance(module, nn.Linear | FrozenLinear)]
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
