@@ -1,5 +1,5 @@
 """Cache of model folders that are derived from a base checkpoint, such as its quantised copy. All runs on this machine
-share it, and a folder's name has a digest of what it was made from."""
+share the cache. The name of a folder contains a digest of the base and the settings that the folder was made from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
             complete.
 
     Raises:
-        ValueError: ``make`` raised it.
+        ValueError: raised by ``make``.
         OSError: the cache cannot be written.
     """
     content = [base_digest(source), {file.name: _digest(file) for file in carried_files(source)}]
@@ -47,7 +47,7 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")  # released by the operating system if the process dies
+    lock = FileLock(f"{folder}.lock")  # the operating system releases the lock if the process dies
     try:
         lock.acquire(timeout=0)
     except Timeout:

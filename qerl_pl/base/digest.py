@@ -17,7 +17,7 @@ from qerl_pl.common.files import write_whole
 KEPT = ".qerl-pl-digests.json"
 """File in the base's folder that stores, by the name of a weight file, the file's size, its modification and change
 times and its SHA-256 digest."""
-LARGE = 2**30  # bytes of weights above which a progress bar is shown
+LARGE = 2**30  # a progress bar is shown if at least this many bytes are read
 
 
 def base_digest(base: str | Path) -> str:
@@ -48,7 +48,7 @@ def base_digest(base: str | Path) -> str:
         ):
             read = threads.map(partial(_file_digest, bar=bar), missing)
             digests |= {path.name: digest for path, digest in zip(missing, read, strict=True)}
-        with suppress(OSError):  # the folder is read-only: the digest is computed again next time
+        with suppress(OSError):  # if the folder is read-only, digests are computed again in every run
             write_whole(folder / KEPT, json.dumps({name: [stamps[name], digests[name]] for name in sorted(digests)}))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in sorted(digests):
@@ -73,7 +73,8 @@ def _file_digest(path: Path, *, bar: tqdm) -> str:
 
 
 def _read(path: Path) -> dict[str, list]:
-    """Read the stored digests of the base's weight files; return no entries if ``KEPT`` is missing or damaged."""
+    """Read the stored digests of the base's weight files from the file ``KEPT``; return an empty dict if this file is
+    missing or damaged."""
     try:
         found = json.loads(path.read_text())
         return {str(name): [list(stamp), str(digest)] for name, (stamp, digest) in found.items()}

@@ -12,15 +12,15 @@ from typing import Literal
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of a block's linears in most families."""
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Maps a linear that some families store as one merged matrix to the names of the separate linears of other
-families."""
+"""Maps a linear that some families store as one merged matrix to the separate linears that other families have in its
+place."""
 INSTEAD = {
     "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
     "in_proj_z": ("q_proj", "k_proj", "v_proj"),
     "out_proj": ("o_proj",),
 }
-"""Maps a linear of layers without attention (gated delta nets) to the attention linears in whose place it gets an
-adapter: it does if LoRA's targets name all of these."""
+"""Maps a linear of gated delta nets, which some layers have in place of attention, to linears of attention. The linear
+gets a LoRA adapter if LoRA's targets name all of these linears of attention."""
 Elementwise = Literal["norms", "mlp", "attention"]
 
 
@@ -46,9 +46,10 @@ class Family:
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
         (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
     )
-    """Groups of linears with a common input, each with the module that computes this input. AWQ multiplies the linears'
-    input channels by scales and divides the module's output channels by them. Groups whose module is a linear come
-    first, so that its weights are final when AWQ searches the scales of its own input."""
+    """Groups of linears with a common input, each group with the module that computes this input. AWQ multiplies the
+    input channels of the linears' weights by scales, and divides the module's output channels by the same scales. If
+    the module is itself a linear of another group, its own group comes later, so that its weights are final when AWQ
+    searches the scales of its input."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
     """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
     in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
@@ -59,17 +60,16 @@ class Family:
     """Name in config.json of the number c of the logits' soft cap c tanh(logits / c); None if the family has no soft
     cap. The value in config.json may be null, which means no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use the output of k_proj, LoRA's part included, as attention values. Keys and
-    values are normalised separately after that."""
+    """Whether blocks without v_proj use the output of k_proj, which includes the LoRA adapter's part, as attention
+    values as well as keys. Keys and values are then normalised separately."""
     dense: tuple[str, ...] = ()
-    """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter: they are small, and an exponential of their
-    output amplifies errors."""
+    """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
+    an exponential of their output, which amplifies quantisation errors."""
     fp32: tuple[str, ...] = ()
-    """Parameters outside linears and norms that vLLM holds in fp32 whatever its compute dtype is, so the trainer does
-    too."""
+    """Parameters outside linears and norms that trainer and vLLM both hold in fp32, whatever the compute dtype is."""
     refused: tuple[tuple[str, str], ...] = ()
     """Names in config.json of values that must be null, false or 0, because the feature that they enable is not
-    supported; each with words for the feature, for the error message."""
+    supported. Each comes with a description of the feature for the error message."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear, given by its full name, stays in 16 bits in every 4-bit base."""
@@ -100,7 +100,7 @@ class Family:
 
 _GATED = (("self_attn.o_proj",), "self_attn.v_proj"), (("mlp.down_proj",), "mlp.up_proj")
 # Families with norms only after attention and after the MLP: AWQ cannot fold scales into these norms, because their
-# output is added to the residual stream and no linear reads it.
+# output is added to the residual stream and is not the input of a linear.
 _NORMS_AFTER = Family(
     noise_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     scale_sources=_GATED,
@@ -146,6 +146,8 @@ _QWEN35 = Family(
     dense=("in_proj_b", "in_proj_a"),
     fp32=("A_log",),
 )
+# The fused kernel for rotary embeddings cannot compute these families: Ministral 3 also scales queries by a function of
+# their position, and SmolLM3 has rotary embeddings in some of its layers only.
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
 
 FAMILIES: Mapping[str, Family] = {
@@ -153,14 +155,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(),
     "llama": Family(),
     "mistral": Family(),
-    "ministral3": _OWN_ATTENTION,  # scales queries by their position
+    "ministral3": _OWN_ATTENTION,
     "granite": replace(Family(), logit_divisor="logits_scaling"),
-    "smollm3": _OWN_ATTENTION,  # rotates in some of its layers only
+    "smollm3": _OWN_ATTENTION,
     "olmo3": _NORMS_AFTER,
-    "phi3": _MERGED,  # Phi-3, Phi-3.5 and Phi-4
+    "phi3": _MERGED,  # the model_type of Phi-3, Phi-3.5 and Phi-4
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
-    "qwen3_5_text": _QWEN35,  # Qwen3.5 and Qwen3.6, dense
+    "qwen3_5_text": _QWEN35,  # dense models (not mixtures of experts) of Qwen3.5 and Qwen3.6
 }
 
 
@@ -180,6 +182,6 @@ def family_of(model_type: object, *, path: object) -> Family:
 
 
 def with_merged(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of LoRA targets and of all linears that these mean in any family, such as qkv_proj for q_proj,
-    k_proj and v_proj."""
+    """Return the given LoRA targets and, after them, the linears that take their place in families with merged matrices
+    or gated delta nets, such as qkv_proj in place of q_proj, k_proj and v_proj."""
     return (*names, *(other for other, parts in {**MERGED, **INSTEAD}.items() if set(parts) <= set(names)))

@@ -17,15 +17,15 @@ from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Name of the local folder that the documents use for models; models/NAME is always a path and never a model of an
-owner called "models" on the hub."""
+"""Local folder for models in this project's documentation. ``models/NAME`` is therefore always taken as a local path,
+and never as a model of a hub user called "models"."""
 
 T = TypeVar("T")
 
 
 def is_hub_name(base: str) -> bool:
-    """Return whether a base is given as OWNER/MODEL on the hub; it is a local path if OWNER exists as a file or folder
-    in the working directory."""
+    """Return whether ``base``, of the form OWNER/MODEL, names a model on the hub. It is a local path instead if OWNER
+    is ``models``, or a file or folder in the working directory."""
     owner = base.partition("/")[0]
     return bool(NAME.fullmatch(base)) and owner != LOCAL and not Path(owner).exists()
 
@@ -34,22 +34,23 @@ def hub_config(name: str) -> Path:
     """Download a model's config.json, and ModelOpt's configuration file if it has one, without weights.
 
     Returns:
-        Folder of the files in the hub's cache.
+        Folder of the downloaded files in huggingface_hub's local cache.
 
     Raises:
         ValueError: the model cannot be downloaded, see ``hub_folder``.
     """
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
-    with suppress(EntryNotFoundError):  # also raised if there is no network and the file is not cached
+    # also raised if the hub cannot be reached and the file is not in the hub's local cache
+    with suppress(EntryNotFoundError):
         _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
     return Path(file).parent
 
 
 def hub_folder(name: str) -> Path:
-    """Download a whole model with a progress bar; files in the hub's cache are not downloaded again.
+    """Download a whole model with a progress bar; files in huggingface_hub's local cache are not downloaded again.
 
     Returns:
-        Folder of the model in the hub's cache.
+        Folder of the model in huggingface_hub's local cache.
 
     Raises:
         ValueError: the hub has no such model, its licence has to be accepted, or there is no network and the cache has
@@ -81,8 +82,8 @@ def _fetched(name: str, fetch: Callable[[], T]) -> T:
 
 
 def _quietly(fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads, and suppress huggingface_hub's warnings about each retry; an error that remains
-    is raised."""
+    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry. If all retries fail, the
+    error of ``fetch`` is raised."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

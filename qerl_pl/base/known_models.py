@@ -10,7 +10,7 @@ _FORMAT = re.compile(r"-(nvfp4|mxfp4|nf4)(?:a16)?$", re.IGNORECASE)
 
 
 class Sizes(NamedTuple):
-    """Values of a model's config.json that decide its memory."""
+    """Values of a model's config.json that decide how much memory the model takes."""
 
     family: str
     """``model_type`` of config.json."""
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     head_dim: int
     vocabulary: int
     tied: bool
-    """Whether the head is tied to the embedding."""
+    """Whether the output head uses the weight of the input embedding."""
     positions: int
 
 

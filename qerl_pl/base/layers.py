@@ -8,14 +8,14 @@ from transformers import PretrainedConfig
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer: the layer's own in families whose layers differ in size, and the model's
-    otherwise."""
-    own = getattr(config, "per_layer_config", None)  # older versions of transformers have none
+    """Return one configuration per layer. If all layers of the family have the same sizes, each is the model's
+    configuration."""
+    own = getattr(config, "per_layer_config", None)  # older versions of transformers have no ``per_layer_config``
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
 
 
 def head_dims(config: PretrainedConfig) -> list[int]:
-    """Return the dimension of a head in each layer."""
+    """Return the dimension of an attention head in each layer."""
     by_default = config.hidden_size // config.num_attention_heads
     return [getattr(layer, "head_dim", None) or by_default for layer in layer_configs(config)]
 

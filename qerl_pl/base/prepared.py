@@ -24,8 +24,8 @@ from qerl_pl.quant.published import conversion_reasons, declared_layout
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:
-    """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log what
-    was left out or changed.
+    """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log which
+    of its features were removed or converted.
 
     Args:
         base: folder of a checkpoint, or a model's name on the hub.
@@ -50,13 +50,13 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     else:
         folder = Path(base_folder(base, base_format))
     if not (folder / CONFIG).is_file():
-        return str(folder)  # check_base raises the error
+        return str(folder)  # ``check_base`` will report that config.json is missing
     config = check_family(folder)
     if reasons := conversion_reasons(folder):
         load_tokenizer(folder, config)
         if declared_layout(folder) is not None or quantization is None:
             folder = _converted(folder, name, reasons)
-        else:  # the quantiser reads the text model, too
+        else:  # not converted first, because the quantiser itself reads only the text model
             rank_zero_info(f"{base}: {'; '.join(reasons)}")
     if quantization is None:
         return str(folder)
@@ -71,10 +71,10 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
 
 def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
-    """Refuse settings that give the format of the base twice.
+    """Refuse ``model.base_format`` together with a setting that excludes it.
 
     Raises:
-        ValueError: model.base_format is given with model.quantize, or with a model's name on the hub.
+        ValueError: model.base_format is given together with model.quantize, or the base is a model's name on the hub.
     """
     if base_format is not None and quantization is not None:
         raise ValueError(

@@ -12,16 +12,18 @@ Method = Literal["rtn", "mse", "awq", "gptq"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Settings of the quantiser, equal to the options of ``python -m qerl_pl quantize``.
+    """Settings of the quantiser, with the same meaning as the options of ``python -m qerl_pl quantize``.
 
     Args:
         format: format of the packed weights: nvfp4, mxfp4 or nf4.
-        method: rtn rounds to nearest; mse searches block scales; awq also moves scales into norms; gptq applies
-            second-order corrections.
-        calibration: .txt or .jsonl file, or a data set of the hub; awq and gptq need it.
+        method: how weights are rounded. rtn: to nearest; mse: with the block scales of least squared error; awq: as
+            mse, after important input channels were multiplied by scales by which the preceding module is divided;
+            gptq: column by column, where later columns compensate the rounding errors of earlier ones.
+        calibration: text on which the model's activations are measured, which awq and gptq need: .txt or .jsonl file,
+            or a data set of the hub.
         samples: number of calibration sequences.
         length: tokens per calibration sequence.
-        ignore: linears that stay in 16 bits: names, or "re:PATTERN".
+        ignore: linears that stay in 16 bits, each a name or "re:" and a regular expression for names.
 
     Raises:
         ValueError: a value is out of its range, or the method needs calibration data.
@@ -50,11 +52,11 @@ class Quantization:
 
 
 Quantize = FormatName | Quantization
-"""Value of ``model.quantize``: a format such as ``nvfp4``, or all settings."""
+"""Type of ``model.quantize`` in YAML: only a format such as ``nvfp4``, or the fields of ``Quantization``."""
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:
-    """Convert a format's name or a mapping from YAML to settings; None stays None.
+    """Convert the value of ``model.quantize``, a format's name or a mapping, to ``Quantization``; None stays None.
 
     Raises:
         ValueError: a setting is out of its range, see ``Quantization``.

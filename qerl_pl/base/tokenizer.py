@@ -14,7 +14,7 @@ RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents
 """Variables of a chat template that are set by this program, so the user's template arguments cannot have these
 names."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
-"""Text that must survive encoding and decoding; it has the characters of typical problems and answers."""
+"""Text that encoding and decoding must not change; it has the characters of typical problems and answers."""
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
@@ -48,10 +48,11 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Check that a tokenizer encodes and decodes text without loss, so that prompts say what the data says.
+    """Check that encoding and decoding a text with the tokenizer gives the same text, so that prompts are not
+    corrupted.
 
     Raises:
-        ValueError: ``PROBE``, a sentence with arithmetic, is changed by more than white space.
+        ValueError: encoding and decoding changes more than white space in the sentence ``PROBE``.
     """
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
