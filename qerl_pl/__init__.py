@@ -3,9 +3,9 @@
 import logging
 import os
 
-# On a CPU, threads that wait for each other spin by default (GNU OpenMP), and a run that shares its cores with other
-# processes was more than ten times slower than with threads that soon sleep. So short a spin costs a run nothing that
-# has the cores alone. torch reads the variables when it is imported.
+# GNU OpenMP's threads spin by default while they wait for each other. A run on a CPU that it shared with other
+# processes was more than ten times slower with such threads than with threads that spin only briefly and then sleep. If
+# a run has the cores to itself, sleeping threads cost it nothing. The variables are read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

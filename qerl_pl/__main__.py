@@ -30,13 +30,14 @@ COMMANDS = {
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
 MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict"}
-"""Commands of this program by the names that other programs give them."""
+"""Maps names that other programs have for a command, such as ``train``, to this program's name for it. They are used in
+the error message for an unknown command."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
-"""Folder of shipped configurations to the title under which ``--help`` lists them."""
+"""Maps each folder of shipped configuration files to the title under which ``--help`` lists its files."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run the command that the first argument names; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     commands = TRAINING | COMMANDS
     if not argv or argv[0] in ("-h", "--help"):
@@ -55,11 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: unknown command {argv[0]!r}; {hint}{', '.join(commands)})", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        # the current folder, where an installed program finds the user's own rewards and callbacks
+        # Add the current folder to the import path, so that the user's own reward and callback modules there can be
+        # imported.
         sys.path.append(str(Path.cwd()))
-    if not sys.stderr.isatty():  # progress bars of libraries would fill a log; tqdm reads this when it is imported
+    # Progress bars of libraries would fill a log file. tqdm reads TQDM_DISABLE when it is imported.
+    if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # Imported on demand, because `doctor` has to run on machines where packages are missing.
+    # A command's module is imported only when the command is called, because `doctor` has to run on machines where
+    # packages are missing.
     if argv[0] in TRAINING:
         status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
         if isinstance(status, str):

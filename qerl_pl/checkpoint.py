@@ -29,12 +29,12 @@ PREVIOUS = "previous.ckpt"
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes to a temporary file and renames it, so that a full disk or a kill leaves the old checkpoint intact.
+    """Lightning's plugin for checkpoint files. It writes to a temporary file and renames it, so that a full disk or a
+    killed process leaves the previous checkpoint intact.
 
-    In place of a damaged ``last.ckpt``, ``previous.ckpt`` is loaded. A large checkpoint can be written in the
-    background: with Adam, an adapter of rank 32 on a 7B model takes 1 GB. The checkpoint is first copied to host
-        memory, which is reused
-    for the next checkpoint until ``teardown``.
+    If ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
+    model with Adam) can be written by a background thread. Before that, its tensors are copied to host memory, which is
+    reused for the next checkpoint until ``teardown``.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._writing: Future[None] | None = None
         self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors, which the writing thread reads
         self.damaged: Path | None = None
-        """The damaged ``last.ckpt`` in place of which the previous checkpoint was loaded; None if none was damaged."""
+        """Path of the damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was
+        damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; on failure the old file is left intact.
+        """Write a checkpoint; if this fails, an existing file at the path is left intact.
 
         Args:
             checkpoint: content of the checkpoint; it may be modified as soon as this returns.
@@ -77,7 +78,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """
         writing = self._writing
         if writing is not None:
-            wait_for([writing])  # if Ctrl-C interrupts this line, the file is still being written
+            # if Ctrl-C interrupts the waiting, ``_writing`` is kept, because the thread still writes the file
+            wait_for([writing])
             self._writing = None
             writing.result()
 
@@ -88,13 +90,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the source does not exist, or it cannot be renamed.
         """
-        old = target.open("rb") if target.exists() else None  # the blocks are not freed while it is open
+        # blocks of a file that was renamed over are freed when it is closed
+        old = target.open("rb") if target.exists() else None
         os.replace(source, target)
         if old is not None:
             self._in_background(old.close)
 
     def teardown(self) -> None:
-        """Finish pending writes, end the thread and free the host memory."""
+        """Wait for the write in the background, end its thread and free the host memory."""
         try:
             self.wait()
         finally:
@@ -110,10 +113,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory, reusing that of the previous copy, which must have been written
-        to disk.
+        """Copy a checkpoint's tensors to host memory. The memory of the previous checkpoint's copy is reused, so that
+        checkpoint must have been written to disk.
 
-        A tensor whose shape or dtype differs from the previous one gets new memory.
+        A tensor whose shape or dtype differs from that of the tensor in the previous copy gets new memory.
         """
         self._host = [_host_memory(*pair) for pair in zip(tensors, chain(self._host, repeat(None)), strict=False)]
         for host, tensor in zip(self._host, tensors, strict=True):
@@ -124,11 +127,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of tensors and builtins only; in place of a damaged ``last.ckpt``, ``previous.ckpt`` is
-        loaded.
+        """Load a checkpoint, which may hold only tensors and Python's built-in types. If ``last.ckpt`` is damaged,
+        ``previous.ckpt`` is loaded.
 
         Raises:
-            ValueError: the file is damaged and there is no previous checkpoint; the message names every damaged file.
+            ValueError: the file is damaged, and there is no undamaged ``previous.ckpt``; the message names every
+                damaged file.
         """
         path = Path(path)
         try:
@@ -148,7 +152,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
             found = checkpoint_file.read(path, map_location or "cpu")
-            if not path.name.startswith("."):  # Lightning passes weights between processes in hidden files
+            # files that start with a dot are Lightning's, pass weights between processes and are no checkpoints
+            if not path.name.startswith("."):
                 checkpoint_file.check_contents(found)
             return found
         except (FileNotFoundError, PermissionError):
@@ -167,7 +172,8 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 
 
 def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """Allocate host memory for a copy of a tensor: pinned memory for a GPU tensor, so that the copy is asynchronous."""
+    """Return host memory for a copy of a tensor: ``before`` if it fits, and new memory otherwise. Memory for a GPU
+    tensor is pinned, so that the copy is asynchronous."""
     wanted = (tensor.shape, tensor.dtype, tensor.is_cuda)
     if before is not None and (before.shape, before.dtype, before.is_pinned()) == wanted:
         return before
@@ -175,14 +181,15 @@ def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Describe what the adapter of a checkpoint belongs to: digest of the base model, adapter settings and seed."""
+    """Return the identity of a run, which its checkpoints must have: digest of the base model, adapter settings and
+    seed."""
     settings = asdict(lora)
     settings["targets"] = sorted(settings["targets"])
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
 
 
 def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
-    """Extract the adapter's settings from a run's identity."""
+    """Extract the adapter's settings from a run's identity, as returned by ``run_identity``."""
     found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
     return LoraSettings(**{**found, "targets": tuple(found["targets"])})
 
@@ -203,7 +210,8 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     """Refuse to resume a run with settings that differ from those that it was started with.
 
     Raises:
-        ValueError: lists every difference, with the value at the start before the new one.
+        ValueError: a setting differs; the message lists each such setting with its value in the checkpoint and its
+            value now.
     """
     differences = [
         f"{name}: the run has {json.dumps(saved.get(name))}, this start has {json.dumps(value)}"

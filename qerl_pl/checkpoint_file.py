@@ -1,8 +1,9 @@
-"""Write and read a checkpoint file: written atomically, ended by a checksum of all bytes that is checked at loading.
+"""Write and read checkpoint files. A file is written atomically and ends with a checksum of all its bytes, which is
+checked when the file is read.
 
-torch's zip format has a checksum for each entry but none for its directory, where one flipped bit can make the loader
-return memory that was never written. The SHA-256 of the whole zip follows its end, where readers of zip files do not
-look.
+torch writes a zip file, which has a checksum for each entry but none for the zip's directory of entries. One flipped
+bit in this directory can make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is appended to
+it; readers of zip files ignore bytes after the zip's end.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
-PROBE = 2**20  # bytes of a test write; a writer that failed on a full disk leaves less free
+PROBE = 2**20  # bytes of a test write that finds out whether the disk is full
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
-HIGHEST_STEP = 2**53  # doubles represent all integers up to 2^53, so the x axis of a curve is exact
+HIGHEST_STEP = 2**53  # loggers store steps as doubles, which represent all integers up to 2^53
 
 
 class Damaged(Exception):
@@ -44,7 +45,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
             file.write(MARK + digest)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         cause = error if isinstance(error, OSError) else _refusal(temporary) or error
         temporary.unlink(missing_ok=True)
         said = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
@@ -57,7 +58,7 @@ def read(path: Path, map_location: Any) -> dict[str, Any]:
 
     Raises:
         Damaged: the checksum does not match, or the content is not a dict.
-        FileNotFoundError, PermissionError: as ``open``.
+        FileNotFoundError, PermissionError: the file does not exist, or may not be read.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
@@ -77,7 +78,7 @@ def check_contents(checkpoint: Mapping[str, Any]) -> None:
     """Check that a checkpoint has everything that resuming needs, with finite numbers.
 
     Raises:
-        Damaged: names the part and what is wrong with it.
+        Damaged: a part is missing or wrong; the message names the part and what is wrong with it.
     """
     for name, kind in PARTS.items():
         if not isinstance(checkpoint.get(name), kind):
@@ -96,8 +97,8 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _refusal(path: Path) -> OSError | None:
-    """Return the operating system's error when bytes are appended to a file, None without one; torch's zip writer
-    reports only that it failed."""
+    """Return the operating system's error if appending bytes to a file fails, and None if it succeeds. This finds out
+    why torch could not write the file, since torch's error does not say so."""
     try:
         with path.open("ab") as file:
             file.write(bytes(PROBE))

@@ -64,7 +64,7 @@ class QeRLModule(LightningModule):
     def __init__(self, engine: RolloutEngine, rewards: list[WeightedReward], **settings: Any) -> None:
         super().__init__()
         self.automatic_optimization = False
-        # Lightning's strict loading is off, since checkpoints hold only the adapter; on_load_checkpoint checks its keys
+        # Lightning's strict loading is off, since checkpoints hold only the adapter; on_load_checkpoint checks the keys
         self.strict_loading = False
         self.settings = ModuleSettings(**settings)
         self.engine = engine
@@ -73,7 +73,7 @@ class QeRLModule(LightningModule):
         self.rewards = ready_rewards(rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric)
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
-        """The memory plan of this run on its GPU; None on a CPU, or if the YAML sets all that the plan chooses."""
+        """Memory plan of this run on its GPU; None on a CPU."""
         self.entropy_coefficient = 0.0
         """Coefficient of the entropy bonus in the next rollout's loss; only used with ``objective.entropy_control``."""
         self.norm_noise = NormNoise()
@@ -82,10 +82,10 @@ class QeRLModule(LightningModule):
         self.grad_norm: Tensor
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
-        """Records of the last evaluation, one per completion, gathered from all ranks in the order of the problems."""
+        """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self._built = described(engine, self.rewards)
 
-    # ---- progress of the run ----------------------------------------------------------------------------------------
+    # ---- progress ---------------------------------------------------------------------------------------------------
 
     @property
     def rollout_index(self) -> int:
@@ -97,13 +97,13 @@ class QeRLModule(LightningModule):
         """Number of RL iterations of the whole run."""
         return self.trainer.max_steps // self.settings.steps_per_rollout
 
-    # ---- set-up and tear-down ---------------------------------------------------------------------------------------
+    # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check settings, and that rewards can read the data's answers; plan the memory; create the rollout loop.
+        """Check settings, and that the rewards can read the data's answers; plan GPU memory; create the rollout loop.
 
         Raises:
-            ValueError: settings of the trainer contradict each other or the module's.
+            ValueError: settings of the trainer contradict each other or settings of this module.
         """
         if self.trainer.precision != "32-true":
             raise ValueError(
@@ -167,7 +167,8 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Restore the configuration's optimizer settings, which the loaded checkpoint replaced by older ones."""
+        """Set the optimizer's settings to the configuration's; loading a checkpoint has set them to the
+        checkpoint's."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -185,7 +186,7 @@ class QeRLModule(LightningModule):
         frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
         return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
 
-    # ---- one RL iteration -------------------------------------------------------------------------------------------
+    # ---- training ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
         """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
@@ -212,7 +213,7 @@ class QeRLModule(LightningModule):
             entropy_coefficient=self.entropy_coefficient,
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
-            # manual_backward would run DDP's reduction, but ranks may have different numbers of micro-batches
+            # not manual_backward: DDP would all-reduce after each micro-batch, whose number differs between ranks
             backward=Tensor.backward,
             step=self._optimizer_step,
             watch=watch,
@@ -226,7 +227,7 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
         self.grad_norm = average_and_clip(self.policy.parameters(), max_norm=self.settings.max_grad_norm)
-        optimizer.step()  # on_before_optimizer_step may look at the norm
+        optimizer.step()  # calls on_before_optimizer_step, in which callbacks read grad_norm
         scheduler.step()
         optimizer.zero_grad()
         return self.grad_norm
@@ -245,14 +246,14 @@ class QeRLModule(LightningModule):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:  # a list, which Lightning hands to callbacks
-        """Sample and score one batch of held-out prompts; returns one record per completion."""
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
+        """Sample and score one batch of held-out prompts; returns a list of one record per completion."""
         return self._evaluation.score(batch)
 
     test_step = predict_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the records, and log their means over the completions of all ranks (not in ``predict``)."""
+        """Gather the evaluation's records from all ranks, and log means over all completions (not in ``predict``)."""
         self.evaluated = self._evaluation.records()
         if not self.trainer.predicting:
             stage = "test" if self.trainer.testing else "val"
@@ -265,28 +266,29 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what must not change during a run: digest of the base's files (read here), adapter settings, seed."""
+        """Return what must not change when a run is resumed: digest of the base's files, adapter settings and seed."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        """Return the number of optimizer steps per rollout, which a resumed run must not change, as it counts optimizer
-        steps."""
+        """Return the number of optimizer steps per rollout. It must not change when a run is resumed, because the
+        rollout index is computed from the number of optimizer steps."""
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reduce the checkpoint's weights to the adapter's; add the run's identity (base, adapter settings, seed)."""
+        """Replace the checkpoint's weights by the adapter's, and add the run's identity (base, adapter settings,
+        seed)."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the adapter.
+        """Load the checkpoint's adapter into the policy.
 
         Raises:
-            ValueError: the checkpoint belongs to another base, adapter shape or seed.
+            ValueError: the checkpoint was written with another base, seed or other adapter settings.
         """
         current = self._identity
         if self.trainer.state.fn == TrainerFn.FITTING:
@@ -302,7 +304,7 @@ class QeRLModule(LightningModule):
         self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
 
     def _plan_memory(self, stage: str) -> None:
-        """Choose micro-batch, KV-cache size and recomputation by the memory plan, where the YAML leaves them open."""
+        """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""
         limit = available_bytes(self.trainer.strategy.root_device, self.settings.gpu_memory)
         plan = plan_for(
             checkpoint_shape(self.settings.folder, self.settings.compute_dtype), self._run_memory(stage), limit
@@ -322,7 +324,7 @@ class QeRLModule(LightningModule):
             micro_batch_tokens=self.settings.micro_batch_tokens,
             **self.settings.of_policy,
             num_prompts=data.batch_size if fit else data.val_batch_size,
-            num_ranks=self.trainer.world_size if fit else 1,  # a rank evaluates whole batches
+            num_ranks=self.trainer.world_size if fit else 1,  # val_batch_size counts the prompts of one rank
             sampling=self.sampling if fit else replace(self.settings.evaluation, max_tokens=self.sampling.max_tokens),
             optimizer=type(self.settings.optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__,
         )
