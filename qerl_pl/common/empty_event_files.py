@@ -8,11 +8,12 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-LENGTH, CHECKSUM = 8, 4  # bytes of the fields around each record: length, checksum, data, checksum
+LENGTH, CHECKSUM = 8, 4  # bytes of the fields of a record: length of the data, its checksum, the data, their checksum
 
 
 def remove(loggers: Iterable[Logger]) -> None:
-    """Delete the event files of this process that hold no record but the one with the version of TensorBoard's format.
+    """Delete the event files that this process has opened and that hold only one record, the version of TensorBoard's
+    format.
 
     Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
     """

@@ -13,7 +13,8 @@ EXTRAS = {
     "vllm": "vllm==0.32.0",
     "wandb": "wandb>=0.19",
 }
-"""Importable name -> requirement of an extra in pyproject.toml."""
+"""Maps the name by which a package is imported to its requirement in an optional dependency group (extra) of
+pyproject.toml."""
 
 
 def not_installed(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Refuse nan and infinity in settings; comparisons with nan are always False, so range checks may let it through."""
+"""Refuse nan and infinity in settings; comparisons with nan are always False, so a range check may accept nan."""
 
 from __future__ import annotations
 

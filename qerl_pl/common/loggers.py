@@ -1,8 +1,8 @@
 """Log texts and histograms to the Lightning loggers that support them, each through its own interface.
 
 Lightning's ``self.log`` reaches every logger, but takes only numbers. TensorBoard, Weights & Biases and MLflow support
-texts, and the first two support histograms; CSVLogger supports neither (completions are in ``RUN/completions`` anyway).
-A logger's package is imported only if the run uses it.
+texts, and the first two support histograms; CSVLogger supports neither. Files in ``RUN/completions`` have the
+completions whatever the loggers are. A logger's package is imported only if the run uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from torch import Tensor
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
-BINS = 60  # bins of a histogram
+BINS = 60  # number of bins of a histogram
 
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
@@ -27,7 +27,7 @@ def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[
         loggers: the trainer's loggers.
         tag: name of the text or table, e.g. completions/train.
         rows: one record per completion (prompt, completion, rewards), as in ``ScoredBatch.rows``.
-        step: place on the x axis.
+        step: position on the x axis.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -45,7 +45,7 @@ def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: 
         loggers: the trainer's loggers.
         tag: name of the histogram.
         values: [N], on any device.
-        step: place on the x axis.
+        step: position on the x axis.
     """
     if not len(values):
         return
@@ -87,8 +87,8 @@ def scores_of(row: Mapping[str, Any]) -> str:
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """Return the question of a recorded completion; if the record has only the prompt with its chat template, return
-    that."""
+    """Return the question of a completion's record. If the record has no question, return its prompt, to which the chat
+    template was applied."""
     return str(row.get("question") or row["prompt"])
 
 

@@ -1,7 +1,7 @@
 """Metrics built on torchmetrics that are computed over the completions or tokens of all ranks.
 
-A metric communicates only if the run has several ranks. torchmetrics would use any process group that exists: in a run
-on one GPU vLLM creates one, which has only NCCL and fails for metrics on the CPU.
+A metric communicates only if the run has several ranks. By default, torchmetrics communicates over any process group
+that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pooled(Metric):
         self.values.append(values.detach().to(self.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the statistics by name, [] tensors."""
+        """Return the statistics by name, as scalar tensors."""
         return dict(self._statistics(dim_zero_cat(self.values)))
 
 
@@ -67,7 +67,7 @@ class Mean(Metric):
         self.weights += weights.sum()
 
     def compute(self) -> Tensor:
-        """Return the mean, [] fp64; nan without values."""
+        """Return the mean, a scalar fp64 tensor; nan if no values were added."""
         return self.weighted / self.weights
 
 
@@ -101,6 +101,6 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Return the q-quantile, a scalar tensor, of [N] values that are sorted, without interpolation. It is used instead
-    of torch.quantile, which takes at most 16 million values."""
+    """Return the q-quantile, without interpolation, of [N] sorted values as a scalar tensor. torch.quantile is not
+    used, because it takes at most 16 million values."""
     return values[round(q * (len(values) - 1))]

@@ -31,6 +31,6 @@ def in_words(error: OSError) -> str:
 
 
 def _number_in(text: str) -> int | None:
-    """Return the errno of the error in ``ADVICE`` whose text, such as "No space left on device", occurs in another
-    error's message; None if there is none."""
+    """Return the errno in ``ADVICE`` whose text by the operating system, such as "No space left on device", occurs in
+    the message of an error; None if none does."""
     return next((number for number in ADVICE if os.strerror(number) in text), None)

@@ -75,7 +75,7 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Replace the gradients of every rank by their mean over the ranks.
 
-    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None.
+    A gradient that is None on some ranks counts as zero on these ranks. If no rank has any gradient, all stay None.
     """
     if num_ranks() == 1:
         return

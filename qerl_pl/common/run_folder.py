@@ -72,12 +72,12 @@ def is_running(folder: Path) -> bool:
 
 @rank_zero_only
 def keep_metrics(folder: Path) -> Path | None:
-    """Rename the metrics.csv that an earlier start of the same run wrote, because Lightning's CSVLogger would delete
-    it.
+    """Rename the metrics.csv that the run wrote before it was interrupted, because Lightning's CSVLogger would delete
+    it when the run is resumed.
 
     Returns:
         The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no metrics.csv, or if
-        another process trains in the folder and still writes it.
+        another process trains in the folder and still writes to metrics.csv.
     """
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):

@@ -18,7 +18,8 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block; synchronise with the GPU at its start and end, because kernels run asynchronously."""
+        """Add the duration of a ``with`` block to the phase ``name``. The GPU is synchronised at the block's start and
+        end, because kernels run asynchronously."""
         start = _now()
         try:
             yield

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 Message = dict[str, str]
-"""Turn of a chat: ``{"role": "user", "content": "..."}``."""
+"""Message of a chat: ``{"role": "user", "content": "..."}``."""
 
 
 class Problem(NamedTuple):
-    """A question and its verifiable answer, as a data source gives them, without a template."""
+    """A question and its verifiable answer from a data source, before the chat template is applied."""
 
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """Chat messages that the policy gets instead of the question, if the data source has them; the last one is the
-    user's."""
+    """Chat messages that the policy gets instead of the question, if the data source has messages; the last one is a
+    message of the user."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
 
 class Prompt(NamedTuple):
-    """A problem as the tokens of a prompt. The class is a NamedTuple because Lightning's transfer of batches to the
-    device refuses frozen dataclasses."""
+    """A problem as the tokens of a prompt. The class is a NamedTuple because Lightning refuses frozen dataclasses when
+    it moves a batch to the device."""
 
     tokens: tuple[int, ...]
     """The whole chat prompt, including the generation prompt."""
@@ -47,38 +47,39 @@ class Completion:
     """One completion that an engine sampled for a prompt."""
 
     tokens: tuple[int, ...]
-    """Sampled tokens, including the one that ends the completion if there is one."""
+    """Sampled tokens, including the end-of-sequence token, or the token that completes a stop string, if the completion
+    ended with one."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from
-    (the policy with AQN's noise, if there is any)."""
+    """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from,
+    i.e. the policy's with AQN's noise if the rollout has noise."""
     finished: bool
-    """True if the engine ended the completion at an end-of-sequence token or stop string, False if it cut it off at
-    max_tokens. This is the finish reason that the engine reported."""
+    """The engine's finish reason: True if the completion ended at an end-of-sequence token or stop string, False if the
+    engine cut it off at max_tokens."""
     text: str = ""
     """Text of the completion, decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout as tensors: B rows, each a prompt and its completion, with rewards and advantages. Position s of a
-    per-token field describes token s, not the token after it."""
+    """One rollout as tensors: B rows, each a prompt and its completion, with rewards and advantages. In fields [B, S],
+    position s is about token s (e.g. its log-probability), not about token s + 1."""
 
     tokens: Tensor
-    """[B, S] int64, prompt then completion, right-padded."""
+    """[B, S] int64, token ids of prompt and completion, right-padded."""
     lengths: Tensor
-    """[B] int64, tokens of each row that are not padding."""
+    """[B] int64, number of tokens of each row without padding."""
     sampled: Tensor
     """[B, S] bool, True where the policy sampled the token."""
     mask: Tensor
-    """[B, S] bool, True where the token counts in the loss: sampled, scored, not filtered out."""
+    """[B, S] bool, True for tokens in the loss: sampled tokens of rows that have a reward and were not filtered out."""
     sampler_logprobs: Tensor
-    """[B, S] fp32 nats from the engine, 0 where ``sampled`` is False."""
+    """[B, S] fp32, log-probabilities in nats that the rollout engine returned; 0 where ``sampled`` is False."""
     rewards: Tensor
-    """[B] fp32, weighted sum of the reward components."""
+    """[B] fp32, weighted sum of the rewards of each completion."""
     scored: Tensor
     """[B] bool, False for rows that no reward could score."""
     advantages: Tensor
-    """[B] fp32, exactly 0 for rows without signal."""
+    """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
 
     def to(self, device: torch.device) -> Experience:
         """Copy all tensors to a device."""
