@@ -1,1 +1,1 @@
-"""Adaptive quantization noise: its schedule and its application to norm weights."""
+"""Adaptive quantization noise (AQN): its schedule over the rollouts, and adding it to norm weights."""

@@ -1,10 +1,11 @@
-"""RMS norms with fp32 weights among 16-bit activations, so that noise below the spacing of 16-bit weights acts.
+"""RMS norms with fp32 weights and 16-bit activations, so that noise smaller than the spacing of 16-bit numbers is not
+rounded away.
 
-bf16 weights near 1 are 2^-8 to 2^-7 apart, those near 8 eight times as far: of noise with sigma 5e-4 (arXiv 2510.11696)
-rounding to bf16 leaves a tenth or less. Here noisy weights stay in fp32. The normalised input is rounded to the
-activations' dtype, multiplied by the weight in fp32, and the product rounded. The product of two bf16 numbers is exact
-in fp32, so with a bf16 weight that is stored in fp32 this is, bit for bit, what transformers' norms compute with the
-bf16 weight.
+bf16 numbers near 1 are 2^-8 to 2^-7 apart, and those near 8 eight times as far. If noisy weights were rounded to bf16,
+a tenth or less of noise with sigma 5e-4 (arXiv 2510.11696) would be left. Noisy weights therefore stay in fp32. A norm
+here rounds its normalised input to the activations' dtype, multiplies it by the weight in fp32 and rounds the product.
+The product of two bf16 numbers is exact in fp32, so a bf16 weight that is stored in fp32 gives the same bits as the
+bf16 weight does in transformers' norms.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of x + residual, and this sum, which is rounded to the dtype of x before the norm, as in
-    transformers."""
+    """Return the RMS norm of x + residual, and the sum x + residual. As in transformers, the sum is rounded to the
+    dtype of x before it is normalised."""
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, epsilon), total
 

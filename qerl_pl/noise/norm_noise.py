@@ -19,21 +19,22 @@ class NormNoise:
     """
 
     sigma: float = 0.0
-    """Standard deviation of the noise, in units of the norm weight; 0: no noise."""
+    """Standard deviation of the noise that is added to each norm weight, not relative to the weight; 0 means no
+    noise."""
     seed: int = 0
     """Seed in [0, 2^63); equal seeds give equal noise."""
     rounded: bool = False
-    """True: noisy norm weights are rounded to the engine's compute dtype. False: they stay in fp32, so all of the noise
-    acts. bf16 values near 1 are 2^-8 to 2^-7 apart, so rounding removes a part of noise whose sigma is below about
-    2e-3."""
+    """Whether noisy norm weights are rounded to the rollout engine's compute dtype; if not, they stay in fp32, and no
+    noise is lost by rounding. bf16 values near 1 are 2^-8 to 2^-7 apart, so rounding removes a part of noise whose
+    sigma is below about 2e-3."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the norm weights in an engine that computes in ``dtype``: fp32 at least, unless noise is
-        rounded."""
+        """Return the dtype of the norm weights in a rollout engine that computes in ``dtype``: ``dtype`` itself if
+        noise is ``rounded``, and at least fp32 if not."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
@@ -49,15 +50,15 @@ def noisy_norms(
 ) -> dict[str, Tensor]:
     """Compute w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
 
-    The noise is drawn in fp32 on the CPU from one stream over the sorted names, so it is the same on every device and
-    rank. Sigma 0 returns copies that are equal bit for bit.
+    The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
+    the same on every device and rank. With sigma 0, copies of the weights are returned.
 
     Args:
         clean: norm weights by name, [H] of any floating dtype on any device.
         noise: sigma and seed of the noise.
         dtype: dtype of the result; None keeps that of each weight.
 
-    Returns: The noisy weights by name, new tensors on the same device; ``clean`` is not changed.
+    Returns: The noisy weights by name, as new tensors on the device of each weight.
     """
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
@@ -65,14 +66,16 @@ def noisy_norms(
     noisy = {}
     for name, weight in sorted(clean.items()):
         added = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * noise.sigma
-        noisy[name] = (weight + added.to(weight.device)).to(dtype or weight.dtype)  # summed in fp32 at least
+        # the sum is computed in fp32 (fp64 if the weight is fp64)
+        noisy[name] = (weight + added.to(weight.device)).to(dtype or weight.dtype)
     return noisy
 
 
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
     """Compute the root mean square of the noise that remains after the noisy weights are rounded to a dtype.
 
-    In fp32 this is sigma up to sampling error. In bf16 it is less if sigma is below half the spacing of bf16 values.
+    In fp32 this is sigma up to sampling error. In bf16 it is less if sigma is below half the spacing of bf16 numbers
+    near the weights.
 
     Args:
         clean: norm weights by name, without noise.

@@ -27,8 +27,8 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
-    """Return the stage of a rollout, from 0: the run is split into equally long stages; after its end the last one
-    holds.
+    """Return the index of a rollout's stage, from 0. The run is split into stages of equally many rollouts; rollouts
+    after the end of the run belong to the last stage.
 
     Args:
         index: rollout index, from 0.
@@ -56,20 +56,21 @@ def stage_sigma(
 ) -> float:
     """Return the sigma of a rollout's noise by the schedule (arXiv 2510.11696, eq. 8 and algorithm 1).
 
-    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. The paper's exponent,
-    (k - 1) / (K - 1), never reaches sigma_end; as in its published code, the K - 1 noisy stages span the range exactly.
+    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. With the exponent in the paper, (k
+    - 1) / (K - 1) in stage k, sigma_end would not be reached. The exponent here is (k - 1) / (K - 2), as in the paper's
+    published code.
 
     Args:
         index: rollout index, from 0.
         num_rollouts: rollouts in the whole run.
-        num_stages: K, including the stage without noise.
-        sigma_start: sigma of stage 1, in units of the norm weight.
+        num_stages: number of stages K, including the stage without noise.
+        sigma_start: sigma of stage 1.
         sigma_end: sigma of the last stage.
-        decay: shape of the path from sigma_start to sigma_end over the stages; "exponential" did best in the paper;
+        decay: how sigma falls from sigma_start to sigma_end over the stages; "exponential" did best in the paper;
             "constant" keeps sigma_start.
 
     Returns:
-        Sigma in units of the norm weight.
+        Standard deviation of the noise, not relative to the norm weights.
 
     Raises:
         ValueError: see ``check_schedule`` and ``stage_of``.
@@ -82,12 +83,12 @@ def stage_sigma(
         return sigma_start
     if stage == num_stages - 1:
         return sigma_end
-    done = (stage - 1) / (num_stages - 2)  # 0 in stage 1, 1 in the last
+    done = (stage - 1) / (num_stages - 2)  # 0 in stage 1, 1 in the last stage
     if decay == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** done
     remaining = {
         "linear": 1 - done,
         "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "logarithmic": 1 - math.log1p(done * (math.e - 1)),  # fast at first, then slow
+        "logarithmic": 1 - math.log1p(done * (math.e - 1)),  # sigma falls fast at first, then slowly
     }[decay]
     return sigma_end + (sigma_start - sigma_end) * remaining
