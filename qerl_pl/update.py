@@ -33,8 +33,8 @@ class UpdateReport:
     experience: Experience
     """The batch on the policy's device; with ``kl_in`` "reward" the KL penalty is subtracted from its advantages."""
     with_gradient: Tensor
-    """[B] bool, rows with a backward pass: those in the loss with an advantage other than 0, or all with a KL or
-    entropy term."""
+    """[B] bool, True for rows that had a backward pass: rows in the loss with an advantage other than 0 or, if the loss
+    has a KL or entropy term, all rows in the loss."""
     micro_batch_tokens: int
     """Most tokens per pass: the given limit, or a smaller one if GPU memory ran out during the update."""
     entropy_coefficient: float
@@ -60,31 +60,31 @@ def improve(
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
-    The old log-probabilities are the trainer's own before the first update. If nothing else needs them before, the
-    forward pass of the first update gives them, so that one update per rollout costs one forward pass. Rows without a
-    gradient (advantage exactly 0, or left out of the loss) get a forward pass without gradient, for the statistics.
+    The old log-probabilities are those of the trainer before its first update on the batch. Unless the objective needs
+    them earlier, the first update's forward pass gives them. Rows without a gradient (advantage exactly 0, or left out
+    of the loss) only get a forward pass, for the metrics.
 
-    After running out of memory, the passes of an optimizer step or of a scoring are repeated with a smaller micro-batch
-    or more recomputation (``Batch.run``). ``step`` only sees complete gradients, and the divisor of the loss is that of
-    the mini-batch, so the update does not depend on micro-batches, up to rounding.
+    If GPU memory runs out, all passes of an optimizer step, or of scoring, are repeated with smaller micro-batches or
+    more recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and losses are
+    divided by the divisor of the whole mini-batch, so the update depends on the micro-batches only by rounding.
 
-    With several ranks, each calls this with its own rows. Numbers of rows and of micro-batches may differ between
-    ranks: they communicate only before the updates, in ``step``, and for the metrics.
+    Every rank calls this with its own rows. Ranks may have different numbers of rows and micro-batches, because they
+    communicate only before the updates, in ``step``, and for the metrics.
 
     Args:
-        policy: in training mode.
+        policy: the policy, in training mode.
         experience: B = P * group_size rows.
         group_size: completions per prompt.
         temperature: sampling temperature; the trainer's logits are divided by it too.
         max_tokens: limit on the completion length during sampling.
         num_updates: epochs over this batch.
         micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
-        backward: accumulates the gradient of a loss.
-        step: averages gradients over ranks, clips, updates and clears; returns the norm before clipping, [].
-        watch: records the seconds of the phases logprob, wait (for slower ranks) and train.
-        num_mini_batches: optimizer steps per epoch, each on its share of the prompts, as in PPO.
-        entropy_coefficient: of the entropy bonus, where the objective adapts it.
-        seed: of random choices; the same on all ranks.
+        backward: function that accumulates the gradient of a loss.
+        step: averages gradients over ranks, clips, applies and clears them; returns their norm before clipping, [].
+        watch: stopwatch for the phases logprob, wait (for slower ranks) and train.
+        num_mini_batches: optimizer steps per epoch, each on a different part of the prompts, as in PPO.
+        entropy_coefficient: coefficient of the entropy bonus, if the objective adapts it (``entropy_control``).
+        seed: seed of random choices, the same on all ranks.
     """
     batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
@@ -173,13 +173,12 @@ def _gradient(
     bonus: float | None,
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step; returns the sums of its metrics.
+    """Accumulate the gradient of one optimizer step; returns sums of metrics over its micro-batches, by name.
 
     Args:
         rows: rows of the mini-batch that need a gradient.
         bonus: adaptive entropy coefficient, or None without ``entropy_control``.
-        record: True stores log-probabilities and entropies of the pass, because the policy has not been updated on this
-            batch yet.
+        record: whether to store log-probabilities and entropies of the pass as those before the first update.
         max_tokens: most tokens per pass.
     """
     experience = batch.experience
@@ -206,7 +205,7 @@ def _gradient(
             entropy_coefficient=bonus,
             penalized=None if terms.penalized is None else part.read(terms.penalized),
         )
-        with torch.autograd.set_multithreading_enabled(False):  # a thread switch costs more than a small pass
+        with torch.autograd.set_multithreading_enabled(False):  # switching threads takes longer than a small pass
             backward(loss)
         for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
             sums[name] = sums.get(name, 0) + value

@@ -1,2 +1,2 @@
-"""The parts of a policy update: passes over a batch, quantities of the loss that need all of it, metrics, the
-optimizer."""
+"""Parts of a policy update: forward and backward passes over a batch, quantities of the loss that are computed from the
+whole batch, metrics, and the optimizer."""

@@ -1,4 +1,5 @@
-"""Count the floating-point operations of a training pass and of a GPU's peak, for the model FLOPs utilisation (MFU)."""
+"""Count the floating-point operations of a training pass and look up a GPU's peak rate, for the model FLOPs utilisation
+(MFU)."""
 
 from __future__ import annotations
 
@@ -57,14 +58,14 @@ class ModelSize:
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
-        """Count a policy's parameters: linears and LoRA matrices from its modules, head and attention widths from its
-        configuration."""
+        """Count the weights of a policy's linears and LoRA matrices in its modules, and compute the sizes of head and
+        attention from its configuration."""
         config, head = policy.config, policy.model.get_output_embeddings()
         linears = [module for module in policy.model.modules() if isinstance(module, nn.Linear | FrozenLinear)]
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
         everything = sum(linear.in_features * linear.out_features for linear in linears if linear is not head)
         return cls(
-            frozen=everything - adapter,  # PEFT's matrices are linears too
+            frozen=everything - adapter,  # LoRA matrices are nn.Linear, so ``everything`` has them
             adapter=adapter,
             head=config.hidden_size * config.vocab_size,
             attention=config.num_attention_heads * sum(head_dims(config)),
@@ -74,16 +75,16 @@ class ModelSize:
 def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Tensor | None = None) -> float:
     """Count the floating-point operations of one forward and backward pass, without the recomputation in backward.
 
-    A frozen weight costs 2 operations per token forward and 2 backward (no gradient of its own), a trained one 2 and 4.
-    Attention of a row of S tokens costs 2 S^2 operations per layer and unit of width forward (causal: half of the
-    products), twice that backward.
+    A frozen weight costs 2 operations per token in the forward pass and 2 in the backward pass, where it needs no
+    gradient of its own; a trained weight costs 2 and 4. Causal attention of a row of S tokens costs 2 S^2 operations
+    per layer, head and dimension of a head in the forward pass, and twice as many in the backward pass.
 
     Args:
         size: sizes of the policy's model.
         lengths: [B] number of tokens of each row.
         sampled: [B] number of tokens of each row whose log-probability is computed.
-        reused: [B] number of first tokens of each row that are computed once for several rows (shared prompts); None:
-            0.
+        reused: [B] number of prompt tokens of each row that are not computed for this row, because another row with the
+            same prompt shares them; None means 0.
     """
     reused = torch.zeros_like(lengths) if reused is None else reused
     tokens, scored = float((lengths - reused).sum()), float(sampled.sum())

@@ -34,8 +34,8 @@ class EffectiveShare(Metric):
         self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
-        """Add a batch: the number of its units (tokens or sequences), the sum of their weights and of the squared
-        weights, []."""
+        """Add a batch, given as scalars: the number of importance weights (one per token or per sequence), their sum
+        and the sum of their squares."""
         self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
 
     def compute(self) -> Tensor:
@@ -54,19 +54,20 @@ def update_metrics(
 ) -> dict[str, Tensor]:
     """Convert sums over all updates on a batch to means per token.
 
-    The surrogate is averaged over the tokens that carry the policy loss, the KL to the base over all tokens in the
-    loss.
+    Metrics of the policy loss are averaged over the tokens that have a policy loss, and the KL to the base over all
+    tokens in the loss.
 
     Args:
         totals: sums over all updates by name; sums of the loss are missing if this rank had no row in the loss.
-        num_tokens: [] number of tokens in the loss, of rows with a gradient.
+        num_tokens: [] number of tokens in the loss in rows that have a gradient.
         num_kept: [] number of these tokens that have a policy loss.
         num_updates: epochs over the batch.
         num_steps: optimizer steps.
         reference: whether the KL to the base model was measured.
     """
     zero = torch.zeros_like(num_tokens)
-    per_step = totals.get("loss", zero) / num_steps  # its divisors already average over ranks
+    # the divisors are means over ranks, so the loss is averaged, not summed
+    per_step = totals.get("loss", zero) / num_steps
     found = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}
     carried |= {"policy/kl_ref": num_tokens} if reference else {}
@@ -78,8 +79,9 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
-    """Return metrics of the importance weights: shares of bounded and of rejected ones, effective sample size. Empty if
-    trainer and sampler are not corrected."""
+    """Return metrics of the importance weights by which the objective corrects the difference between trainer and
+    sampler: share of weights outside their bounds, share of rejected rows, and effective sample size. Empty without
+    correction."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -95,13 +97,13 @@ def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
 
 
 def gap() -> Pooled:
-    """Create a metric that pools log(trainer / sampler) over ranks and computes ``objective.correction.mismatch`` of
-    it."""
+    """Create a metric that gathers log(p_trainer / p_sampler) of sampled tokens from all ranks and computes the
+    statistics of ``objective.correction.mismatch``."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return the statistics of log(trainer / sampler) over the sampled tokens, before the first update on the batch."""
+    """Return statistics of log(p_trainer / p_sampler) over the sampled tokens, before the first update on the batch."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     found = over_ranks(gap(), log_ratio)
     return {f"gap/{name}": value for name, value in found.items()}

@@ -1,5 +1,4 @@
-"""Build the optimizer's parameter groups and the learning-rate schedule, and clip gradients that are averaged over
-ranks."""
+"""Build the optimizer and the learning-rate schedule, and average gradients over ranks and clip them."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse an optimizer state whose moments would be assigned to other parameters.
+    """Refuse a checkpoint's optimizer state that belongs to other parameters than those that are trained now.
 
     Args:
         saved: the optimizer states of a Lightning checkpoint: one, or none.
@@ -97,8 +96,8 @@ def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int,
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the settings of each of an optimizer's parameter groups; the learning rate is that before the schedule's
-    factor."""
+    """Copy the settings of each of an optimizer's parameter groups, with the learning rate to which the schedule's
+    factor is not yet applied."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups

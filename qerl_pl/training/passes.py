@@ -53,11 +53,11 @@ class Batch:
         self.budget = MicroBatchBudget(micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 at prompts, padding and until
-        computed."""
+        """[B, S] fp32 nats, the trainer's log-probabilities before the first update on the batch; 0 for prompts and
+        padding, and until they are computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update; 0 at prompts, padding and until
-        computed."""
+        """[B, S] fp32 nats, the policy's entropies before the first update on the batch; 0 for prompts and padding, and
+        until they are computed."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the base model's log-probabilities, or None if they are not needed."""
 
@@ -67,15 +67,16 @@ class Batch:
 
         Args:
             work: function that may run out of GPU memory.
-            with_gradient: whether ``work`` has a backward pass, so that more recomputation may help.
+            with_gradient: whether ``work`` has a backward pass; if so, more activations may be recomputed instead of
+                stored.
         """
         longest = int(self.experience.lengths.max())
         more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split some rows into micro-batches of at most ``max_tokens``; where the policy computes equal prompts only
-        once, their tokens count once."""
+        """Split some rows into micro-batches of at most ``max_tokens``; if the policy computes equal prompts of a
+        micro-batch only once, their tokens count only once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)

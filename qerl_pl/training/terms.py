@@ -17,20 +17,22 @@ from qerl_pl.training.passes import Batch
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Masks and divisors of the loss for the B rows of this rank, in M mini-batches."""
+    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches."""
 
     mini_batch: Tensor
     """[B] int64, the mini-batch of each row."""
     kept: Tensor
-    """[B, S] bool, tokens that carry the policy loss."""
+    """[B, S] bool, True for tokens that have a policy loss."""
     counted: Tensor
-    """[B, S] bool, tokens over which the policy loss is averaged."""
+    """[B, S] bool, True for tokens over whose number the policy loss is averaged; some of them may have no policy
+    loss."""
     divisors: Tensor
     """[M] divisors of the KL and entropy terms of each mini-batch, counted over all ranks."""
     policy_divisors: Tensor
-    """[M] divisors of the policy loss, over all ranks."""
+    """[M] divisors of the policy loss of each mini-batch, counted over all ranks."""
     penalized: Tensor | None
-    """[B, S] bool, tokens with a KL penalty to the policy before the update (KL-Cov); None if no token has one."""
+    """[B, S] bool, True for tokens whose loss has a penalty on the KL to the policy before the update (KL-Cov); None
+    without KL-Cov."""
     held_back_share: Tensor | None
     """[] share of the tokens of all ranks that covariance control (Clip-Cov, KL-Cov) restrains; None without it."""
     mean_entropy: float | None
@@ -83,8 +85,8 @@ def batch_terms(
 
 
 def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Choose the tokens that covariance control restrains, [B, S] bool; returns them and their share of all tokens.
-    Collective."""
+    """Choose the tokens that covariance control restrains. Returns them, [B, S] bool, and their share [] of the tokens
+    of all ranks. Collective."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
     logprobs = batch.old[mask].double()
     per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
@@ -117,8 +119,9 @@ def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
     """Assign a mini-batch to each group (the completions of a prompt) of this rank: [groups] int64. Collective.
 
-    Mini-batches consist of whole groups in the order of the global batch. Rank r of W holds its groups r, r + W, ...,
-    so the groups of a mini-batch do not depend on W. Dynamic sampling may leave fewer groups and smaller mini-batches.
+    Mini-batches consist of whole groups in the order of the global batch. Rank r of W has the global batch's groups r,
+    r + W, r + 2W and so on, so which groups are in a mini-batch does not depend on W. Dynamic sampling may leave fewer
+    groups and smaller mini-batches.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)
