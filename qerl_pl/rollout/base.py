@@ -33,8 +33,8 @@ class Sampling:
         top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
         top_k: sample from this number of most likely tokens; 0 keeps all tokens.
         stop: strings that end a completion. The last token of the completion is the one that completes the string, and
-            the completion counts as finished. Set ``data.stop`` instead of this, which holds for training and
-            evaluation.
+            the completion counts as finished. In a configuration, set ``data.stop`` instead of this field; it applies
+            to training and evaluation.
 
     Raises:
         ValueError: a value is out of its range, or temperature is 0 with several completions per prompt.
@@ -98,8 +98,8 @@ def check_groups(
 
 
 class RolloutEngine(Protocol):
-    """Engine that samples completions from the policy. The object is built from YAML settings; memory is allocated in
-    ``start``.
+    """Protocol of engines that sample completions from the policy. An engine object is created from settings in YAML,
+    and loads the model only in ``start``.
 
     An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
     trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always added to the
@@ -113,7 +113,8 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Most tokens in the KV cache of one batch of sequences; used by the memory plan only if ``memory`` is None."""
+        """Limit on the tokens in the KV cache of one batch of sequences. The memory plan uses it only if ``memory`` is
+        None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -151,12 +152,13 @@ class RolloutEngine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute the log-probability, in nats at temperature 1, of each token of given sequences except the first
-        token."""
+        """Compute, for each sequence, the log-probabilities of all its tokens but the first, in nats at temperature
+        1."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter to sample with. Clears cached prefixes and keeps the current noise.
+        """Set the adapter with which completions are sampled. The norms' noise stays as it is; cached prefixes are no
+        longer used.
 
         Raises:
             ValueError: a name or shape differs from the policy's adapter.
@@ -164,12 +166,12 @@ class RolloutEngine(Protocol):
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Set the weights of both noisy norms of every block to the weights without noise plus AQN's noise; sigma 0
-        restores the weights without noise bit for bit.
+        """Add AQN's noise to the two norms of every block that get it (``Family.noise_norms``). The noise replaces
+        earlier noise; sigma 0 restores the weights without noise bit for bit.
 
         Returns:
-            Number of norms whose weights, read back from the engine, have noise: twice the number of blocks, or 0 if
-            sigma is 0.
+            Number of norms that have noise according to the weights read back from the engine: twice the number of
+            blocks, or 0 if sigma is 0.
         """
         ...
 
@@ -183,7 +185,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free memory until ``wake``."""
+        """Free GPU memory of the engine until ``wake`` is called."""
         ...
 
     def wake(self) -> None:
@@ -198,7 +200,7 @@ class RolloutEngine(Protocol):
 def expected_fingerprint(
     adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Compute what ``RolloutEngine.fingerprint`` must return for an adapter and norm weights.
+    """Compute the checksums that ``RolloutEngine.fingerprint`` must return for an adapter and norm weights.
 
     Args:
         adapter: fp32 master weights by PEFT's names; entries other than LoRA matrices are ignored, since trained norms

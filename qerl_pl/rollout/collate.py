@@ -27,11 +27,12 @@ def collate(
         rewards: [B] fp32.
         scored: [B] bool, False for rows that no reward could score.
         advantages: [B] fp32.
-        in_loss: [B] bool, False for rows that are left out of the loss, because they have no score or were cut off at
-            max_tokens and filtered.
+        in_loss: [B] bool, False for rows that are left out of the loss, because they have no score, or were cut off at
+            max_tokens and ``filter_truncated`` is set.
 
     Raises:
-        ValueError: the arguments have different numbers of rows, or a completion has not one log-probability per token.
+        ValueError: the arguments have different numbers of rows, or a completion has different numbers of tokens and
+            log-probabilities.
     """
     if not len(prompts) == len(completions) == len(rewards) == len(advantages) == len(in_loss):
         raise ValueError(
@@ -40,7 +41,7 @@ def collate(
         )
     rows = list(zip(prompts, completions, strict=True))
     lengths = [len(prompt.tokens) + len(completion.tokens) for prompt, completion in rows]
-    tokens = torch.zeros((len(rows), max(lengths)), dtype=torch.int64)  # [B, S]; no result depends on padding
+    tokens = torch.zeros((len(rows), max(lengths)), dtype=torch.int64)  # [B, S]; padding is token 0
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     sampler_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for row, (prompt, completion) in enumerate(rows):
@@ -63,7 +64,8 @@ def collate(
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are packed, so padding does not count.
+    """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are computed without padding, so only their
+    own tokens count.
 
     The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
     micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
@@ -99,13 +101,13 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
 def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int) -> list[Tensor]:
     """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
 
-    Each group is cut into units of as many rows as fit into a micro-batch, and the units are distributed as
-    ``micro_batches`` does with rows.
+    Each group is split into units, each with as many of its rows as fit into one micro-batch. ``micro_batches`` then
+    divides the units, as if each were a row.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.
         prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
-        group: [B] int64, number of each row's group.
+        group: [B] int64, index of each row's group.
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Helpers of both rollout engines: check prompts, derive seeds, find end-of-sequence tokens, get trained norms from an
-adapter."""
+"""Helpers of the two rollout engines (vLLM and transformers): check prompts, derive seeds, find end-of-sequence tokens,
+get trained norms from an adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before any of them is sampled from.
+    """Check all prompts of a call before sampling starts.
 
     Args:
         prompts: token ids.
@@ -48,8 +48,9 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
     """Derive a seed for each completion from the tokens of its prompt and not from the prompt's index in the call.
 
     The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
-    tokens get different seeds: if ``seed`` is one seed, they are counted in this call; otherwise the caller has to give
-    them different seeds.
+    tokens need different seeds. If ``seed`` is a single seed, a prompt's seeds also depend on the number of equal
+    prompts before it in this call; if ``seed`` has one seed per prompt, the caller has to make those of equal prompts
+    differ.
 
     Args:
         prompts: token ids.

@@ -25,16 +25,16 @@ class DynamicSampling:
     other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the rollout index:
     first the prompts of the batch, then further prompts. The batch that is trained on consists of the first groups with
     a signal in this sequence, over all ranks. It therefore does not depend on how many prompts are sampled at once or
-    on the number of ranks, and a resumed run has no state to restore. Groups are sent from rank to rank until all ranks
-    train on equally many.
+    on the number of ranks, and a resumed run has no state to restore. Groups are sent between ranks so that all ranks
+    train on equally many, or one more.
 
     Args:
-        max_refills: most times that further prompts are sampled for one rollout.
+        max_refills: largest number of times that further prompts are sampled for one rollout.
         when_short: what to do if the batch is not full after ``max_refills``: stop the run ("error"), or train on fewer
             groups ("smaller").
         metric: name of a reward whose scores must also differ within a group, such as the reward for the right answer,
-            so that some completions of the group are right and some wrong (0 < right < G, equation 11). null: only
-            advantages, from the sum of the rewards, decide.
+            so that some completions of the group are right and some wrong (0 < right < G, equation 11). null: only the
+            advantages decide whether a group has a signal.
         oversample: factor by which the estimated number of prompts needed to fill the batch is multiplied. The first
             estimate is the batch size; later ones use the share of groups with a signal so far. If 30 % of groups have
             a signal and a batch has 8 prompts, oversample 1 takes 4.0 sequential rounds of sampling and 29 groups on
@@ -67,14 +67,14 @@ class DynamicSampling:
         Collective: every rank must call it, and all ranks take the same decisions.
 
         Args:
-            prompts: this rank's share of the batch, at least one; the same number on every rank.
+            prompts: this rank's prompts of the batch, at least one and equally many on every rank.
             more_prompts: further prompts, the same on every rank.
             sample: function that samples and scores completions of the given prompts of this rank.
             count: function that counts the groups with a signal over all ranks.
 
         Returns:
             All groups that this rank sampled, and the number of times that further prompts were sampled. Group j of
-            rank r of W belongs to prompt r + j * W of the sequence of prompts.
+            rank r of W belongs to prompt r + j * W of the rollout's sequence of prompts.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks
@@ -116,7 +116,7 @@ class DynamicSampling:
             This rank's groups to train on; None if it has none.
 
         Raises:
-            RuntimeError: there are fewer than ``batch_size`` groups and ``when_short`` is "error".
+            RuntimeError: there are fewer than ``batch_size`` groups with a signal, and ``when_short`` is "error".
         """
         shares, rank = ranks.gather_values(signal.tolist()), ranks.rank()
         found = sorted(
@@ -133,8 +133,8 @@ class DynamicSampling:
         trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by
 
         def groups(given: bool) -> list[int]:
-            """List the chosen groups that this rank sampled and sends to other ranks (``given``), or trains on itself
-            (not ``given``)."""
+            """List the chosen groups that this rank sampled: those that it sends to other ranks if ``given``, and those
+            that it trains on itself if not."""
             moves = zip(places, sampled_by, trained_by, strict=True)
             return [place // len(shares) for place, old, new in moves if old == rank and (new != old) == given]
 

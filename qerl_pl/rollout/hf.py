@@ -33,8 +33,8 @@ from qerl_pl.rollout.stop import StopStrings, tokenizer_of
 class TransformersEngine:
     """Rollout engine that calls transformers' ``generate``; it works on any device.
 
-    The engine uses the trained policy's model. During a call, the engine's adapter and noise, which were set last, are
-    written into this model; afterwards the policy's weights are restored bit for bit.
+    The engine uses the trained policy's model. During a call, the adapter and noise that were last given to the engine
+    are written into this model; afterwards the policy's weights are restored bit for bit.
 
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
@@ -86,7 +86,7 @@ class TransformersEngine:
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
                 own = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
-                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # ranks share the seed
+                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # all ranks get the same ``seed``
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
@@ -100,14 +100,14 @@ class TransformersEngine:
         with self._in_place(policy, adapter=adapter):
             for batch in self._batches([len(sequence) for sequence in sequences]):
                 tokens, real = _padded([sequences[row] for row in batch], left=False, device=policy.causal_lm.device)
-                real[:, 0] = False  # the first token has no log-probability
+                real[:, 0] = False  # no token precedes the first, so it has no log-probability
                 logprobs = policy.token_stats(tokens, real, temperature=1.0).logprobs
                 for row, values, mask in zip(batch, logprobs, real, strict=True):
                     scores[row] = values[mask].tolist()
         return scores
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
-        """Compute ``Policy.alternative_logprobs`` with this engine's adapter and noise."""
+        """Call ``Policy.alternative_logprobs`` with this engine's adapter and noise in the policy."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return policy.alternative_logprobs(tokens, sampled, temperature=temperature)
@@ -162,8 +162,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, the longest first, into batches of at most ``batch_tokens`` tokens with padding, or of a single
-        row; returns row indices."""
+        """Divide rows, sorted by decreasing length, into batches of at most ``batch_tokens`` tokens including padding.
+        A row that is longer is a batch by itself. Returns the row indices of each batch."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -177,7 +177,7 @@ class TransformersEngine:
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=sampling.temperature > 0,
-            top_k=0,  # ``recorder`` applies top_k and top_p, to record normalised log-probabilities
+            top_k=0,  # ``recorder`` applies top_k and top_p and records log-probabilities after them
             eos_token_id=self._end_tokens or None,
             pad_token_id=0,
             use_cache=True,
@@ -223,8 +223,8 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # evaluation mode disables gradient checkpointing, which excludes a KV cache
-            policy.causal_lm.generation_config = GenerationConfig()  # ignore the checkpoint's sampling defaults
+            policy.eval()  # turns gradient checkpointing off, with which there would be no KV cache
+            policy.causal_lm.generation_config = GenerationConfig()  # not the checkpoint's sampling defaults
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
@@ -243,7 +243,7 @@ class SampledLogprobs(LogitsProcessor):
     """Logits processor for temperature, top_k and top_p that records the log-probability of each sampled token.
 
     It is needed because ``generate`` can only return the scores of the whole vocabulary for all steps, which would take
-    much memory; this class keeps only one step's.
+    much memory; this class keeps only the distribution of one step.
     """
 
     def __init__(self, sampling: Sampling) -> None:

@@ -116,7 +116,8 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        own_seed = derive_seed(seed, "refill")  # the same in every refill; prompts differ
+        # also for refills: the engine derives completions' seeds from this seed and the prompts
+        own_seed = derive_seed(seed, "refill")
 
         def sample(some: Sequence[Prompt]) -> ScoredBatch:
             return self.evaluate(some, sampling=sampling, seed=own_seed, watch=watch)
@@ -135,7 +136,9 @@ class RolloutLoop:
             with watch.phase("wait"):
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
                 found = self.dynamic_sampling.choose(evaluation, signal, batch_size=batch_size, may_move=same_noise)
-            teaches, chosen = found is not None, found or evaluation.select(torch.arange(1))  # a batch is never empty
+            # if no group has a signal, one group is passed on, without being in the loss, because a batch must not be
+            # empty
+            teaches, chosen = found is not None, found or evaluation.select(torch.arange(1))
         with watch.phase("wait"):
             self._check_scored(evaluation.table)
         experience = self._experience(chosen, in_loss=teaches)

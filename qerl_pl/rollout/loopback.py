@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 
-WAIT = 5.0  # seconds; a loopback interface that is up answers in microseconds
+WAIT = 5.0  # seconds until the check fails; a working loopback interface answers in microseconds
 
 
 def check_loopback() -> None:

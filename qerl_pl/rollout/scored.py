@@ -60,7 +60,8 @@ class ScoredBatch:
             [P] bool, True for groups with a signal.
         """
         counts = self.in_loss(filter_truncated=filter_truncated).view(-1, self.group_size)
-        centered = group_advantages(self.rewards, self.scored, "centered")  # 0 exactly where every baseline gives 0
+        # exactly 0 for the rows that have advantage 0 with every baseline
+        centered = group_advantages(self.rewards, self.scored, "centered")
         found = (counts & (centered != 0)).any(dim=1)
         if metric is not None:
             scores = self.table.components[metric].view(-1, self.group_size)

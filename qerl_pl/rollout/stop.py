@@ -15,13 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteri
 
 
 @cache
-def tokenizer_of(base: str) -> Any:  # Any: vLLM's tokenizer type has more attributes than transformers'
+# returns Any, because vLLM's type for tokenizers has more attributes than transformers'
+def tokenizer_of(base: str) -> Any:
     """Load the tokenizer of a checkpoint folder; cached, because a large one takes half a second."""
     return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse stop strings that could never end a completion, or never be the first thing to end it.
+    """Refuse stop strings that could never end a completion, or before which something else always ends it.
 
     Raises:
         ValueError: a string is empty, cannot be written with the tokenizer's tokens, contains another stop string,
@@ -44,8 +45,8 @@ def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class StopStrings(StoppingCriteria):
-    """Stopping criterion for transformers' ``generate`` that ends rows at stop strings; the text of special tokens is
-    searched too.
+    """Stopping criterion for transformers' ``generate`` that ends a row when its completion has a stop string; the
+    completion's text includes special tokens.
 
     Args:
         stop: the strings.
@@ -59,13 +60,14 @@ class StopStrings(StoppingCriteria):
         self._stop, self._tokenizer = tuple(stop), cast(Tokenizer, tokenizer.backend_tokenizer)
         self._streams = [DecodeStream(ids=list(prompt), skip_special_tokens=False) for prompt in prompts]
         self._tails = [""] * len(prompts)
-        self._kept = max(map(len, stop)) - 1  # characters that a later token may complete to a string
+        # number of last characters that later tokens may complete to a stop string
+        self._kept = max(map(len, stop)) - 1
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)
         """Number of tokens of each row's completion up to the end of its first stop string; None if no stop string was
         sampled."""
 
-    def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:  # the stub wants a BoolTensor
+    def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
         """Return which rows have ended, [B] bool, given prompt and completion of all rows, [B, S] int64."""
         self._num_tokens += 1
         for row, token in enumerate(input_ids[:, -1].tolist()):

@@ -82,7 +82,7 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"pieces": json.dumps({str(key): text for key, text in pieces.items()})})
-    except Exception:  # safetensors raises its own exception for a full disk
+    except Exception:  # for a full disk, safetensors raises an exception that is no OSError
         temporary.unlink(missing_ok=True)
         raise
     allow_reading(temporary)

@@ -40,8 +40,10 @@ def llm_arguments(
         memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
         dtype: the engine's compute dtype.
         max_model_len: tokens of the longest prompt and completion together.
-        kernel: GEMM for NVFP4 weights in batches of up to 256 tokens.
-        prompts: how NVFP4 linears are computed for more than 256 tokens, if ``kernel`` is "native".
+        kernel: GEMM for NVFP4 weights and up to 256 tokens: this project's ("native") or the one that vLLM chooses
+            ("humming").
+        prompts: how NVFP4 linears are computed for more than 256 tokens if ``kernel`` is "native": by Humming's
+            kernels, or dequantised and multiplied by cuBLAS.
         on_cpu: whether vLLM's platform is a CPU.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
@@ -61,7 +63,8 @@ def llm_arguments(
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
     arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
-    if fp32_norms and "norms" in policy.family.elementwise:  # the others do not round before the weight
+    # In families without this entry, norms multiply by the weight before they round, so any implementation will do.
+    if fp32_norms and "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     platform_arguments = cpu_arguments if on_cpu else gpu_arguments
     arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len)
@@ -85,11 +88,12 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that models with recurrent layers need; they override the user's settings.
+    """Build the arguments of ``vllm.LLM`` for models with recurrent layers; they override the user's settings.
 
-    They turn the prefix cache off. vLLM 0.32 stores recurrent states for it only at the ends of blocks of hundreds of
-    tokens, and only if prompts are split into chunks, which is not done on a CPU. On Hopper they select vLLM's Triton
-    kernels for prompts: those of FlashInfer, which vLLM prefers there, are compiled when they are first called.
+    The prefix cache is turned off, because vLLM 0.32 stores recurrent states in it only at the ends of blocks of
+    hundreds of tokens, and only if prompts are split into chunks, which is not done on a CPU. Triton kernels compute
+    recurrent layers for prompts, because FlashInfer's, which vLLM would use on Hopper, are compiled during the first
+    rollout.
     """
     if not num_recurrent_layers(config):
         return {}
@@ -106,9 +110,9 @@ def policy_arguments(
     """
     from vllm.platforms import current_platform
 
-    # The native kernels let the next kernel of the stream start early (programmatic dependent launch). With this option
-    # the kernels that Inductor generates start early too, which saves time because a decoding step has hundreds of
-    # short kernels.
+    # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic dependent
+    # launch). With this option, kernels that Inductor generates do so too, which saves time because a decoding step has
+    # hundreds of short kernels.
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
         **(early if decoding_kernel == "native" else {}),
@@ -116,14 +120,14 @@ def policy_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # no sampling defaults from the checkpoint's generation_config.json
+        "generation_config": "vllm",  # sampling defaults are vLLM's and not the checkpoint's
         "logprobs_mode": "processed_logprobs",
         "enable_lora": True,
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
-        # vLLM makes these values part of the key of its cache of compiled graphs, so that a graph that was compiled
-        # with other kernels is not used.
+        # vLLM's cache of compiled graphs has these values in its keys, so that no graph is used that was compiled with
+        # other kernels.
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",
@@ -155,8 +159,8 @@ def cpu_arguments(
     """Build the arguments of ``vllm.LLM`` that are specific to a CPU.
 
     The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most 4 GiB. Prompts are not split
-    into chunks: for a split prompt of a request with a seed, vLLM 0.32 resets the random generator by an offset, which
-    torch's CPU generator does not support.
+    into chunks: after each chunk of a request with a seed, vLLM 0.32 sets the random generator's offset, which torch's
+    CPU generator does not support.
     """
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
     return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
@@ -200,7 +204,8 @@ def decoding_kernels(
     policy: Policy,
     dtype: torch.dtype,
 ) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the given kernels for decoding and for prompts."""
+    """Make the NVFP4 linears that vLLM loads within this context use the given kernels, ``kernel`` for decoding and
+    ``prompts`` for prompts."""
     if kernel == "humming":
         yield
         return

@@ -3,8 +3,8 @@
 The one copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps,
 closes, fails to start or starts again. Before vLLM loads, the trainer's weights are put into the order that the native
 decoding kernels read (``put_in_tile_order``). After vLLM has loaded and converted a linear, the linear's parameters are
-set to the trainer's memory if both hold the same bits, and vLLM's memory of it is freed (``adopt``). Otherwise trainer
-and engine each keep a copy.
+set to the trainer's memory if both hold the same bits, and vLLM's own memory for them is freed (``adopt``). Otherwise
+trainer and engine each keep a copy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM's model, with those linears of the trainer's model that it is made of, e.g. q_proj, k_proj and
-    v_proj."""
+    """Linear of vLLM's model, with the linears of the trainer's model whose weights it concatenates, e.g. q_proj,
+    k_proj and v_proj."""
 
     name: str
     layer: Any
@@ -38,7 +38,7 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linears of vLLM's model that are made of packed linears of the trainer's model.
+    """Find the linears of vLLM's model whose weights consist of packed linears of the trainer's model.
 
     Args:
         model: vLLM's model.
@@ -94,8 +94,8 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
 
 
 def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
-    """Put packed linears of the trainer into tile order, which the native decoding kernels read, in buffers that are
-    fused as vLLM fuses linears.
+    """Rearrange packed weights of the trainer to tile order, which the native decoding kernels read. Linears that vLLM
+    fuses into one get one common buffer.
 
     Linears are not changed if their format is not NVFP4, or if vLLM would pad them. A second call changes nothing.
 
@@ -110,12 +110,13 @@ def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
             for part, weight in zip(parts, fused(rows), strict=True):
                 part.packed = weight
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # return the memory of the row order: vLLM does not use torch's allocator
+        # Release the memory of the replaced weights to vLLM, whose memory pool cannot use what torch keeps cached.
+        torch.cuda.empty_cache()
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
-    """Give each linear of vLLM a reference to the trainer's weight if that is in tile order; ``adopt`` uses it
-    later."""
+    """Store in each linear of vLLM a reference to the trainer's weight, if that is in tile order (as the native
+    decoding kernels read it). ``adopt`` uses this reference."""
     for _, layer, parts in fused_linears(model, linears):
         layer.trainers_weight = whole_of([part.packed for part in parts])
 
@@ -141,11 +142,11 @@ def adopt(layer: Any) -> bool:
 
 
 def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.device) -> None:
-    """Put parameters of linears that vLLM has left in host memory where they are computed with.
+    """Move those parameters of linears to the GPU that vLLM has left in host memory.
 
-    Where vLLM has created weights in host memory (``patches.packed_weights_on_host``), it converts them on the GPU and
-    then moves parameters whose names have not changed back to the host. Those that ``adopt`` has set to the trainer's
-    memory are set to it again; all others are copied to the GPU.
+    If vLLM has created weights in host memory (``patches.packed_weights_on_host``), it converts them on the GPU and
+    then moves parameters whose names have not changed back to host memory. Parameters that ``adopt`` had set to the
+    trainer's memory on the GPU are set to it again; all others are copied to the GPU.
 
     Args:
         model: vLLM's model.
@@ -158,13 +159,14 @@ def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.d
             layer.weight.data = weight.codes
             layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
     for layer in model.modules():
-        if isinstance(layer, LinearBase):  # also one that is not made of the trainer's linears alone
+        if isinstance(layer, LinearBase):  # also linears of vLLM that ``fused_linears`` does not return
             for parameter in layer.parameters(recurse=False):
                 parameter.data = parameter.data.to(device)
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of a packed base trainer and vLLM share; nothing is logged for a dense base."""
+    """Log how many bytes of the packed base weights are shared by trainer and vLLM; nothing is logged for a dense
+    base."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -190,7 +192,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
         linears: the trainer's packed linears by name.
 
     Returns:
-        Number of vLLM's linears that were compared. Linears that vLLM's kernels hold in an order that is not known here
+        Number of vLLM's linears that were compared. Linears whose packed weights vLLM has rearranged for its kernels
         are not compared.
 
     Raises:
@@ -242,11 +244,11 @@ def _fits(parts: Sequence[FrozenLinear]) -> bool:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the tensor-scale divisors [n] fp32 of each part of a fused linear; None for each if vLLM does not have
-    compressed-tensors' parameter ``weight_global_scale``.
+    """Return the tensor-scale divisors [n] fp32 of each part of a fused linear; None for each if the linear has no
+    parameter ``weight_global_scale`` (of the format compressed-tensors).
 
-    A part has one divisor, except for the queries, keys and values of a delta net, which are the first part and have
-    three equal ones.
+    Each part has one divisor, except in delta nets, whose first part has queries, keys and values with three equal
+    divisors.
     """
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:

@@ -35,8 +35,9 @@ class NVFP4Scheme(CompressedTensorsScheme):
     """Scheme of vLLM that dequantises an NVFP4 linear, or several that are fused along N (q/k/v, gate/up), when it is
     loaded.
 
-    The dense weight takes more memory than a packed one, but dequantising in every call was measured to be 2 to 8 times
-    slower, most with few tokens; a block of hidden size 128 took 3.0 ms instead of 1.2 ms with 256 tokens.
+    The dense weight takes more memory than a packed one, but dequantising in every call was measured to be 2 (many
+    tokens) to 8 times (few tokens) slower. A block of hidden size 128 took 3.0 ms for 256 tokens if it dequantised in
+    the call, and 1.2 ms with dense weights.
     """
 
     @classmethod
@@ -78,7 +79,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         layer.weight = nn.Parameter(dense, requires_grad=False)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the linear, [T, K] to [T, N]."""
+        """Compute the linear for T tokens, [T, K] -> [T, N]."""
         return F.linear(x, layer.get_parameter("weight"), bias)
 
 
@@ -86,7 +87,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
     """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens.
 
     vLLM's own CPU kernels gather a copy of A and B per token, which is slower. Here, y does not change for tokens of
-    requests without the adapter; vLLM 0.32's own kernels on a CPU add the adapter to these too.
+    requests without the adapter; vLLM 0.32's own kernels on a CPU add the adapter for these tokens too.
     """
 
     def add_lora_linear(
@@ -120,7 +121,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create the object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
+    """Create vLLM's object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
     class if it has more."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

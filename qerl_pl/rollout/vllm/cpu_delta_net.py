@@ -21,7 +21,8 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Make an operator that calls ``bf16``, vLLM's own operator, for bf16, and computes other dtypes by this module."""
+    """Make an operator that calls vLLM's operator ``bf16`` for inputs in bf16, and functions of this module for other
+    dtypes."""
 
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
@@ -35,7 +36,7 @@ def with_fp32(bf16: Operator) -> Operator:
             return
         context: Any = get_forward_context()
         name = _resolve_layer_name(layer_name)
-        if context.attn_metadata is not None:  # vLLM measures memory without it
+        if context.attn_metadata is not None:  # without metadata, vLLM only measures how much memory the model takes
             layer = context.no_compile_layers[name]
             _compute(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out)
 
@@ -57,7 +58,8 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     """
     assert batch.num_spec_decodes == 0, "speculative decoding is not supported"
     convs, states = layer.kv_cache
-    convs = convs if is_conv_state_dim_first() else convs.transpose(1, 2)  # [slots, C, width - 1]
+    # [slots, channels, width of the convolution - 1]
+    convs = convs if is_conv_state_dim_first() else convs.transpose(1, 2)
     states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     starts = batch.non_spec_query_start_loc.tolist()
     slots = batch.non_spec_state_indices_tensor.tolist()
@@ -70,7 +72,7 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     for count, own, continues in rows:
         part = slice(first, first + count)
         first += count
-        # shaped [sequences, tokens, ...]: one token for each request that decodes, or all tokens of one prompt
+        # inputs in shape [sequences, tokens, ...]: one token of each decoding request, or all tokens of one prompt
         new = [each[part].unsqueeze(1 if continues is None else 0) for each in (mixed, b, a)]
         if continues is False:
             convs[own], states[own] = 0, 0
@@ -87,7 +89,7 @@ def _rows(
         Outputs [B, S, value heads, D], and the new states of convolution and recurrence.
     """
     weight = layer.conv1d.weight
-    inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)  # [B, C, width - 1 + S]
+    inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)  # [B, channels, width of the convolution - 1 + S]
     convolved = F.conv1d(inputs, weight, layer.conv1d.bias, groups=weight.shape[0])
     assert layer.activation == "silu", layer.activation
     parts = F.silu(convolved).transpose(1, 2).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=2)

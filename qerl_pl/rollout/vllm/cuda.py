@@ -1,4 +1,4 @@
-"""Faster LoRA kernels for vLLM's CUDA platform, for the case that it has a single adapter.
+"""Faster LoRA kernels for vLLM's CUDA platform, which are used if vLLM has only one adapter slot.
 
 Only vLLM, ``plugin`` and other modules of this package that run on CUDA import this module.
 """
@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from qerl_pl.kernels import lora
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operators exist as long as this object
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
@@ -45,7 +45,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             x: [T, K].
             lora_a_stacked: one [1, 1, R, K] for each slice of N.
             lora_b_stacked: one [1, 1, n, R] for each slice of N, which include LoRA's scaling.
-            scale: must be 1.
+            scale: must be 1, because ``lora_b_stacked`` includes LoRA's scaling.
             output_slices: not used; the sizes n are taken from B.
         """
         assert scale == 1, scale
@@ -59,7 +59,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that torch.compile does not look into.
+    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that is opaque to torch.compile.
 
     ``no_lora`` is a tensor, because a Python bool would become a constant of the compiled graph.
     """
@@ -78,7 +78,7 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
         b: one [1, 1, n, R] for each slice.
         fewest: smallest number of tokens for which these kernels are used.
     """
-    if len(a) > lora.MOST_SLICES:  # ``add_lora`` divides them in the same way
+    if len(a) > lora.MOST_SLICES:  # ``lora.add_lora`` splits more slices than MOST_SLICES in the same way
         compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
         return
@@ -94,7 +94,7 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create the object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
+    """Create vLLM's object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
     class if it has more."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
@@ -102,5 +102,5 @@ def adapter_kernels(
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each slice of N, the matrix that is in the only adapter slot."""
+    """Return, for each slice of a linear's N outputs, the LoRA matrix in the only adapter slot."""
     return [matrix[0, 0] for matrix in stacked]

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class VLLMEngine:
-    """Rollout engine by vLLM.
+    """Rollout engine that samples with vLLM in the trainer's process.
 
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
@@ -57,15 +57,15 @@ class VLLMEngine:
         block_size: tokens per block of the KV cache; None means vLLM's default.
         enable_prefix_caching: share the KV cache of a prompt among its completions; no effect with recurrent layers.
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
-        sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: the weights as well, which
-            are kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
-        decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (`docs/kernels.md`) or "humming",
-            which means vLLM's choice, on Hopper Humming's slower kernel. "auto": native if it can run, that is, on
-            Hopper in bfloat16 with cuda-bindings installed.
+        sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
+            kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
+        decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (this project's,
+            `docs/kernels.md`) or "humming" (the kernel that vLLM chooses; on Hopper that is Humming's, which is
+            slower). "auto": native if it can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
         deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case), also in a run that
             was resumed. An NVFP4 base then needs the native kernels; steps of more than 256 tokens, that is, with
-            prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimate
-            of the price: 5 % of a long prompt's time, and more in steps of 257 to 1000 tokens; decoding as before.
+            prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimated
+            cost: 5 % of a long prompt's time, more in steps of 257 to 1000 tokens, none in decoding.
 
     Raises:
         ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.
@@ -95,7 +95,7 @@ class VLLMEngine:
         self.deterministic = deterministic
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
-        """Size of the KV cache that ``plan_cache`` set."""
+        """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
         arguments = {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -106,8 +106,8 @@ class VLLMEngine:
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
-        """Seconds that the last start took by phase: imports, vLLM, adapter (reserve slots, compile kernels)."""
-        self._fp32_norms = self._fp32_head = True  # benchmarks measure what they cost
+        """Seconds of each phase of the last start: imports, vLLM, adapter (reserving slots and compiling kernels)."""
+        self._fp32_norms = self._fp32_head = True  # benchmarks set these to False to measure what fp32 costs
         self._llm: LLM | None = None
         self._asleep = False
 
@@ -119,7 +119,7 @@ class VLLMEngine:
         given["dequantises"] = setup.dequantises(self.decoding_kernel, deterministic=self.deterministic)
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
-    batch_tokens = 0  # ``memory`` describes the KV cache
+    batch_tokens = 0  # not used by the memory plan, because ``memory`` is not None
 
     def plan_cache(self, num_bytes: int | None) -> None:
         """Set the size of the KV cache that ``start`` will allocate."""
@@ -180,23 +180,23 @@ class VLLMEngine:
         """Sample completions as ``RolloutEngine.generate`` describes.
 
         Raises:
-            ValueError: a prompt is refused, as in the protocol, or vLLM does not support the temperature.
+            ValueError: a prompt is refused (see ``RolloutEngine.generate``), or vLLM does not support the temperature.
         """
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
-        if sampling.stop:  # needed to search the text; skip_tokenizer_init leaves vLLM without
+        if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings
             self._running().llm_engine.output_processor.tokenizer = tokenizer_of(self._policy.base)
         copies = sampling.num_completions
         params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
-        self._scheduler().take_logprobs()  # discards those of a call that failed
+        self._scheduler().take_logprobs()  # drop log-probabilities of an earlier call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
         logprobs = self._scheduler().take_logprobs()
         completions = [requests.completion(output, logprobs[output.request_id]) for output in outputs]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Score sequences as the protocol describes. vLLM gets all tokens but the last as a prompt, and the last as a
-        candidate for the first sampled token."""
+        """Score sequences as ``RolloutEngine.score`` describes. vLLM gets all tokens but the last as a prompt, and the
+        last as a candidate for the first sampled token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -244,7 +244,8 @@ class VLLMEngine:
         llm = self._running()
         if llm.model_config.enable_sleep_mode:
             core = self._core()
-            while core.engine_core.batch_queue:  # one step that vLLM scheduled ahead, for ended requests
+            # finish a step that vLLM scheduled before it knew that all requests end
+            while core.engine_core.batch_queue:
                 core.get_output()
             llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
@@ -252,7 +253,7 @@ class VLLMEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate the freed memory again, and copy weights back if they were moved to host memory."""
+        """Allocate again the memory that ``sleep`` freed, and copy weights back from host memory if they are there."""
         if not self._asleep:
             return
         self._asleep = False
@@ -264,7 +265,7 @@ class VLLMEngine:
         """Shut vLLM down and free its memory and process groups."""
         if self._llm is None:
             return
-        self.wake()  # vLLM cannot free memory that it has unmapped
+        self.wake()  # vLLM cannot free memory that it unmapped in ``sleep``
         with preserved_rng(), setup.trainers_group(engines_own=self._owns_group):
             self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()

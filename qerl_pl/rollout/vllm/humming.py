@@ -21,8 +21,8 @@ LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that Humming's rule g
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
-    """Replace the schedule that Humming chose for a 4-bit linear with 16-bit activations by a faster one, if one is
-    known.
+    """Replace the schedule (tile sizes, and thread blocks per SM) that Humming chose for a 4-bit linear with 16-bit
+    activations by a faster one, if one is known.
 
     Args:
         config: schedule that Humming's rule chose; its ``block_shape`` and ``warp_shape`` are (tokens, outputs,
@@ -69,7 +69,8 @@ def without_served(
 
 
 def schedules_on(rule: Any) -> type:
-    """Derive, from Humming's class with the rule for tile sizes, a class that also applies ``decoding_schedule``."""
+    """Derive a class from ``rule``, Humming's class that chooses tile sizes, which then applies
+    ``decoding_schedule``."""
 
     class Schedules(rule):
         @classmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Launched(NamedTuple):
-    """Running vLLM and its properties."""
+    """A running ``vllm.LLM``, with its platform and the owner of its process group."""
 
     llm: LLM
     on_cpu: bool
@@ -53,7 +53,7 @@ def launch(
         max_model_len: tokens of the longest prompt and completion together.
         decoding_kernel, deterministic: as in ``VLLMEngine``.
         fp32_norms, fp32_head: as in ``llm_arguments``.
-        watch: measures the phases "imports" and "vLLM".
+        watch: stopwatch for the phases "imports" and "vLLM".
 
     Raises:
         ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot be

@@ -61,7 +61,7 @@ def register_loader(
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             model = super().load_model(vllm_config, model_config, prefix)
-            device: Any = vllm_config.device_config.device  # "auto" was resolved when vLLM started
+            device: Any = vllm_config.device_config.device  # never "auto" here: vLLM has replaced it by a real device
             base_weights.place(model, packed or {}, device)
             return model
 
@@ -73,7 +73,7 @@ def register_loader(
                 norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             parameters = dict(model.named_parameters())
             for name, tensor in shared.items():
-                own = parameters.get(name)  # None for a head that is tied to the embedding
+                own = parameters.get(name)  # vLLM has no parameter for a head that uses the embedding's weight
                 if own is not None and _are_alike(own, tensor):
                     own.data = tensor.detach()
 
@@ -82,8 +82,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Drop the references to the trainer's tensors, because vLLM never releases the loader class that was registered
-    last."""
+    """Register a loader without references to the trainer's tensors, because vLLM never releases the loader class that
+    was registered last."""
     register_loader({}, {})
 
 

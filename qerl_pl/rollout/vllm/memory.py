@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _left: dict[int, Any] = {}
-"""Segments of the pool that ended engines have left because something still references them: vLLM's record of each, by
-address."""
+"""Segments of the pool that could not be freed when their engine ended, because something still references them. Maps
+the address of each segment to vLLM's record of it."""
 
 
 def free(worker: WorkerBase) -> None:
@@ -41,7 +41,7 @@ def free(worker: WorkerBase) -> None:
     """
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
-        gc.unfreeze()  # vLLM froze the objects of its start, which ``gc.get_objects`` then omits
+        gc.unfreeze()  # vLLM calls gc.freeze after its start; gc.get_objects omits frozen objects
         release(referred_to(), _segments(pool))
     for parameter in worker.get_model().parameters():
         parameter.data = parameter.data.new_empty(0)
@@ -54,11 +54,12 @@ def referred_to() -> list[Tensor]:
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that lie in the given segments of vLLM's pool; their shapes and dtypes stay.
+    """Free the memory of those tensors that lie in the given segments of vLLM's pool. Shapes and dtypes of the tensors
+    stay.
 
     Args:
         tensors: tensors on any device.
-        segments: bytes of each segment by its address.
+        segments: size of each segment in bytes, by its address.
     """
     starts = sorted(segments)
     for tensor in tensors:
@@ -75,7 +76,7 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def collect() -> None:
-    """Free the memory that is left of an engine that has ended. Call this only while no other engine runs, since all
+    """Free the memory that an engine has not freed when it ended. Call this only while no other engine runs, since all
     engines share one pool.
 
     A warning says how much memory is still referenced. This memory is freed when its last reference is dropped, and
@@ -104,11 +105,11 @@ def left() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Make vLLM's check that its pool is empty, which it makes before loading weights, ignore memory that is left of
-    ended engines.
+    """Make vLLM ignore memory of ended engines when it checks, before loading weights, that its pool is empty.
 
     vLLM 0.32 has no setting for this. Memory of an engine that still runs is counted, so vLLM refuses to start a second
-    one. If a start within the context fails, later starts ignore the memory that it leaves.
+    engine at the same time. If a start within the context fails, later starts ignore the memory that this start has not
+    freed.
     """
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
@@ -133,12 +134,12 @@ def allocator() -> Any:
 
 
 def _segments(pool: Any) -> dict[int, int]:
-    """Return the bytes of each segment of vLLM's pool by its address."""
+    """Return the size in bytes of each segment of vLLM's pool, by the segment's address."""
     return {address: data.handle[1] for address, data in pool.pointer_to_data.items()}
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of torch.compile's stand-ins, which have no memory."""
+    """Return whether a tensor is a placeholder of torch.compile (e.g. a FakeTensor), which has no memory."""
     return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 

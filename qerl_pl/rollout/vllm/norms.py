@@ -1,10 +1,11 @@
-"""Norms with fp32 weights in vLLM's model, so that noise is exact; activations stay in the compute dtype.
+"""Norms with fp32 weights in vLLM's model, so that no noise is rounded away; activations stay in the compute dtype.
 
 vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations. All but its CUDA kernel accept an
-fp32 weight with 16-bit activations, and vLLM then skips the CUDA kernel. In a compiled engine, Inductor fuses a norm
-with neighbouring operations and does not round the normalised input to 16 bits, whether weights are fp32 or 16-bit. A
-bf16 weight that is stored in fp32 therefore gives the same bits; the only cost is that the H values of the weight take
-twice the bytes. An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+fp32 weight with 16-bit activations, and vLLM does not use the CUDA kernel for such a weight. In a compiled engine,
+Inductor fuses a norm with neighbouring operations and does not round the normalised input to 16 bits, whether weights
+are fp32 or 16-bit. A bf16 weight that is stored in fp32 therefore gives the same bits; the only cost is that the H
+values of the weight take twice the bytes. An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds
+as transformers does.
 """
 
 from __future__ import annotations

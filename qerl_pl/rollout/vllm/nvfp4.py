@@ -1,10 +1,10 @@
-"""NVFP4 linears of vLLM on Hopper: native kernels for decoding and other kernels for prompts, which read the same
-weights.
+"""NVFP4 linears of vLLM on Hopper: this project's native kernels for decoding, and other kernels, which read the same
+weights, for prompts.
 
-The native kernels are in ``qerl_pl.kernels``. Prompts are computed by Humming's kernels; from
-``costs.DEQUANTISED_FROM`` tokens on, and always without Humming, the weight is dequantised to scratch memory and
-multiplied by cuBLAS (``without_humming.py``). This module imports vLLM's Humming classes, so the engine imports it only
-if the native kernels can run.
+The native kernels are in ``qerl_pl.kernels``. Prompts are computed by Humming's kernels. For at least
+``costs.DEQUANTISED_FROM`` tokens, and for all prompts if Humming is not used (``without_humming.py``), the weight is
+dequantised to scratch memory and multiplied by cuBLAS. This module imports vLLM's Humming classes, so the engine
+imports it only if the native kernels can run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
 from qerl_pl.rollout.vllm.setup import decoding_lacks
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operators exist as long as this object
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
 _process, _apply = HummingNvFp4LinearKernel.process_weights_after_loading, HummingNvFp4LinearKernel.apply_weights
 _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Make the linears that vLLM loads within this context use the native kernels; they keep using them after the
-    context has ended.
+    """Make the NVFP4 linears that vLLM loads within this context use the native kernels, also after the context has
+    ended.
 
     Raises:
         ValueError: the native kernels do not support this GPU, format or dtype, or a package is missing.
@@ -121,7 +121,7 @@ def nvfp4_linear(
     no_lora: Tensor | None,
 ) -> Tensor:
     """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with the kernel that is fastest for T tokens; registered as an
-    operator that torch.compile does not look into.
+    operator that is opaque to torch.compile.
 
     The linear's kernel also adds the adapter if this is supported and faster; otherwise ``kernels.lora.add_lora`` adds
     it afterwards.
@@ -148,7 +148,7 @@ def nvfp4_linear(
     if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], humming=humming):
         y = native.multiply(x, weight, weight_scale, weight_scale_2, bias)
     elif not humming or len(x) >= costs.DEQUANTISED_FROM:
-        # The order of the bias is its own inverse.
+        # ``humming_bias`` swaps the bias between Humming's order and row order, in both directions.
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         y = dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
     else:
@@ -189,8 +189,8 @@ def dequantised_linear(
 
 @cache
 def prompt_schedules(layer_config: str, compute_config: str) -> str:
-    """Return Humming's schedules of a linear as JSON, without schedules for numbers of tokens that the native kernels
-    compute.
+    """Return Humming's schedules of a linear (tile sizes for ranges of token counts) as JSON, without the schedules for
+    token counts that the native kernels compute.
 
     Leaving schedules out saves time: at its first call, Humming compiles every schedule that it is given, by default 33
     per shape, most of them for few tokens.
@@ -209,9 +209,11 @@ class _NativeLinear(NamedTuple):
 def _native_linear(
     tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, humming: bool = True
 ) -> _NativeLinear | None:
-    """Choose the native kernel for a GEMM; None if no native kernel can run it, or if Humming's kernel is faster.
+    """Choose this project's native kernel for a GEMM with an NVFP4 weight. Return None if no native kernel can run it,
+    or if Humming's kernel is faster.
 
-    Humming's kernel is not considered if the GEMM also adds an adapter (``fuses_lora``), or if ``humming`` is False.
+    The speed of Humming's kernel is ignored if the GEMM also adds an adapter (``fuses_lora``), or if ``humming`` is
+    False.
     """
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
         return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
@@ -224,8 +226,8 @@ def _native_linear(
 def _fused_linear(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
-    """Choose a native GEMM that also adds the adapter, and the schedule of x A^T; None if there is none, or if adding
-    the adapter afterwards is faster."""
+    """Choose a native GEMM that also adds the LoRA adapter, and the schedule of the kernel for x A^T. Return None if no
+    such GEMM exists, or if adding the adapter after the GEMM is faster."""
     native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], fuses_lora=True)
     schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
     return (native.multiply, schedule) if native and schedule else None

@@ -104,7 +104,7 @@ def delta_nets_in_fp32() -> None:
 
     ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     own = ops.cpu_gdn_attention_core
-    if own.__module__ == ops.__name__:  # it is not replaced yet
+    if own.__module__ == ops.__name__:  # vLLM's function has not been replaced yet
         takes = ("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
         replace(ops, "cpu_gdn_attention_core", with_fp32(own), takes=takes)
 
@@ -125,7 +125,7 @@ def text_models_without_torchvision() -> None:
     def attribute(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        without = import_module(f"{models}_pil_qwen2_vl")  # takes two seconds, so not before it is needed
+        without = import_module(f"{models}_pil_qwen2_vl")  # imported when needed, as it takes two seconds
         expect(without, "smart_resize", ("height", "width"))
         return getattr(without, name)
 
@@ -148,7 +148,7 @@ def native_nvfp4_linears(
         loaded: replaces ``process_weights_after_loading`` of vLLM's Humming kernel within the context, and marks the
             linears that native kernels compute.
         apply: replaces ``apply_weights`` permanently, and calls vLLM's method for linears without this mark.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, in the same way.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for linears without this mark.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
@@ -161,7 +161,7 @@ def native_nvfp4_linears(
 
 @contextmanager
 def packed_weights_on_host() -> Iterator[None]:
-    """Create the packed weights of NVFP4 linears that vLLM makes within this context in host memory.
+    """Make vLLM create the packed weights of NVFP4 linears in host memory within this context.
 
     Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
     Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
@@ -215,7 +215,8 @@ def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
-    """Skip the scheduler's calls to the KV-cache manager for tokens that neither need nor fill a block of the KV cache.
+    """Skip the scheduler's calls to the KV-cache manager for tokens that need no new block of the KV cache and fill
+    none.
 
     Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
@@ -223,8 +224,8 @@ def cache_of_unchanged_blocks(
 
     Args:
         manager: the ``KVCacheManager`` of one engine.
-        allocate_slots: replaces its method of this name.
-        cache_blocks: replaces its method of this name.
+        allocate_slots: replaces the manager's method of this name.
+        cache_blocks: replaces the manager's method of this name.
     """
     replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
@@ -246,12 +247,12 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
     try:
         yield
     finally:
-        del pool.get_current_usage  # the object's attribute; the class has its own method
+        del pool.get_current_usage  # so that the method of the pool's class is used again
 
 
 @contextmanager
 def decoder_classes_apart() -> Iterator[None]:
-    """Give an engine that runs a model by transformers' own code a subclass of the decoder's class.
+    """Make vLLM use a subclass of the decoder's class if it runs a model by transformers' code.
 
     Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
     Cause: vLLM's Transformers backend decorates the decoder's class for torch.compile, and the trainer's model has the
@@ -266,7 +267,7 @@ def decoder_classes_apart() -> Iterator[None]:
         own = type(cls.__name__, (cls,), {"__module__": cls.__module__})
         decorate(self, own, **options)
         if type(self.config) not in models._extra_content:
-            models._extra_content[type(self.config)] = own  # what vLLM makes its model of
+            models._extra_content[type(self.config)] = own  # vLLM looks up its model's class here
             added.append(type(self.config))
 
     takes = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")

@@ -12,7 +12,8 @@ _registered = False
 
 
 def register() -> None:
-    """Apply the patches that concern the whole process, and on a CPU add NVFP4 with 16-bit activations.
+    """Apply the patches that are in force for the whole process; on a CPU, also add NVFP4 weights with 16-bit
+    activations to vLLM's formats.
 
     A second call changes nothing.
 

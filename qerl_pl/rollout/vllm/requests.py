@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
-COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises temperatures below COOLEST to it, and refuses ones above HOTTEST
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM replaces temperatures below COOLEST by COOLEST, and refuses those above HOTTEST
 
 
 def check_temperature(temperature: float) -> None:
-    """Check that vLLM supports a temperature; vLLM would silently raise a temperature that is too low.
+    """Check that vLLM supports a temperature; if it is too low, vLLM would silently sample at a higher one.
 
     Raises:
         ValueError: vLLM does not sample at this temperature.
@@ -42,7 +42,7 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
             stop_token_ids=end_tokens,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
-            skip_special_tokens=False,  # in the text that is searched for stop strings
+            skip_special_tokens=False,  # vLLM looks for stop strings in this text, and they may contain special tokens
             logprobs=0,
             detokenize=bool(sampling.stop),
         )
@@ -75,23 +75,25 @@ def results(
         with compilation:
             return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
     except BaseException:
-        # The requests are removed from the queue, because the next call would wait for them forever.
+        # The requests of the failed call are removed from vLLM's queue, because the next call would wait for them
+        # forever.
         llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
         raise
 
 
 def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
-    """Build a completion from the result of a sampling request and its tokens' log-probabilities in nats."""
+    """Build a completion from the result of a sampling request and the log-probabilities of its tokens in nats."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
-    if isinstance(sampled.stop_reason, str):  # a further token may have been sampled when the string was found
+    if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string
         logprobs = logprobs[: len(tokens)]
     assert len(tokens) == len(logprobs), (len(tokens), len(logprobs))
     return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop")
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build one request per sequence that scores its prompt and the given last token, which is not in the prompt."""
+    """Build one request per sequence to score. The sequence's last token is given here, and all tokens before it are
+    the request's prompt."""
     from vllm import SamplingParams
 
     return [
@@ -108,7 +110,7 @@ def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
 
 
 def scores(output: RequestOutput) -> list[float]:
-    """Return the log-probabilities of a scoring request in nats, from the second token on."""
+    """Return the log-probabilities, in nats, of all tokens of a scored sequence but the first."""
     return [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
 
 

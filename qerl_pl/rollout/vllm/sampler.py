@@ -31,10 +31,10 @@ def sampled_scores(
 
     Args:
         logits: [T, V], the logits that tokens were sampled from.
-        num_logprobs: number of most likely tokens to score in addition.
+        num_logprobs: number of most likely tokens to score in addition to the sampled one.
         sampled_token_ids: [T].
         cu_num_logits: index of each request's first row, if requests have several rows.
-        max_per_req_token_ids: most tokens that a request names to be scored in addition.
+        max_per_req_token_ids: largest number of token ids that a request asks to be scored in addition.
         logits_mode: return logits instead of log-probabilities.
         others: further arguments of vLLM's function.
     """

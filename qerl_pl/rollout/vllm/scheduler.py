@@ -36,7 +36,7 @@ class RolloutScheduler(AsyncScheduler):
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return the log-probabilities collected so far, in nats per sampled token, by the caller's request id, and
-        delete them here."""
+        forget them."""
         found = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # without vLLM's suffix
         self._logprobs.clear()
         return found
@@ -44,8 +44,8 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect a step's log-probabilities for all requests that got a token, and call vLLM's method of this name
-        without them."""
+        """Collect a step's log-probabilities for all requests that got a token, and call vLLM's method of this name, to
+        which they are not passed."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)

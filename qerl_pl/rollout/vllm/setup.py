@@ -26,11 +26,12 @@ from qerl_pl.rollout.loopback import check_loopback
 from qerl_pl.rollout.vllm import humming, patches
 
 DEFAULT_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # warnings concern servers; INFO shows e.g. the chosen kernels
+    "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings concern servers; set INFO to see the chosen kernels
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support seeds per request
 }
-TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")  # of compressed-tensors, of ModelOpt
+# Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
+TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
 ONE_COPY = True
@@ -53,8 +54,8 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # By default vLLM has a Triton cache per configuration, and would compile all its Triton kernels again for each new
-    # configuration.
+    # By default vLLM has a separate Triton cache for each of its configurations, so each new configuration would
+    # compile all Triton kernels again.
     os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
 
 
@@ -63,7 +64,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
     """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group.
 
     vLLM then uses the trainer's process group and creates groups of single ranks from it, which all ranks have to do at
-    the same time. It reads its rank and GPU from the environment; both variables are restored afterwards.
+    the same time. vLLM reads rank and GPU of a process from environment variables, which are set here and restored at
+    the end of the context.
     """
     if not dist.is_initialized():
         yield {}
@@ -107,7 +109,8 @@ def decoding_kernel(
 
 
 def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
-    """List the requirements of the native decoding kernels that are not met here, without importing vLLM."""
+    """List the requirements of the native decoding kernels that this machine, base or dtype does not meet, without
+    importing vLLM."""
     vllm = find_spec("vllm")
     folders = (vllm and vllm.submodule_search_locations) or ()
     on_hopper = hopper.is_available(torch.device("cuda"))
@@ -122,7 +125,8 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
 
 
 def prompt_kernel(*, deterministic: bool) -> Literal["humming", "dequantised"]:
-    """Return how linears that have native decoding kernels compute more than 256 tokens at a time, that is, prompts."""
+    """Return how linears with native decoding kernels are computed for more than 256 tokens, i.e. for prompts: by
+    Humming's kernels, or dequantised and multiplied by cuBLAS."""
     return "dequantised" if deterministic or find_spec("humming") is None else "humming"
 
 
@@ -146,25 +150,26 @@ def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal[
 
 
 def dequantises(wanted: Literal["auto", "native", "humming"], *, deterministic: bool) -> bool:
-    """Return whether the engine will dequantise linears to scratch memory for prompts, given an NVFP4 base and
-    bfloat16."""
+    """Return whether the engine will dequantise linears to scratch memory for prompts, if the base is in NVFP4 and the
+    compute dtype bfloat16."""
     native = decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
     return native and prompt_kernel(deterministic=deterministic) == "dequantised"
 
 
 def one_copy(wanted: Literal["auto", "native", "humming"]) -> bool:
-    """Return whether trainer and engine will share one copy of the packed weights, given an NVFP4 base and bfloat16."""
+    """Return whether trainer and engine will share one copy of the packed weights, if the base is in NVFP4 and the
+    compute dtype bfloat16."""
     return ONE_COPY and decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
 
 
 def log_decoding_lacks(dtype: torch.dtype) -> None:
-    """Log why the native kernels cannot decode an NVFP4 base here; nothing if they can."""
+    """Log why the native kernels cannot decode an NVFP4 base on this machine; log nothing if they can."""
     if missing := decoding_lacks(NVFP4, dtype):
         rank_zero_info(f"vLLM decodes without the native NVFP4 kernels, which need {', and '.join(missing)}")
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
-    """Log that the engine holds these linears dense."""
+    """Log that vLLM holds the given packed linears in dequantised form, because it has no kernels for their format."""
     fmt = next(iter(linears.values())).fmt
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
@@ -234,7 +239,7 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, *, explain_kernel: bool) -> None:
-    """Check the base's scales and register Humming's operators before vLLM starts on a GPU.
+    """Check the base's tensor scales and register Humming's operators before vLLM starts on a GPU.
 
     Args:
         policy: policy whose base is loaded.

@@ -1,8 +1,8 @@
 """NVFP4 linears of vLLM on Hopper without Humming: native kernels for decoding, and dequantising plus cuBLAS for
 prompts and for shapes that the native kernels do not support.
 
-All kernels used here add in a fixed order, so equal inputs give equal bits, which Humming's kernels do not promise. The
-package humming-kernels is not needed.
+All kernels used here add partial sums in a fixed order, so equal inputs give equal bits, which Humming's kernels do not
+guarantee. The package humming-kernels is not needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.tile_order import fits, to_tile_order
 from qerl_pl.rollout.vllm import base_weights, nvfp4
 
-_LIBRARY = Library("qerl_pl", "FRAGMENT")  # the operator exists as long as this object
+_LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
 
 
 class WithoutHumming(NvFp4LinearKernel):
     """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations without Humming.
 
-    A linear whose shape fits (``quant.tile_order.fits``) is put into tile order after loading, and computed by
-    ``nvfp4.nvfp4_linear``. Any other linear stays in row order, and is dequantised in every call.
+    A linear whose shape fits (``quant.tile_order.fits``) is rearranged after loading to tile order, which the native
+    kernels read, and computed by ``nvfp4.nvfp4_linear``. Any other linear stays in row order, and is dequantised in
+    every call.
     """
 
     @classmethod
@@ -41,8 +42,8 @@ class WithoutHumming(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert a linear that vLLM has read: ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3, and
-        ``weight_global_scale`` [] fp32, the tensor scale."""
+        """Convert the parameters of a linear that vLLM has read to tile order if its shape fits: ``weight`` [N, K / 2]
+        uint8, ``weight_scale`` [N, K / 16] e4m3, and ``weight_global_scale`` [] fp32, the tensor scale."""
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
         del layer.weight_global_scale

@@ -37,16 +37,16 @@ class Slot(NamedTuple):
     """Memory of one linear's adapter in vLLM; R is the adapter's rank, rounded up to one that vLLM supports."""
 
     a: Tensor
-    """[R, K], the matrix A; rows from the adapter's rank on are 0."""
+    """[R, K], LoRA's matrix A; rows from the adapter's rank on are 0."""
     b: Tensor
     """[n, R], n rows of the matrix B times LoRA's scaling; columns from the adapter's rank on are 0."""
     first: int = 0
-    """Index in B of the first row in ``b``; not 0 only for delta nets, for whose fused queries, keys and values vLLM
-    has several slots."""
+    """Index, in the adapter's whole matrix B, of the first row of ``b``. It differs from 0 only in delta nets, where
+    vLLM has a slot each for queries, keys and values, which the trainer computes by one linear."""
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Reserve vLLM's adapter slots for the adapter of a LoRA request, filled with 0.
+    """Reserve vLLM's adapter slots for the adapter of a LoRA request, and fill them with 0.
 
     vLLM treats the id of the request as a loaded adapter from then on, and does not read the file that the request
     names.
@@ -65,9 +65,11 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
         if isinstance(module.punica_wrapper, OneAdapterKernels):
             a, b = module.lora_a_stacked, module.lora_b_stacked
             fewest = 1
-            if hasattr(module.base_layer, "decoding"):  # a native linear; with fewer tokens it is fused
+            # for fewer than ``fewest`` tokens, the native GEMM of this linear adds the adapter itself
+            if hasattr(module.base_layer, "decoding"):
                 fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
-            linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest  # one linear per set of shapes
+            # Kernels depend on the shapes only, so one linear of each set of shapes is kept.
+            linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest
     for a, b, fewest in linears.values():
         compile_kernels(a, b, fewest)
 
@@ -87,7 +89,7 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the LoRA matrices in vLLM's slots by PEFT's names, without the padding of the rank.
+    """Return the LoRA matrices in vLLM's slots by PEFT's names, without the rows and columns that pad the rank.
 
     Raises:
         RuntimeError: two slots that should hold the same matrix differ.
@@ -103,8 +105,8 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return the weights of the norms that get noise (``Family.noise_norms``) in vLLM's model by name; they share the
-    model's memory."""
+    """Return the weights of the norms that get noise (``Family.noise_norms``) in vLLM's model by name; writing to these
+    tensors changes the model."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
@@ -116,7 +118,8 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     found: Counter[str] = Counter()
     for module in worker.get_model().modules():
         if isinstance(module, LinearBase):
-            scheme = getattr(module, "scheme", module.quant_method)  # compressed-tensors has one; other formats do not
+            # linears in formats other than compressed-tensors have no ``scheme``
+            scheme = getattr(module, "scheme", module.quant_method)
             name = type(getattr(scheme, "kernel", scheme)).__name__
             found[f"nvfp4_decode and {name}" if hasattr(module, "decoding") else name] += 1
     return dict(found)
@@ -146,9 +149,11 @@ def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     keys_only = _blocks_without_values(config) if FAMILIES[config.model_type].keys_as_values else set()
     slots: dict[str, list[Slot]] = {}
     for name, module in manager.modules.items():
-        parts = manager.packed_modules.get(name, [name])  # of fused q/k/v and gate/up, each part has a slot
+        # each linear that vLLM has fused into this one, such as q_proj, has a slot
+        parts = manager.packed_modules.get(name, [name])
         slices = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
-        several = len(module.lora_b_stacked) - len(parts) + 1  # slices of the first part
+        # number of slices of the first part; all other parts have one slice each
+        several = len(module.lora_b_stacked) - len(parts) + 1
         for number, part in enumerate(parts):
             block, _, leaf = part.partition(".self_attn.")
             if leaf == "v_proj" and block.rpartition(".")[2] in keys_only:
@@ -161,6 +166,6 @@ def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
 
 
 def _blocks_without_values(config: PretrainedConfig) -> set[str]:
-    """Return the numbers of the blocks that have no v_proj and use keys as values."""
+    """Return the numbers of the decoder blocks that have no v_proj and use their attention keys as values."""
     kinds = enumerate(config.layer_types) if config.attention_k_eq_v else ()
     return {str(number) for number, kind in kinds if kind == "full_attention"}
