@@ -29,12 +29,15 @@ class Analysis:
         metric: readout that decides the study, a measured quantity from ``qerl_pl.study.readouts``.
         strata: options of the grid whose values are pooled, e.g. [model.base]: runs of two arms are paired if they have
             the same value and seed, and the bootstrap resamples within each value.
+        folder: folder of the analysis inside the study's output. Two studies with the same output share the runs of
+            their common arms; each needs a folder of its own.
     """
 
     comparisons: list[list[str]] | None = None
     validation: str = "val/accuracy"
     metric: str = "area under accuracy"
     strata: list[str] = field(default_factory=list)
+    folder: str = "analysis"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Study:
             raise ValueError("a study needs at least one arm and one seed")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; each may be there once")
-        for name in (*self.arms, *self.evaluations):
+        for name in (*self.arms, *self.evaluations, self.analysis.folder):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
                 raise ValueError(f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
         if FIT in self.evaluations:

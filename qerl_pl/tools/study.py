@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--analyse",
         action="store_true",
-        help="run nothing; write tables and pictures of what is finished to OUTPUT/analysis",
+        help="run nothing; write tables and pictures of what is finished to OUTPUT/analysis, or the file's folder",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
     return parser
@@ -72,7 +72,7 @@ def _analyse(study: Study) -> int:
     from qerl_pl.study.analysis import gather, write_files  # scipy and matplotlib, which running a study does not need
     from qerl_pl.study.pictures import draw
 
-    folder, groups = study.output / "analysis", gather(study)
+    folder, groups = study.output / study.analysis.folder, gather(study)
     print(write_files(study, groups, folder))
     for picture in draw(study, groups, folder):
         print(f"picture: {picture}")

@@ -176,6 +176,15 @@ def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_pa
     assert {line["readout"] for line in lines} >= {"area under accuracy", "reach: pass@4", "gap"}
 
 
+@pytest.mark.slow
+def test_studies_that_share_their_runs_have_analyses_of_their_own(study, tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump({"arms": {"nvfp4": {}}, "seeds": [0, 1], "analysis": {"folder": "other"}}))
+    assert command(["study", str(path), "--output", str(study.output), "--analyse"]) == 0
+    assert {each.name for each in study.output.iterdir()} == {"runs", "other"}
+    assert "2 of 2 runs are finished" in (study.output / "other" / "analysis.md").read_text()
+
+
 def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({"arms": {"a": {}}, "seeds": [0]}))

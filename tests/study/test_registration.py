@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from copy import deepcopy
 from inspect import signature
 from typing import Any
 
@@ -12,12 +14,13 @@ import yaml
 from datamodules.word_problems import WordProblems
 from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings
 from qerl_pl.pretraining.measure import MIN_PASS_AT_N, PASS_AT_1
-from qerl_pl.study.study_file import Study, read_study
+from qerl_pl.study.statistics import holm
+from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from qerl_pl.tools import pretrain
 from tests.program import ROOT
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
-REGISTERED = PAGE.split("## Registered", 1)[1].split("## Run the study", 1)[0]
+REGISTERED, EXPLORATORY = PAGE.split("## Registered", 1)[1].split("## Run the study", 1)[0].split("## Exploratory", 1)
 RATE = "model.optimizer.init_args.lr"
 
 
@@ -31,6 +34,16 @@ def pilot() -> Study:
     return read_study(ROOT / "configs" / "studies" / "pilot.yaml")
 
 
+@pytest.fixture(scope="module")
+def formats() -> Study:
+    return read_study(ROOT / "configs" / "studies" / "formats.yaml")
+
+
+@pytest.fixture(scope="module")
+def formats_pilot() -> Study:
+    return read_study(ROOT / "configs" / "studies" / "formats_pilot.yaml")
+
+
 def pretraining(**changes: Any) -> tuple[Any, Settings]:
     """The options and settings of `pretrain` with its defaults."""
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
@@ -42,6 +55,18 @@ def noise_of(arm: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of AQN in an arm."""
     callbacks = arm.get("trainer", {}).get("callbacks+", [])
     return [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.aqn.AdaptiveQuantizationNoise"]
+
+
+def table_of(section: str) -> dict[str, str]:
+    """The section's table of settings."""
+    table = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", section, re.MULTILINE))
+    assert table.pop("setting") == "value"
+    return table
+
+
+def rate_of(study: Study, arm: str) -> float:
+    """The learning rate of an arm."""
+    return study.arms[arm]["model"]["optimizer"]["init_args"]["lr"]
 
 
 def expected(noise: Study, pilot: Study) -> dict[str, str]:
@@ -90,9 +115,7 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
 
 
 def test_every_row_of_the_table_is_what_files_and_code_say(noise, pilot):
-    table = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", REGISTERED, re.MULTILINE))
-    assert table.pop("setting") == "value"
-    assert table == expected(noise, pilot)
+    assert table_of(REGISTERED) == expected(noise, pilot)
     assert noise.seeds == list(range(noise.seeds[0], noise.seeds[-1] + 1))
 
 
@@ -138,3 +161,94 @@ def test_the_page_says_the_limits_of_room_and_how_each_policy_is_made():
     }
     for _, size, seed in commands:
         assert pretraining(size=size, seed=seed)[1].learning_rate == LEARNING_RATES[size]
+
+
+def test_the_exploratory_study_has_the_runs_of_the_deciding_one(noise, formats):
+    assert formats.output == noise.output
+    assert formats.analysis.folder != noise.analysis.folder
+    assert not set(formats.evaluations) & set(noise.evaluations)
+    assert formats.seeds == noise.seeds
+    assert formats.analysis.metric == noise.analysis.metric
+    mine = {run.folder: run for run in formats.runs()}
+    for run in noise.runs():
+        files = files_of(formats, mine[run.folder])
+        shared = [run.folder / "study" / name for name in ("settings.yaml", "arm.yaml")]
+        assert [files[path] for path in shared] == [files_of(noise, run)[path] for path in shared]
+        theirs, ours = (commands_of(study, each)[0] for study, each in ((noise, run), (formats, mine[run.folder])))
+        assert theirs == ours
+
+
+def test_every_row_of_the_exploratory_table_is_what_the_files_say(noise, formats, formats_pilot):
+    common = yaml.safe_load((ROOT / "configs" / "word_problems.yaml").read_text())
+    table = table_of(EXPLORATORY)
+    kinds = ("arms of noise.yaml", "further arms", "equal entropy", "rounded noise", "unbounded weights", "DAPO")
+    assert table["arms of noise.yaml"] == ", ".join(noise.arms)
+    assert ", ".join(table.pop(kind) for kind in kinds) == ", ".join(formats.arms)
+    samples = {name: each["model"]["val_sampling"] for name, each in formats.evaluations.items()}
+    (sampling,) = {(each["num_completions"], each["temperature"]) for each in samples.values()}
+    (limit,) = {each["data"]["val_limit"] for each in formats.evaluations.values()}
+    training = formats.settings["trainer"]["max_steps"] * common["data"]["batch_size"]
+    rates = ", ".join(f"{rate:g}" for rate in formats_pilot.grid[RATE])
+    further = len(formats.runs()) - len(noise.runs())
+    smallest = holm([2 / 2 ** len(formats.seeds)] * len(formats.comparisons))[0]
+    assert smallest < 0.05, "no comparison could be accepted"
+    assert table == {
+        "arms of the pilot": ", ".join(formats_pilot.arms),
+        "pilot": f"learning rates {rates}; seeds {', '.join(map(str, formats_pilot.seeds))}",
+        "evaluations": f"{' and '.join(samples)}: {limit} problems, {sampling[0]} samples of each at temperature "
+        f"{sampling[1]}",
+        "completions of a run with GRPO": f"{training * common['model']['sampling']['num_completions']} to train, "
+        f"{len(samples) * limit * sampling[0]} in the evaluations",
+        "smallest adjusted p-value": f"{smallest:.3g}",
+        "runs": f"{len(formats_pilot.runs())} of the pilot, {len(noise.runs())} of noise.yaml, {further} further",
+    }
+
+
+def test_the_exploratory_evaluations_are_those_of_the_deciding_study_with_256_samples(noise, formats):
+    for name, evaluation in noise.evaluations.items():
+        other = deepcopy(formats.evaluations[f"{name}-256"])
+        assert other["model"]["val_sampling"].pop("num_completions") == 256
+        rows = 256 * other["data"].pop("val_batch_size")
+        assert rows == evaluation["model"]["val_sampling"]["num_completions"] * evaluation["data"]["val_batch_size"]
+        kept = {key: value for key, value in evaluation["data"].items() if key != "val_batch_size"}
+        assert other == {"model": {"val_sampling": {"temperature": 1.0}}, "data": kept}
+
+
+def test_the_exploratory_comparisons_are_those_of_the_analysis(noise, formats):
+    stated = re.findall(r"^\d+\. `([^`]+)` differs from `([^`]+)`", EXPLORATORY, re.MULTILINE)
+    assert stated == formats.comparisons
+    assert not {frozenset(pair) for pair in stated} & {frozenset(pair) for pair in noise.comparisons}
+    assert {arm for pair in stated for arm in pair} >= set(formats.arms) - set(noise.arms)
+
+
+def test_an_exploratory_arm_differs_from_its_base_in_what_its_name_says(formats, noise):
+    for name, arm in formats.arms.items():
+        base, *variant = name.split("+")
+        assert arm["model"].get("base_format", "bf16") == base
+        changed = {key: value for key, value in arm["model"].items() if key not in ("base_format", "optimizer")}
+        dapo = {"objective": {"preset": "dapo"}, "dynamic_sampling": {"metric": "accuracy"}}
+        capped = {"objective": {"correction_high": math.inf}}
+        assert changed == (dapo if "dapo" in variant else capped if "aqn-uncapped" in variant else {})
+        rounded = {"noise_precision": "compute"} if "aqn-rounded" in variant else {}
+        (aqn,) = noise_of(noise.arms["bf16+aqn"])
+        noisy = any(part.startswith("aqn") for part in variant)
+        assert noise_of(arm) == [{**aqn, **rounded}] * noisy
+        assert len(arm.get("trainer", {}).get("callbacks+", [])) == len(set(variant) - {"dapo"}) <= 1
+        like = {"temperature": base, "aqn-rounded": f"{base}+aqn", "aqn-uncapped": f"{base}+aqn"}
+        if variant and variant[-1] in like:
+            assert rate_of(formats, name) == rate_of(formats, like[variant[-1]])
+
+
+def test_the_exploratory_pilot_is_like_the_first_and_has_the_arms_whose_rates_it_chooses(pilot, formats, formats_pilot):
+    for name in ("config", "settings", "gpu_memory", "grid", "seeds", "evaluations"):
+        assert getattr(formats_pilot, name) == getattr(pilot, name)
+    for name, arm in formats_pilot.arms.items():
+        model = formats.arms[name]["model"]
+        assert arm["model"] == {key: value for key, value in model.items() if key != "optimizer"}
+        assert rate_of(formats, name) in formats_pilot.grid[RATE]
+        assert noise_of(arm) == noise_of(formats.arms[name])
+    rates = {name: rate_of(formats, f"{name}+aqn") for name in ("nvfp4", "mxfp4", "nf4")}
+    for name, rate in rates.items():
+        folder = (pilot if name in pilot.arms else formats_pilot).output / "analysis" / "surprisal"
+        (matched,) = formats.arms[f"{name}+temperature"]["trainer"]["callbacks+"]
+        assert matched["init_args"] == {"curve": str(folder / f"{name}+aqn_lr={rate}.json")}

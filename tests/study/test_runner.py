@@ -78,6 +78,11 @@ def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, c
     more = study_of(tmp_path, "good", seeds=3)
     work(more)
     assert [starts(run.folder) for run in more.runs()] == [1, 1, 1], "a further seed is all that is run"
+    evaluated = replace(more, arms={"good": {}, "slow": {}}, evaluations={"other": {}})
+    work(evaluated)
+    assert [starts(run.folder) for run in evaluated.runs()] == [1] * 6, "a study that shares runs trains none again"
+    assert all(starts(run.folder / "evaluations" / "other") == 1 for run in evaluated.runs())
+    assert all(state.is_finished(study, run) for study in (more, evaluated) for run in study.runs())
 
 
 def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_path, capsys):

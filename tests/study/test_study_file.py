@@ -83,6 +83,7 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
         ({"evaluations": {"fit": {}}}, "may not be called 'fit'"),
         ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
         ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
+        ({"analysis": {"folder": "../a"}}, "'../a' becomes the name of a folder"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
