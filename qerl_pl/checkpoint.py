@@ -50,7 +50,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint; if this fails, an existing file at the path is left intact.
 
         Args:
-            checkpoint: content of the checkpoint; it may be modified as soon as this returns.
+            checkpoint: content of the checkpoint; it may be modified as soon as this method returns.
             path: path of the file.
             storage_options: with ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
                 written in the background; ``wait`` waits for it.
@@ -67,11 +67,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._writing = self._in_background(checkpoint_file.write, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
-        """Tell whether no checkpoint is being written in the background, so that ``wait`` would return at once."""
+        """Return whether the background thread has finished writing, so that ``wait`` would return at once."""
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Wait until no file is being written.
+        """Wait until the background thread has finished writing.
 
         Raises:
             OSError: a checkpoint could not be written in the background.
@@ -90,7 +90,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the source does not exist, or it cannot be renamed.
         """
-        # blocks of a file that was renamed over are freed when it is closed
+        # the overwritten file's blocks are freed only when it is closed
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
         if old is not None:
@@ -152,7 +152,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
             found = checkpoint_file.read(path, map_location or "cpu")
-            # files that start with a dot are Lightning's, pass weights between processes and are no checkpoints
+            # In files whose names start with a dot, which are no checkpoints, Lightning passes weights between
+            # processes.
             if not path.name.startswith("."):
                 checkpoint_file.check_contents(found)
             return found

@@ -22,7 +22,7 @@ MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
 PROBE = 2**20  # bytes of a test write that finds out whether the disk is full
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
-HIGHEST_STEP = 2**53  # loggers store steps as doubles, which represent all integers up to 2^53
+HIGHEST_STEP = 2**53  # curves have steps as doubles, which represent all integers up to 2^53
 
 
 class Damaged(Exception):
@@ -54,7 +54,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load tensors and builtins from a file after checking its checksum.
+    """Load tensors and objects of Python's built-in types from a checkpoint file after checking its checksum.
 
     Raises:
         Damaged: the checksum does not match, or the content is not a dict.

@@ -149,7 +149,7 @@ class QeRLModule(LightningModule):
             device = self.trainer.strategy.root_device
             rank_zero_info(describe_attention(self.policy.config, device, self.settings.compute_dtype))
         # DDP is not needed: every rank reads the base from disk, and ``qerl_pl.common.ranks`` averages the gradients.
-        # DDP still manages one parameter, because it refuses a module without any.
+        # DDP still manages one parameter, because it refuses a module without parameters to manage.
         kept = next(name for name, parameter in self.named_parameters() if parameter.requires_grad)
         names = {name for name, _ in chain(self.named_parameters(), self.named_buffers())}
         self._ddp_params_and_buffers_to_ignore = names - {kept}
@@ -213,7 +213,7 @@ class QeRLModule(LightningModule):
             entropy_coefficient=self.entropy_coefficient,
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
-            # not manual_backward: DDP would all-reduce after each micro-batch, whose number differs between ranks
+            # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them
             backward=Tensor.backward,
             step=self._optimizer_step,
             watch=watch,
@@ -227,7 +227,7 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
         self.grad_norm = average_and_clip(self.policy.parameters(), max_norm=self.settings.max_grad_norm)
-        optimizer.step()  # calls on_before_optimizer_step, in which callbacks read grad_norm
+        optimizer.step()  # calls the hook on_before_optimizer_step, in which callbacks read ``grad_norm``
         scheduler.step()
         optimizer.zero_grad()
         return self.grad_norm
@@ -314,7 +314,7 @@ class QeRLModule(LightningModule):
         rank_zero_info(plan.summary())
 
     def _run_memory(self, stage: str) -> RunMemory:
-        """Collect the settings that decide how much memory a rank takes."""
+        """Collect the settings that decide how much GPU memory a rank takes."""
         data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         fit = stage == "fit"
         return run_memory(

@@ -205,7 +205,8 @@ def _gradient(
             entropy_coefficient=bonus,
             penalized=None if terms.penalized is None else part.read(terms.penalized),
         )
-        with torch.autograd.set_multithreading_enabled(False):  # switching threads takes longer than a small pass
+        # not in autograd's thread, since switching threads takes longer than a small pass
+        with torch.autograd.set_multithreading_enabled(False):
             backward(loss)
         for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
             sums[name] = sums.get(name, 0) + value

@@ -47,7 +47,7 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")  # the operating system releases the lock if the process dies
+    lock = FileLock(f"{folder}.lock")  # the operating system releases the file lock if this process dies
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -17,7 +17,7 @@ from qerl_pl.common.files import write_whole
 KEPT = ".qerl-pl-digests.json"
 """File in the base's folder that stores, by the name of a weight file, the file's size, its modification and change
 times and its SHA-256 digest."""
-LARGE = 2**30  # a progress bar is shown if at least this many bytes are read
+LARGE = 2**30  # a progress bar is shown if at least this many bytes of weights are read
 
 
 def base_digest(base: str | Path) -> str:

@@ -40,7 +40,7 @@ def hub_config(name: str) -> Path:
         ValueError: the model cannot be downloaded, see ``hub_folder``.
     """
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
-    # also raised if the hub cannot be reached and the file is not in the hub's local cache
+    # EntryNotFoundError is also raised if the hub cannot be reached and the file is not in its local cache.
     with suppress(EntryNotFoundError):
         _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
     return Path(file).parent

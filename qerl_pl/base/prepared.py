@@ -56,7 +56,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
         load_tokenizer(folder, config)
         if declared_layout(folder) is not None or quantization is None:
             folder = _converted(folder, name, reasons)
-        else:  # not converted first, because the quantiser itself reads only the text model
+        else:  # The checkpoint need not be converted before, because the quantiser reads only its text model.
             rank_zero_info(f"{base}: {'; '.join(reasons)}")
     if quantization is None:
         return str(folder)

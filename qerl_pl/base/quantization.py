@@ -17,8 +17,8 @@ class Quantization:
     Args:
         format: format of the packed weights: nvfp4, mxfp4 or nf4.
         method: how weights are rounded. rtn: to nearest; mse: with the block scales of least squared error; awq: as
-            mse, after important input channels were multiplied by scales by which the preceding module is divided;
-            gptq: column by column, where later columns compensate the rounding errors of earlier ones.
+            mse, after multiplying important input channels by scales and dividing the preceding module's outputs by the
+            same scales; gptq: column by column, where later columns compensate the rounding errors of earlier ones.
         calibration: text on which the model's activations are measured, which awq and gptq need: .txt or .jsonl file,
             or a data set of the hub.
         samples: number of calibration sequences.

@@ -82,7 +82,7 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric over the values of all ranks. Collective.
+    """Compute a metric over the values of all ranks. Every rank must call this.
 
     Args:
         metric: a metric without values; this function moves it to the device of the collectives (in a run of one rank,

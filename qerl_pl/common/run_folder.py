@@ -59,7 +59,7 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a living process trains in the folder, that is, holds the lock on its file ``LOCK``."""
+    """Return whether a living process trains in the folder, that is, holds the lock on the folder's file ``LOCK``."""
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

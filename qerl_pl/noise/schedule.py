@@ -56,8 +56,8 @@ def stage_sigma(
 ) -> float:
     """Return the sigma of a rollout's noise by the schedule (arXiv 2510.11696, eq. 8 and algorithm 1).
 
-    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. With the exponent in the paper, (k
-    - 1) / (K - 1) in stage k, sigma_end would not be reached. The exponent here is (k - 1) / (K - 2), as in the paper's
+    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. With the exponent that the paper
+    gives for stage k, (k-1)/(K-1), sigma_end would not be reached. The exponent here is (k-1)/(K-2), as in the paper's
     published code.
 
     Args:
@@ -83,7 +83,7 @@ def stage_sigma(
         return sigma_start
     if stage == num_stages - 1:
         return sigma_end
-    done = (stage - 1) / (num_stages - 2)  # 0 in stage 1, 1 in the last stage
+    done = (stage - 1) / (num_stages - 2)  # how far sigma has fallen: 0 in stage 1, 1 in the last stage
     if decay == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** done
     remaining = {

@@ -104,7 +104,7 @@ class DynamicSampling:
         self, evaluation: ScoredBatch, signal: Tensor, *, batch_size: int, may_move: bool = True
     ) -> ScoredBatch | None:
         """Choose the first ``batch_size`` groups with a signal among those of all ranks, and return the ones that this
-        rank trains on. Collective.
+        rank trains on. Every rank must call this.
 
         Args:
             evaluation: this rank's groups, as returned by ``fill``.

@@ -177,7 +177,7 @@ class TransformersEngine:
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=sampling.temperature > 0,
-            top_k=0,  # ``recorder`` applies top_k and top_p and records log-probabilities after them
+            top_k=0,  # ``recorder`` applies top_k and top_p, and records log-probabilities after that
             eos_token_id=self._end_tokens or None,
             pad_token_id=0,
             use_cache=True,
@@ -223,8 +223,8 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # turns gradient checkpointing off, with which there would be no KV cache
-            policy.causal_lm.generation_config = GenerationConfig()  # not the checkpoint's sampling defaults
+            policy.eval()  # turns gradient checkpointing off, with which transformers uses no KV cache
+            policy.causal_lm.generation_config = GenerationConfig()  # without the checkpoint's sampling defaults
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),

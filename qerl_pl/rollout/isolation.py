@@ -31,7 +31,8 @@ def preserved_torch_settings() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces this function by one without effect
+        # vLLM's CPU worker replaces set_num_threads by a function without effect
+        torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)

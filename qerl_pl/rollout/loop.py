@@ -98,7 +98,7 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Collective.
+        """Sample and score one rollout of training data. Every rank must call this.
 
         Args:
             prompts: [P] this rank's prompts.
@@ -116,7 +116,7 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        # also for refills: the engine derives completions' seeds from this seed and the prompts
+        # the same for further prompts, since the engine derives a completion's seed from this seed and the prompt
         own_seed = derive_seed(seed, "refill")
 
         def sample(some: Sequence[Prompt]) -> ScoredBatch:

@@ -60,7 +60,7 @@ class ScoredBatch:
             [P] bool, True for groups with a signal.
         """
         counts = self.in_loss(filter_truncated=filter_truncated).view(-1, self.group_size)
-        # exactly 0 for the rows that have advantage 0 with every baseline
+        # these advantages are exactly 0 for the rows whose advantage is 0 with every baseline
         centered = group_advantages(self.rewards, self.scored, "centered")
         found = (counts & (centered != 0)).any(dim=1)
         if metric is not None:
@@ -69,7 +69,7 @@ class ScoredBatch:
         return found
 
     def select(self, groups: Tensor) -> ScoredBatch:
-        """Return the groups with the given indices, [N] int64."""
+        """Return a batch of the N groups with the given indices, [N] int64."""
         rows = (groups.unsqueeze(1) * self.group_size + torch.arange(self.group_size)).flatten()
         picked = rows.tolist()
         return ScoredBatch(

@@ -34,7 +34,7 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """Per-token values, as in ``RowTokens``, of the N sampled tokens of B completions, concatenated completion by
+    """Per-token values (see ``RowTokens``) of B completions with N sampled tokens in all, concatenated completion by
     completion."""
 
     ids: Tensor

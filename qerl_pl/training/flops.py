@@ -65,7 +65,7 @@ class ModelSize:
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
         everything = sum(linear.in_features * linear.out_features for linear in linears if linear is not head)
         return cls(
-            frozen=everything - adapter,  # LoRA matrices are nn.Linear, so ``everything`` has them
+            frozen=everything - adapter,  # LoRA matrices are nn.Linear, so ``everything`` includes them
             adapter=adapter,
             head=config.hidden_size * config.vocab_size,
             attention=config.num_attention_heads * sum(head_dims(config)),

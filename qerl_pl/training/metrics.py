@@ -66,7 +66,7 @@ def update_metrics(
         reference: whether the KL to the base model was measured.
     """
     zero = torch.zeros_like(num_tokens)
-    # the divisors are means over ranks, so the loss is averaged, not summed
+    # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
     found = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}

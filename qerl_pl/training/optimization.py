@@ -19,7 +19,7 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer over ``parameter_groups``.
+    """Build the optimizer for the groups of parameters that ``parameter_groups`` returns.
 
     Raises:
         ValueError: the optimizer refuses its settings, such as a negative learning rate.
@@ -124,7 +124,7 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
 
 
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
-    """Average the gradients over ranks and clip them. Collective.
+    """Average the gradients over ranks and clip them. Every rank must call this.
 
     Args:
         parameters: all parameters of the policy.

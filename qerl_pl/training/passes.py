@@ -62,8 +62,8 @@ class Batch:
         """[B, S] fp32 nats, the base model's log-probabilities, or None if they are not needed."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """Call ``work`` with the most tokens per pass; if GPU memory runs out, call it again with fewer tokens per
-        pass.
+        """Call ``work`` with the limit on the tokens per pass; if GPU memory runs out, call it again with a smaller
+        limit.
 
         Args:
             work: function that may run out of GPU memory.

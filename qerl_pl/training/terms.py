@@ -20,16 +20,16 @@ class BatchTerms:
     """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches."""
 
     mini_batch: Tensor
-    """[B] int64, the mini-batch of each row."""
+    """[B] int64, index of each row's mini-batch."""
     kept: Tensor
     """[B, S] bool, True for tokens that have a policy loss."""
     counted: Tensor
-    """[B, S] bool, True for tokens over whose number the policy loss is averaged; some of them may have no policy
+    """[B, S] bool, True for tokens that count in the divisor of the policy loss; some of them may have no policy
     loss."""
     divisors: Tensor
-    """[M] divisors of the KL and entropy terms of each mini-batch, counted over all ranks."""
+    """[M] divisor of the KL and entropy terms of each mini-batch, averaged over the ranks."""
     policy_divisors: Tensor
-    """[M] divisors of the policy loss of each mini-batch, counted over all ranks."""
+    """[M] divisor of the policy loss of each mini-batch, averaged over the ranks."""
     penalized: Tensor | None
     """[B, S] bool, True for tokens whose loss has a penalty on the KL to the policy before the update (KL-Cov); None
     without KL-Cov."""
@@ -42,7 +42,7 @@ class BatchTerms:
 def batch_terms(
     batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
 ) -> BatchTerms:
-    """Compute masks and divisors of a batch. Collective: every rank calls it with the same settings and its own rows.
+    """Compute masks and divisors of a batch. Every rank must call this, with the same settings and its own rows.
 
     Args:
         batch: the batch, with old log-probabilities and entropies if the objective needs them before the first update.
@@ -86,7 +86,7 @@ def batch_terms(
 
 def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Choose the tokens that covariance control restrains. Returns them, [B, S] bool, and their share [] of the tokens
-    of all ranks. Collective."""
+    of all ranks. Every rank must call this."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
     logprobs = batch.old[mask].double()
     per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
@@ -117,7 +117,8 @@ def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
-    """Assign a mini-batch to each group (the completions of a prompt) of this rank: [groups] int64. Collective.
+    """Assign a mini-batch to each group (the completions of a prompt) of this rank, [groups] int64. Every rank must
+    call this.
 
     Mini-batches consist of whole groups in the order of the global batch. Rank r of W has the global batch's groups r,
     r + W, r + 2W and so on, so which groups are in a mini-batch does not depend on W. Dynamic sampling may leave fewer

@@ -63,7 +63,8 @@ def llm_arguments(
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
     arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
-    # In families without this entry, norms multiply by the weight before they round, so any implementation will do.
+    # If "norms" is not in ``elementwise``, the family's norms multiply by the weight before they round, for which every
+    # implementation in vLLM supports fp32 weights.
     if fp32_norms and "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     platform_arguments = cpu_arguments if on_cpu else gpu_arguments

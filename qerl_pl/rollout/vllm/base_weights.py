@@ -122,8 +122,8 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Set the parameters of a linear that vLLM has loaded and converted to the trainer's memory, if that holds the same
-    bits.
+    """Make the parameters of a linear, after vLLM has loaded and converted it, refer to the trainer's memory if this
+    holds the same bits.
 
     Returns:
         Whether the trainer's memory is used; if not, trainer and engine keep separate copies.
@@ -244,11 +244,11 @@ def _fits(parts: Sequence[FrozenLinear]) -> bool:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the tensor-scale divisors [n] fp32 of each part of a fused linear; None for each if the linear has no
-    parameter ``weight_global_scale`` (of the format compressed-tensors).
+    """Return, for each part of a fused linear, its tensor scale as a divisor, [n] fp32, as compressed-tensors stores
+    it; None for each part if the linear has no parameter ``weight_global_scale``.
 
-    Each part has one divisor, except in delta nets, whose first part has queries, keys and values with three equal
-    divisors.
+    Each part has one divisor (n = 1), except in delta nets, whose first part has queries, keys and values with three
+    equal divisors.
     """
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:

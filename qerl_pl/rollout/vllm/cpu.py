@@ -54,7 +54,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Create the parameters of a packed linear, named as in the checkpoint, which vLLM's loader fills."""
+        """Create the parameters of a packed linear under their names in the checkpoint, so that vLLM's loader can fill
+        them."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -121,7 +122,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create vLLM's object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
-    class if it has more."""
+    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and
+    vLLM's own class if it has more."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

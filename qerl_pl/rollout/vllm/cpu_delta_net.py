@@ -51,7 +51,7 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
         layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in
             memory of [slots, value heads, key width, value width], in fp32.
         batch: vLLM's ``GDNAttentionMetadata``: tokens of requests that decode come first, then prompts.
-        mixed: [T, C], the projected queries, keys and values.
+        mixed: [T, channels], the projected queries, keys and values of T tokens.
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
         a: [T, value heads], from which the decay of the recurrent state is computed.
         outputs: [T, value heads, value width], written in place.
@@ -86,7 +86,7 @@ def _rows(
     """Compute the convolution and recurrence of B rows of S tokens, starting from given states.
 
     Returns:
-        Outputs [B, S, value heads, D], and the new states of convolution and recurrence.
+        Outputs [B, S, value heads, value width], and the new states of convolution and recurrence.
     """
     weight = layer.conv1d.weight
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)  # [B, channels, width of the convolution - 1 + S]

@@ -71,7 +71,8 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the Triton kernels that a linear's adapter may need, so that this does not take seconds during a rollout.
+    """Compile the Triton kernels that a linear's LoRA adapter may need. This takes seconds, so it is done before
+    rollouts.
 
     Args:
         a: one [1, 1, R, K] for each slice.
@@ -94,8 +95,8 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create vLLM's object that computes adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and vLLM's own
-    class if it has more."""
+    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and
+    vLLM's own class if it has more."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

@@ -230,7 +230,7 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of adapter and norms in vLLM, and check that its base equals the trainer's."""
+        """Compute checksums of vLLM's adapter and norms, and check that vLLM's base weights equal the trainer's."""
         known = self._policy.adapter_state() if self._running() else {}
         self._call(worker.check_base, self._policy.packed_linears())
         slots = self._call(worker.read_adapter, self._policy.peft_config.r)
@@ -244,7 +244,7 @@ class VLLMEngine:
         llm = self._running()
         if llm.model_config.enable_sleep_mode:
             core = self._core()
-            # finish a step that vLLM scheduled before it knew that all requests end
+            # finish a step that vLLM scheduled before it knew that all requests had ended
             while core.engine_core.batch_queue:
                 core.get_output()
             llm.sleep(level=self.sleep_level)

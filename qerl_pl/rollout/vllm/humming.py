@@ -17,7 +17,7 @@ import torch
 
 HOPPER = 90  # compute capability 9.0, as Humming encodes it
 WIDE, FEW, MANY = 16384, 32, 256
-LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that Humming's rule gives from 129 tokens on
+LARGEST = (128, 256, 64)  # tile (tokens, outputs, inputs) that Humming's rule gives for 129 tokens or more
 
 
 def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, tokens: int) -> dict[str, Any]:
@@ -69,8 +69,7 @@ def without_served(
 
 
 def schedules_on(rule: Any) -> type:
-    """Derive a class from ``rule``, Humming's class that chooses tile sizes, which then applies
-    ``decoding_schedule``."""
+    """Derive a class that chooses tile sizes by Humming's class ``rule`` and then applies ``decoding_schedule``."""
 
     class Schedules(rule):
         @classmethod
@@ -87,7 +86,8 @@ def load_operators() -> None:
     """Register Humming's operators with torch, if this GPU is Hopper and Humming is installed.
 
     Graphs in vLLM's compilation cache call these operators by name. Humming registers them only when it builds its
-    first kernel; vLLM loads the cached graph before that, would fail to find them and compile the graph again.
+    first kernel; vLLM loads a cached graph before that, so without this function it would not find them and would
+    compile the graph again.
     """
     if find_spec("humming") is not None and torch.cuda.get_device_capability() == divmod(HOPPER, 10):
         import_module("humming.ops.utils").init_humming_launcher()

@@ -61,7 +61,8 @@ def register_loader(
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             model = super().load_model(vllm_config, model_config, prefix)
-            device: Any = vllm_config.device_config.device  # never "auto" here: vLLM has replaced it by a real device
+            # Before it loads a model, vLLM has replaced the device "auto", which its settings allow, by a real device.
+            device: Any = vllm_config.device_config.device
             base_weights.place(model, packed or {}, device)
             return model
 

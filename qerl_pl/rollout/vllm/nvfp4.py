@@ -42,8 +42,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the native kernels, also after the context has
-    ended.
+    """Make the NVFP4 linears that vLLM loads within this context use this project's native kernels, also after the
+    context.
 
     Raises:
         ValueError: the native kernels do not support this GPU, format or dtype, or a package is missing.
@@ -89,15 +89,15 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def fewest_unfused(linear: Any) -> int:
-    """Return the smallest number of tokens for which a linear's adapter is added by separate kernels and not by the
-    native GEMM."""
+    """Return the smallest number of tokens for which a linear's LoRA adapter is added by separate kernels and not by
+    this project's native GEMM."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
     return next(tokens for tokens in count(1) if not _fused_linear(tokens, a, b))
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear for which native kernels were compiled, [..., K] -> [..., N]; ``adapter`` holds the arguments of
-    ``nvfp4_linear`` from ``a`` on."""
+    """Compute a linear for which native kernels were compiled, [..., K] -> [..., N]; ``adapter`` holds the arguments a,
+    b, indices and no_lora of ``nvfp4_linear``."""
     given = getattr(layer, "zero_bias" if bias is None else "bias", None)
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
@@ -234,15 +234,16 @@ def _fused_linear(
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight_scale.shape[1])  # len(x) would make T a constant of the compiled graph
+    # len(x) would make the number of tokens a constant in the graph
+    return x.new_empty(x.shape[0], weight_scale.shape[1])
 
 
 direct_register_custom_op("nvfp4_linear", nvfp4_linear, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY)
 
 
 def _is_plain(layer: Any, config: Any, compute_config: str) -> bool:
-    """Return whether the native kernels can run a linear: bf16 activations, NVFP4 weights with one tensor scale, and no
-    padding by Humming."""
+    """Return whether this project's native kernels can compute a linear: bf16 activations, NVFP4 weights with one
+    tensor scale, and no padding by Humming."""
     global_scale = getattr(layer, "weight_scale_2", None)
     return (
         layer.params_dtype == torch.bfloat16

@@ -51,7 +51,8 @@ def fast_adapters() -> None:
 
     Symptom: with LoRA a decoding step takes up to twice as long on CUDA, and on a CPU several times as long.
     Cause: vLLM's LoRA kernels support many adapters at once and take several launches per linear.
-    Versions: vLLM 0.32. Upstream: none; the platform's method returns the kernels' name, and there is no setting.
+    Versions: vLLM 0.32. Upstream: none; the kernels' name is returned by a method of vLLM's platform, without a
+    setting.
     """
     from vllm.platforms import current_platform
 
@@ -104,7 +105,7 @@ def delta_nets_in_fp32() -> None:
 
     ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     own = ops.cpu_gdn_attention_core
-    if own.__module__ == ops.__name__:  # vLLM's function has not been replaced yet
+    if own.__module__ == ops.__name__:  # the function is still vLLM's, i.e. not replaced yet
         takes = ("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
         replace(ops, "cpu_gdn_attention_core", with_fp32(own), takes=takes)
 
@@ -125,7 +126,7 @@ def text_models_without_torchvision() -> None:
     def attribute(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        without = import_module(f"{models}_pil_qwen2_vl")  # imported when needed, as it takes two seconds
+        without = import_module(f"{models}_pil_qwen2_vl")  # imported only when needed: it takes two seconds
         expect(without, "smart_resize", ("height", "width"))
         return getattr(without, name)
 
@@ -192,7 +193,8 @@ def packed_weights_on_host() -> Iterator[None]:
 def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
     """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
 
-    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without it, Marlin's kernels run.
+    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without humming-kernels, Marlin's
+    kernels run.
     Cause: vLLM chooses from a fixed list of its own kernel classes.
     Versions: vLLM 0.32. Upstream: none known.
 
@@ -247,7 +249,7 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
     try:
         yield
     finally:
-        del pool.get_current_usage  # so that the method of the pool's class is used again
+        del pool.get_current_usage  # the method of the pool's class is then used again
 
 
 @contextmanager
@@ -267,7 +269,7 @@ def decoder_classes_apart() -> Iterator[None]:
         own = type(cls.__name__, (cls,), {"__module__": cls.__module__})
         decorate(self, own, **options)
         if type(self.config) not in models._extra_content:
-            models._extra_content[type(self.config)] = own  # vLLM looks up its model's class here
+            models._extra_content[type(self.config)] = own  # vLLM looks up the class of its model in this mapping
             added.append(type(self.config))
 
     takes = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")

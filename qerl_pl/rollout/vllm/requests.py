@@ -29,7 +29,8 @@ def check_temperature(temperature: float) -> None:
 
 
 def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[int]) -> list[SamplingParams]:
-    """Build one request per seed, which returns the log-probability of the sampled tokens and of no other tokens."""
+    """Build one sampling request per seed, which returns the log-probabilities of the sampled tokens and of no other
+    tokens."""
     from vllm import SamplingParams
 
     return [
@@ -42,7 +43,7 @@ def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[i
             stop_token_ids=end_tokens,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,
-            skip_special_tokens=False,  # vLLM looks for stop strings in this text, and they may contain special tokens
+            skip_special_tokens=False,  # the text in which vLLM searches stop strings must include special tokens
             logprobs=0,
             detokenize=bool(sampling.stop),
         )

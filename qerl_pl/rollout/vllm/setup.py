@@ -28,7 +28,7 @@ from qerl_pl.rollout.vllm import humming, patches
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings concern servers; set INFO to see the chosen kernels
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support seeds per request
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support a seed for each request
 }
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")

@@ -133,15 +133,15 @@ def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
-    # Both classes of vLLM's model runner have this attribute, but WorkerBase declares no type for ``model_runner``.
+    # Both classes of vLLM's model runner have ``lora_manager``, but WorkerBase declares no type for ``model_runner``.
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold.
 
-    A linear has two slots if its keys are also used as values, and three if it computes the queries, keys and values of
-    a delta net.
+    A linear has two slots if it computes attention keys that are also used as values, and three if it computes the
+    queries, keys and values of a delta net.
     """
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
