@@ -107,7 +107,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 self._thread = None
 
     def _in_background(self, function: Callable[..., None], *args: object) -> Future[None]:
-        """Run functions in a background thread, one after another."""
+        """Queue a function for the background thread, which calls functions one after another."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         return self._thread.submit(function, *args)

@@ -227,7 +227,7 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
         self.grad_norm = average_and_clip(self.policy.parameters(), max_norm=self.settings.max_grad_norm)
-        optimizer.step()  # calls the hook on_before_optimizer_step, in which callbacks read ``grad_norm``
+        optimizer.step()  # This calls the hook on_before_optimizer_step, in which callbacks read ``grad_norm``
         scheduler.step()
         optimizer.zero_grad()
         return self.grad_norm

@@ -205,7 +205,7 @@ def _gradient(
             entropy_coefficient=bonus,
             penalized=None if terms.penalized is None else part.read(terms.penalized),
         )
-        # not in autograd's thread, since switching threads takes longer than a small pass
+        # Backward runs in this thread, since switching to autograd's thread takes longer than a small pass.
         with torch.autograd.set_multithreading_enabled(False):
             backward(loss)
         for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():

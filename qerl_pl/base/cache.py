@@ -19,14 +19,16 @@ VARIABLE = "QERL_PL_CACHE"
 
 
 def cache_root() -> Path:
-    """Return the cache's folder: QERL_PL_CACHE, or qerl_pl in XDG_CACHE_HOME, which is by default ~/.cache."""
+    """Return the cache's folder: the environment variable QERL_PL_CACHE or, if it is not set, the folder qerl_pl in
+    XDG_CACHE_HOME (by default ~/.cache)."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_pl"
 
 
 def made_once(source: Path, label: str, settings: Mapping[str, object], make: Callable[[Path], object]) -> Path:
-    """Return the cache's folder for a copy of a base that is made with some settings, and make it if it does not exist.
+    """Return the folder in the cache that holds a base's copy made by ``make`` with the given settings; make the copy
+    if it does not exist.
 
     If several processes ask for the same folder, one makes it and the others wait.
 

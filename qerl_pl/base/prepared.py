@@ -30,7 +30,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     Args:
         base: folder of a checkpoint, or a model's name on the hub.
         base_format: use an existing copy of the base in this format, see ``base_folder``.
-        quantization: settings for quantising a dense base; a base that is already in the wanted format is not changed.
+        quantization: settings for quantising a 16-bit base; a base that is already in the wanted format is not changed.
 
     Returns:
         The base's folder, or a folder of the cache with one of: the quantised base; the text model of a checkpoint with

@@ -1,4 +1,4 @@
-"""Settings with which a run quantises a dense base when it uses this base for the first time."""
+"""Settings with which a run quantises a 16-bit base when it uses this base for the first time."""
 
 from __future__ import annotations
 

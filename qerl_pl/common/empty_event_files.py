@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-LENGTH, CHECKSUM = 8, 4  # bytes of the fields of a record: length of the data, its checksum, the data, their checksum
+# bytes; a record has the data's length, a checksum of the length, the data, and a checksum of the data
+LENGTH, CHECKSUM = 8, 4
 
 
 def remove(loggers: Iterable[Logger]) -> None:

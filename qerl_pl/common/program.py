@@ -1,4 +1,4 @@
-"""The command line by which this program's commands are called, for messages."""
+"""Find out, for messages, whether the user calls this program as ``qerl`` or as ``python -m qerl_pl``."""
 
 from __future__ import annotations
 

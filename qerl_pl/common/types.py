@@ -82,5 +82,5 @@ class Experience:
     """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
 
     def to(self, device: torch.device) -> Experience:
-        """Copy all tensors to a device."""
+        """Return a copy of this experience with all its tensors on a device."""
         return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items()})

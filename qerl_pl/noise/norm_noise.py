@@ -34,7 +34,7 @@ class NormNoise:
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the norm weights in a rollout engine that computes in ``dtype``: ``dtype`` itself if
-        noise is ``rounded``, and at least fp32 if not."""
+        there is noise and it is ``rounded``, and at least fp32 otherwise."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
@@ -66,7 +66,7 @@ def noisy_norms(
     noisy = {}
     for name, weight in sorted(clean.items()):
         added = torch.randn(weight.shape, dtype=torch.float32, generator=generator) * noise.sigma
-        # the sum is computed in fp32 (fp64 if the weight is fp64)
+        # weight + noise is computed in fp32 (fp64 if the weight is fp64)
         noisy[name] = (weight + added.to(weight.device)).to(dtype or weight.dtype)
     return noisy
 

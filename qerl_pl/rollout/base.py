@@ -176,7 +176,8 @@ class RolloutEngine(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the tensors that the engine holds, to be compared with ``expected_fingerprint``.
+        """Compute checksums of the adapter and norm weights that the engine holds, to be compared with
+        ``expected_fingerprint``.
 
         Raises:
             RuntimeError: the engine has its own copy of the base's weights, and the copy differs from the policy's

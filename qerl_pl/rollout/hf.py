@@ -86,7 +86,8 @@ class TransformersEngine:
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
                 own = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
-                torch.manual_seed(derive_seed(own, f"batch {some}", number))  # all ranks get the same ``seed``
+                # a batch's seed depends on its prompts, because all ranks get the same ``seed``
+                torch.manual_seed(derive_seed(own, f"batch {some}", number))
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
@@ -107,7 +108,7 @@ class TransformersEngine:
         return scores
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
-        """Call ``Policy.alternative_logprobs`` with this engine's adapter and noise in the policy."""
+        """Compute log-probabilities as ``Policy.alternative_logprobs`` does, with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return policy.alternative_logprobs(tokens, sampled, temperature=temperature)
@@ -223,8 +224,8 @@ class TransformersEngine:
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # turns gradient checkpointing off, with which transformers uses no KV cache
-            policy.causal_lm.generation_config = GenerationConfig()  # without the checkpoint's sampling defaults
+            policy.eval()  # in training mode, gradient checkpointing would prevent the use of a KV cache
+            policy.causal_lm.generation_config = GenerationConfig()  # avoids the checkpoint's sampling defaults
             with (
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
@@ -297,8 +298,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norms that the model uses, by the name of the weight: PEFT's trained copies if norms are trained and
-    ``adapter`` is True, and the base's norms otherwise."""
+    """Return the norm modules that the model uses, by the name of their weight: PEFT's trained copies if norms are
+    trained and ``adapter`` is True, and the base's norms otherwise."""
     found = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in found:

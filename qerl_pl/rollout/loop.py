@@ -116,7 +116,8 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        # the same for further prompts, since the engine derives a completion's seed from this seed and the prompt
+        # The batch and further prompts have the same seed, since the engine derives a completion's seed from this seed
+        # and the prompt.
         own_seed = derive_seed(seed, "refill")
 
         def sample(some: Sequence[Prompt]) -> ScoredBatch:

@@ -75,7 +75,7 @@ class Batch:
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split some rows into micro-batches of at most ``max_tokens``; if the policy computes equal prompts of a
+        """Split the given rows into micro-batches of at most ``max_tokens``; if the policy computes equal prompts of a
         micro-batch only once, their tokens count only once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
@@ -89,7 +89,7 @@ class Batch:
             yield Part(self.experience, rows[chunk.to(rows.device)])
 
     def score(self, rows: Tensor) -> None:
-        """Compute log-probabilities and entropies of some rows without gradient; store them in ``old`` and
+        """Compute log-probabilities and entropies of the given rows without gradient; store them in ``old`` and
         ``entropy``."""
         self._evaluate(rows, self.old, self.entropy)
 

@@ -55,7 +55,8 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base: str) -> int:
-    """Compare the NVFP4 weights that vLLM has read with the trainer's, before vLLM converts them.
+    """Compare the NVFP4 weights that vLLM has read with the trainer's, before vLLM converts them to the layout of its
+    kernels.
 
     Args:
         model: vLLM's model.
@@ -159,14 +160,14 @@ def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.d
             layer.weight.data = weight.codes
             layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
     for layer in model.modules():
-        if isinstance(layer, LinearBase):  # also linears of vLLM that ``fused_linears`` does not return
+        if isinstance(layer, LinearBase):  # includes linears of vLLM that do not consist of the trainer's
             for parameter in layer.parameters(recurse=False):
                 parameter.data = parameter.data.to(device)
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of the packed base weights are shared by trainer and vLLM; nothing is logged for a dense
-    base."""
+    """Log how many bytes of the packed base weights are shared by trainer and vLLM; nothing is logged for a base that
+    is not quantised."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())

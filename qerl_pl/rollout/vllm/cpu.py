@@ -35,9 +35,9 @@ class NVFP4Scheme(CompressedTensorsScheme):
     """Scheme of vLLM that dequantises an NVFP4 linear, or several that are fused along N (q/k/v, gate/up), when it is
     loaded.
 
-    The dense weight takes more memory than a packed one, but dequantising in every call was measured to be 2 (many
-    tokens) to 8 times (few tokens) slower. A block of hidden size 128 took 3.0 ms for 256 tokens if it dequantised in
-    the call, and 1.2 ms with dense weights.
+    The dequantised weight takes more memory than the packed one, but dequantising in every call was measured to be 2
+    (many tokens) to 8 times (few tokens) slower. A block of hidden size 128 took 3.0 ms for 256 tokens if it
+    dequantised in the call, and 1.2 ms with weights dequantised at loading.
     """
 
     @classmethod

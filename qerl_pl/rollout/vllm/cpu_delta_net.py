@@ -58,7 +58,7 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     """
     assert batch.num_spec_decodes == 0, "speculative decoding is not supported"
     convs, states = layer.kv_cache
-    # [slots, channels, width of the convolution - 1]
+    # the convolution's last inputs, [slots, channels, width of the convolution - 1]
     convs = convs if is_conv_state_dim_first() else convs.transpose(1, 2)
     states = states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
     starts = batch.non_spec_query_start_loc.tolist()
@@ -72,7 +72,7 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     for count, own, continues in rows:
         part = slice(first, first + count)
         first += count
-        # inputs in shape [sequences, tokens, ...]: one token of each decoding request, or all tokens of one prompt
+        # inputs of shape [sequences, tokens, ...]: one token of each decoding request, or all tokens of one prompt
         new = [each[part].unsqueeze(1 if continues is None else 0) for each in (mixed, b, a)]
         if continues is False:
             convs[own], states[own] = 0, 0
@@ -89,7 +89,8 @@ def _rows(
         Outputs [B, S, value heads, value width], and the new states of convolution and recurrence.
     """
     weight = layer.conv1d.weight
-    inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)  # [B, channels, width of the convolution - 1 + S]
+    # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
+    inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)
     convolved = F.conv1d(inputs, weight, layer.conv1d.bias, groups=weight.shape[0])
     assert layer.activation == "silu", layer.activation
     parts = F.silu(convolved).transpose(1, 2).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=2)

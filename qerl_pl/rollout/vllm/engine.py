@@ -107,7 +107,7 @@ class VLLMEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter (reserving slots and compiling kernels)."""
-        self._fp32_norms = self._fp32_head = True  # benchmarks set these to False to measure what fp32 costs
+        self._fp32_norms = self._fp32_head = True  # only benchmarks set False, to measure what fp32 costs
         self._llm: LLM | None = None
         self._asleep = False
 
@@ -119,7 +119,7 @@ class VLLMEngine:
         given["dequantises"] = setup.dequantises(self.decoding_kernel, deterministic=self.deterministic)
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
-    batch_tokens = 0  # not used by the memory plan, because ``memory`` is not None
+    batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
     def plan_cache(self, num_bytes: int | None) -> None:
         """Set the size of the KV cache that ``start`` will allocate."""

@@ -2,7 +2,7 @@
 trainer.
 
 If vLLM has no kernels for the base's 4-bit format, the loader dequantises the trainer's packed linears and gives vLLM
-dense ones. This module imports vLLM, so it is imported only when the engine starts.
+the dequantised weights. This module imports vLLM, so it is imported only when the engine starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def register_loader(
         shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
             while the engine runs. Tensors whose shape, dtype or device differs from vLLM's are not shared; vLLM pads
             vocabularies to a multiple of 64.
-        unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold dense.
+        unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold in
+            dequantised form.
         packed: the trainer's packed linears by name that vLLM reads from the checkpoint as well; the loader checks that
             both are equal.
         fp32_norms: keep the weights of block norms in fp32 for every compute dtype.

@@ -26,7 +26,7 @@ from qerl_pl.rollout.loopback import check_loopback
 from qerl_pl.rollout.vllm import humming, patches
 
 DEFAULT_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings concern servers; set INFO to see the chosen kernels
+    "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings are about servers; at INFO it also logs the chosen kernels
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support a seed for each request
 }
@@ -83,7 +83,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 lacks kernels for a format (None: dense) with 16-bit activations on this machine.
+    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations on this
+    machine.
 
     vLLM has no kernels for NF4. For MXFP4 it has kernels on CUDA GPUs older than Blackwell; on Blackwell its kernels
     quantise activations as well. For NVFP4 it has kernels on CUDA, and ``plugin`` adds kernels for a CPU.
@@ -98,8 +99,8 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel``, which may be "auto", for a base's format (None: dense) and a compute
-    dtype.
+    """Resolve the setting ``decoding_kernel``, which may be "auto", for a base's format (None: not quantised) and a
+    compute dtype.
 
     The result "humming" means vLLM's own choice of kernels.
     """
@@ -133,8 +134,8 @@ def prompt_kernel(*, deterministic: bool) -> Literal["humming", "dequantised"]:
 def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
     """Check that equal calls of the engine give equal bits on a GPU with the chosen kernels.
 
-    Dense linears are computed by cuBLAS, which adds in a fixed order, and so do the native kernels. Humming's kernels
-    do not, and vLLM's other kernels for packed linears may not.
+    Linears that are not quantised are computed by cuBLAS, which adds in a fixed order, and so do the native kernels.
+    Humming's kernels do not, and vLLM's other kernels for packed linears may not.
 
     Raises:
         ValueError: vLLM's own kernels would compute packed linears.
