@@ -15,12 +15,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
+from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
-from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout
 

@@ -45,6 +45,12 @@ def test_common_code_imports_no_other_room():
         assert all(name.startswith("qerl_pl.common") for name in own), path
 
 
+def test_the_update_never_goes_back_up_into_rollouts():
+    """A rollout is tensors by then, and how rows are divided into micro-batches is common code."""
+    for path in (ROOT / "qerl_pl" / "update.py", *(ROOT / "qerl_pl" / "training").glob("*.py")):
+        assert not any(name.startswith("qerl_pl.rollout") for name in imports_of(path)), path
+
+
 def test_only_commands_import_the_command_line():
     users = {path for path in LIBRARY if any(name.startswith("qerl_pl.cli") for name in imports_of(path))}
     assert {path.parent.name for path in users} <= {"cli", "tools"}, users

@@ -1,4 +1,4 @@
-"""Turn scored completions into tensors, and divide rows (a prompt and its completion each) into micro-batches."""
+"""Turn scored completions into tensors."""
 
 from __future__ import annotations
 
@@ -61,73 +61,3 @@ def collate(
         scored=scored,
         advantages=advantages,
     )
-
-
-def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are computed without padding, so only their
-    own tokens count.
-
-    The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
-    micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
-
-    Args:
-        lengths: [B] int64, tokens of each row.
-        max_tokens: limit on the sum of the lengths in a micro-batch.
-
-    Returns:
-        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
-
-    Raises:
-        ValueError: a single row is longer than ``max_tokens``.
-    """
-    if len(lengths) and int(lengths.max()) > max_tokens:
-        raise ValueError(
-            f"a row of {int(lengths.max())} tokens is longer than micro_batch_tokens ({max_tokens}); raise it to at "
-            "least the longest prompt plus max_tokens of the sampling"
-        )
-    sizes = lengths.tolist()
-    batches: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        place = next((place for place, free in enumerate(room) if sizes[row] <= free), len(batches))
-        if place == len(batches):
-            batches.append([])
-            room.append(max_tokens)
-        batches[place].append(row)
-        room[place] -= sizes[row]
-    return [torch.tensor(batch) for batch in batches]
-
-
-def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
-
-    Each group is split into units, each with as many of its rows as fit into one micro-batch. ``micro_batches`` then
-    divides the units, as if each were a row.
-
-    Args:
-        lengths: [B] int64, tokens of each row, the prompt included.
-        prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
-        group: [B] int64, index of each row's group.
-        max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
-
-    Returns:
-        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
-
-    Raises:
-        ValueError: a single row is longer than ``max_tokens``.
-    """
-    units: dict[tuple[int, int], list[int]] = {}
-    sizes: dict[tuple[int, int], int] = {}
-    parts: dict[int, int] = {}
-    for row, (length, prompt, number) in enumerate(
-        zip(lengths.tolist(), prompts.tolist(), group.tolist(), strict=True)
-    ):
-        key = number, parts.setdefault(number, 0)
-        if key in units and sizes[key] + length - prompt > max_tokens:
-            parts[number] += 1
-            key = number, parts[number]
-        sizes[key] = sizes[key] + length - prompt if key in units else length
-        units.setdefault(key, []).append(row)
-    rows = list(units.values())
-    chosen = micro_batches(torch.tensor(list(sizes.values()), dtype=torch.int64), max_tokens)
-    return [torch.tensor([row for unit in some.tolist() for row in rows[unit]]) for some in chosen]

@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shared_prompts import first_equal
-from qerl_pl.rollout.collate import micro_batches, micro_batches_of_groups
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from statistics import median
 
 import torch
 
+from qerl_pl.common.batching import micro_batches
 from qerl_pl.memory.fitting import fitted
 from qerl_pl.memory.settings import EngineMemory, RunMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout.collate import micro_batches
 from tests.bench.bench_model import DTYPE, clear, draw, last_columns, ours, step
 from tests.bench.harness import CUDA, DEVICE, RANK, emit, parser_with, reset_peak, timed
 from tests.random_models import model_config, random_model

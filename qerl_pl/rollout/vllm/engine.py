@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
@@ -17,7 +18,6 @@ from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
-from qerl_pl.rollout.collate import micro_batches
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
 from qerl_pl.rollout.stop import tokenizer_of

@@ -1,4 +1,4 @@
-"""How rows are shared out among micro-batches."""
+"""Rows divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_pl.rollout.collate import micro_batches, micro_batches_of_groups
+from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
