@@ -90,7 +90,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the source does not exist, or it cannot be renamed.
         """
-        # the overwritten file's blocks are freed only when it is closed
+        # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
         if old is not None:

@@ -124,8 +124,8 @@ def improve(
 
 
 def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
-    """Return the adaptive entropy coefficient for this batch (None without ``entropy_control``), and the next
-    batch's."""
+    """Return the adaptive entropy coefficient for this batch and the one for the next batch; without
+    ``entropy_control`` these are None and the given coefficient."""
     control, entropy = objective.entropy_control, terms.mean_entropy
     if control is None or entropy is None:
         return None, coefficient

@@ -11,11 +11,11 @@ from pathlib import Path
 WARNINGS = (
     # vLLM initialises torch.distributed with one process, from which Lightning concludes that the run has several
     r"It is recommended to use .* when logging on epoch level",
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning against torch
-    r"Checkpoint directory .* exists and is not empty",  # expected when a run is resumed
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
+    r"Checkpoint directory .* exists and is not empty",  # true of every run that is resumed
     r"Experiment logs directory .* exists and is not empty",  # no data is lost: an earlier metrics.csv is renamed
-    r"The dirpath has changed from",  # expected when a run is evaluated
-    r".*there is no last checkpoint available",  # expected at the first start with --ckpt_path last
+    r"The dirpath has changed from",  # evaluations of a run have a folder of their own
+    r".*there is no last checkpoint available",  # true of the first start with --ckpt_path last
 )
 MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (

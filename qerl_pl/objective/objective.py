@@ -38,14 +38,15 @@ class Objective:
     combination.
 
     ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A setting of
-    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values.
+    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values. "Noise" is
+    AQN's, which the engine's norm weights have during a rollout and the trainer's never have.
 
     Args:
         preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo". It fixes surrogate, aggregation and baseline, which cannot
             be set to other values, and sets the clip bounds. null: DAPO's loss with the given settings changed.
         surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), or "cispo".
-        aggregation: mean over tokens (DAPO), over sequences (GRPO), or by a constant (Dr. GRPO). null: "sequence" with
-            the "sequence" surrogate, else "token".
+        aggregation: mean over tokens (DAPO), over sequences (GRPO), or over max_tokens per sequence (Dr. GRPO). null:
+            "sequence" with the "sequence" surrogate, else "token".
         clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
         clip_high: distance of the ratio's upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
@@ -57,8 +58,8 @@ class Objective:
             update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
             included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the clip
             bounds then act on the difference between trainer and sampler too.
-        correction: importance weights between trainer and sampler: "truncate" bounds the weight from above, "mask" sets
-            it to 0 where the ratio is outside the bounds, "none" corrects nothing (noise included). null: "truncate",
+        correction: importance weights between trainer and sampler: "truncate" clamps the weight to the bounds, "mask"
+            sets it to 0 where the ratio is outside of them, "none" corrects nothing (noise included). null: "truncate",
             unless the ratio itself is taken against the "sampler".
         correct_noise: True: the weights correct the whole difference, from kernels and noise together. False keeps the
             effect of noise: rollouts with noise are not corrected at all, because the two causes cannot be separated
@@ -71,8 +72,8 @@ class Objective:
         correction_divisor: the policy loss is averaged over "all" tokens or rows, including masked and rejected ones
             (IcePop's formula: masking makes the step smaller), or over the "kept" ones alone, which costs a forward
             pass before the first update. KL and entropy terms are always averaged over all tokens or rows.
-        rejection: bounds outside of which a whole completion is left out of the loss, in addition to the importance
-            weights; null: none.
+        rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
+            out of the loss, in addition to the importance weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: coefficient of the KL to the base model (adapter disabled); 0 needs no pass of the base.
         kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(base || policy)) or "k2"

@@ -44,7 +44,7 @@ def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
         return values.sum(dim=1, keepdim=True)
 
     root, square = q.sqrt(), q.square()
-    fourth_root = root.sqrt()  # powers of q are products of roots, which are computed several times faster
+    fourth_root = root.sqrt()  # products of roots instead of ``q.pow``, which is several times slower
     below_one = [total(root), total(root * fourth_root)]
     above_one = [total(q * fourth_root), total(q * root), total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)

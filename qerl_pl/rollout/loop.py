@@ -116,8 +116,8 @@ class RolloutLoop:
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
 
-        # The batch and further prompts have the same seed, since the engine derives a completion's seed from this seed
-        # and the prompt.
+        # The batch and the prompts that dynamic sampling adds can have the same seed, because the engine derives each
+        # completion's seed from this seed and the prompt.
         own_seed = derive_seed(seed, "refill")
 
         def sample(some: Sequence[Prompt]) -> ScoredBatch:

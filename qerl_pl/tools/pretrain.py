@@ -242,8 +242,8 @@ def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samp
 
 
 def task(chosen: Range, reach_operations: tuple[int, int]) -> str:
-    """Return the YAML text of a configuration whose problems leave room for RL; it is given after
-    configs/word_problems.yaml."""
+    """Return the YAML text of a configuration with the problems on which RL can improve the policy, because it solves
+    them sometimes (``PASS_AT_1``, ``MIN_PASS_AT_N``). A run gets it with ``-c`` after configs/word_problems.yaml."""
     problems = {"operations": list(chosen.operations), "reach_operations": list(reach_operations)}
     config = {
         "model": {"sampling": {"max_tokens": TOKENS_PER_OPERATION * chosen.operations[1] + 16}},

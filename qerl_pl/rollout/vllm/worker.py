@@ -34,7 +34,8 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Memory of one linear's adapter in vLLM; R is the adapter's rank, rounded up to one that vLLM supports."""
+    """Tensors in which vLLM holds the adapter of one linear, of rank R: that of the adapter, rounded up to one that
+    vLLM supports."""
 
     a: Tensor
     """[R, K], LoRA's matrix A; rows from the adapter's rank on are 0."""
