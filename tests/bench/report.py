@@ -57,7 +57,7 @@ def page(lines: list[Line]) -> str:
     for title, text, table, selected in found:
         if selected:
             about = textwrap.fill(f"{text} {_origin(selected, usual)}", 120, break_on_hyphens=False)
-            written.append(f"## {title}\n\n{about}\n\n{table.markdown(selected)}")
+            written.append(f"## {title}\n{about}\n\n{table.markdown(selected)}")
     return "\n\n".join(written) + "\n"
 
 
@@ -396,6 +396,18 @@ TABLES = {
         lambda line: _variant(line).split("-")[1],
         lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
         "recomputed",
+    ),
+    "cards": _rows(
+        partial(_latest, ["cards/"]),
+        {
+            "model": _shape("model"),
+            "GPU memory, GiB": _shape("card_gib"),
+            "recomputed": _variant,
+            "tokens per pass": lambda line: line["micro_batch_tokens"],
+            "tokens/s": _number("tokens_per_s", 0),
+            "peak, GB": _number("peak_bytes", 1, 1e-9),
+            "planned, GB": _number("predicted_bytes", 1, 1e-9),
+        },
     ),
     "linears": _pivot(["linears/"], _variant, _shape("tokens"), _number("device_s", 2, 1e3), "tokens"),
     "dequantize": _rows(
