@@ -53,8 +53,8 @@ A model that was trained with reinforcement learning by qerl-pl, with its LoRA a
 
 @dataclass(frozen=True)
 class Drift:
-    """Difference between the predictions of a trained policy and its export, over tokens of completions that the run
-    sampled."""
+    """Distance of an export's next-token probabilities from those of the trained policy, averaged over tokens of
+    completions that the run sampled."""
 
     kl: float
     """Mean over tokens of KL(policy || export), in nats."""

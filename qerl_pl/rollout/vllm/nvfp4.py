@@ -190,7 +190,7 @@ def dequantised_linear(
 @cache
 def prompt_schedules(layer_config: str, compute_config: str) -> str:
     """Return Humming's schedules of a linear (tile sizes for ranges of token counts) as JSON, without the schedules for
-    token counts that the native kernels compute.
+    token counts that this project's kernels compute.
 
     Leaving schedules out saves time: at its first call, Humming compiles every schedule that it is given, by default 33
     per shape, most of them for few tokens.
