@@ -97,9 +97,11 @@ def _print_patches() -> None:
         patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
     except ImportError:
         return  # a package is missing, which a check above has reported
-    print("\nreplaced at run time, nothing on disk (qerl_pl/rollout/vllm/patches.py):")
+    print("\nreplaced in other packages at run time; their files stay as they are (qerl_pl/rollout/vllm/patches.py):")
+    width = max(len(patch.__name__) for patch in patches.PATCHES)
     for patch in patches.PATCHES:
-        print(f"  {patch.__name__:26} {(inspect.getdoc(patch) or '').splitlines()[0]}")
+        summary = (inspect.getdoc(patch) or "").partition("\n\n")[0]
+        print(f"  {patch.__name__:{width}}  {' '.join(summary.split()).replace('``', '')}")
 
 
 def _python() -> str:

@@ -122,8 +122,11 @@ def test_new_arguments_with_defaults_are_no_reason_to_refuse():
 def test_doctor_lists_them(capsys):
     command(["doctor"])
     printed = capsys.readouterr().out
-    for patch in patches.PATCHES:
-        assert patch.__name__ in printed
+    lines = [line for line in printed.splitlines() if line.startswith("  ") and "_" in line.split()[0]]
+    assert [line.split()[0] for line in lines] == [patch.__name__ for patch in patches.PATCHES]
+    assert all(line.endswith(".") for line in lines), "a sentence is cut off"
+    texts = [line.lstrip().partition(" ")[2].lstrip() for line in lines]
+    assert len({line.rindex(text) for line, text in zip(lines, texts, strict=True)}) == 1, "texts begin in one column"
 
 
 def test_a_replacement_ends_with_its_context():
