@@ -128,6 +128,27 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
     return bisect_left(range(enough + 1), True, key=fits)
 
 
+def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
+    """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
+
+    Open settings are chosen for each length that is tried, also how much is recomputed or moved to host memory. The KV
+    cache has to hold one sequence; if it holds fewer than a rollout has, the engine samples some after others. The
+    number of positions that the model itself supports is not considered.
+
+    Args:
+        shape: dimensions of the model.
+        run: settings of the run; the lengths of its completions in training and evaluation are replaced.
+        gpu_bytes: memory of the GPU.
+    """
+
+    def too_long(steps: int) -> bool:
+        tried = replace(run, completion_tokens=steps * STEP, evaluation_tokens=steps * STEP)
+        return fitted(shape, tried, gpu_bytes).peak > usable(gpu_bytes)
+
+    above = next(2**power for power in count() if too_long(2**power))
+    return (bisect_left(range(1, above + 1), True, key=too_long)) * STEP
+
+
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
     """Return the bytes of a KV cache for ``num_sequences`` sequences of the maximum length (prompt and completion)."""
     itemsize, block = engine.itemsize(run.itemsize), engine.block_size or parts.KV_BLOCK

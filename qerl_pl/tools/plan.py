@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,7 +25,15 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.program import called_as
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
-from qerl_pl.memory.fitting import Option, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
+from qerl_pl.memory.fitting import (
+    Option,
+    cache_bytes,
+    checkpointing_options,
+    fitted,
+    longest_completion,
+    smallest_gpu,
+    usable,
+)
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.planned import planned_shape
 from qerl_pl.memory.run import run_memory
@@ -34,11 +42,13 @@ from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm.setup import ONE_COPY
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.output_paths import output_file, picture_file
 
 GIB = 2**30
 BAR = 60
+USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 
 def main(argv: list[str]) -> int:
@@ -51,15 +61,30 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU (default: model.gpu_memory, or this GPU's)")
+    parser.add_argument(
+        "--hopper",
+        action="store_true",
+        help="plan for an H100 or H200 with the package's extra [gpu], whatever this machine has",
+    )
+    parser.add_argument(
+        "--longest",
+        nargs="*",
+        type=float,
+        metavar="GIB",
+        help="print only how many tokens completions may have on GPUs of these sizes (default: 24 48 80 141)",
+    )
     parser.add_argument("--json", type=output_file, help="write the plan there")
     parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
     options, more = parser.parse_known_args(argv)
     try:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
-        gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
-        run = planned_run(config)
+        run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
         shape = shape_of(config["model"])
         run.recompute(shape.num_layers)  # refuses more blocks than there are
+        if options.longest is not None:
+            print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
+            return 0
+        gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -153,6 +178,22 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     )
 
 
+def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
+    """Replace what a run's settings take from this machine by what they are on an H100 or H200 with the packages of the
+    extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which share the trainer's base.
+
+    Args:
+        run: the run as planned on this machine.
+        model: the section ``model`` of the parsed configuration.
+    """
+    engine, given = run.engine, model["engine"].get("init_args") or {}
+    if engine is not None:
+        native = given.get("decoding_kernel", "auto") != "humming"
+        deterministic = bool(given.get("deterministic"))
+        engine = replace(engine, one_copy=native and ONE_COPY, dequantises=native and deterministic)
+    return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
+
+
 def check_counts(config: Mapping[str, Any]) -> None:
     """Check counts such as numbers of tokens and completions, which are otherwise checked when the module is built,
     here not.
@@ -226,6 +267,21 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
         fits = "yes" if option.train <= usable(gpu_bytes) else "no"
         time = f"{option.time / best:.2f}"
         table.add_row(str(option.setting), str(option.tokens), f"{option.train / GIB:.2f}", fits, time)
+    Console().print(table)
+
+
+def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> None:
+    """Print a table of the longest completions that a run can train on, for GPUs with so many bytes of memory."""
+    table = Table("GPU, GiB", "tokens per completion", "checkpointing", "tokens per pass", "sequences in the KV cache")
+    for gpu_bytes in gpus:
+        tokens = longest_completion(shape, run, gpu_bytes)
+        row = [f"{gpu_bytes / GIB:g}", str(tokens or "does not fit")]
+        if tokens:
+            found = fitted(shape, replace(run, completion_tokens=tokens, evaluation_tokens=tokens), gpu_bytes)
+            engine, how = found.run.engine, found.run.gradient_checkpointing
+            at_once = found.kv_cache_bytes / cache_bytes(shape, found.run, engine, num_sequences=1) if engine else None
+            row += [str(how), str(found.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
+        table.add_row(*row)
     Console().print(table)
 
 

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl_pl.memory.advice import LEVERS, advice, advice_text
-from qerl_pl.memory.fitting import USUAL_MICRO_BATCH, cache_bytes, checkpointing_options, fitted, smallest_gpu, usable
+from qerl_pl.memory.fitting import (
+    STEP,
+    USUAL_MICRO_BATCH,
+    cache_bytes,
+    checkpointing_options,
+    fitted,
+    longest_completion,
+    smallest_gpu,
+    usable,
+)
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import config_shape
@@ -51,6 +60,25 @@ def test_the_smallest_card_is_the_first_that_a_run_fits_on(size, checkpointing):
     smallest = smallest_gpu(SHAPES[size], run)
     fits = [fitted(SHAPES[size], run, gib * GIB).peak <= usable(gib * GIB) for gib in range(1, smallest + 20)]
     assert fits == [gib >= smallest for gib in range(1, smallest + 20)]
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("gib", [8, 24, 80])
+def test_the_longest_completion_fits_and_a_longer_one_does_not(size, gib):
+    run = replace(PAPER, rows=8, gradient_checkpointing="auto")
+
+    def fits(tokens: int) -> bool:
+        tried = replace(run, completion_tokens=tokens, evaluation_tokens=tokens)
+        return fitted(SHAPES[size], tried, gib * GIB).peak <= usable(gib * GIB)
+
+    longest = longest_completion(SHAPES[size], run, gib * GIB)
+    assert longest % STEP == 0
+    assert longest == 0 or fits(longest)
+    assert not fits(longest + STEP)
+    assert longest <= longest_completion(SHAPES[size], replace(run, rank=8), gib * GIB)
+    fp8 = replace(run, engine=EngineMemory(kv_cache_dtype="fp8"))
+    assert longest <= longest_completion(SHAPES[size], fp8, gib * GIB)
+    assert longest <= longest_completion(SHAPES[size], run, 2 * gib * GIB)
 
 
 def test_a_large_card_gets_the_usual_micro_batch_and_a_cache_for_every_row():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from qerl_pl.__main__ import main as command
 from qerl_pl.memory.plan import MOMENTS
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.tools.plan import planned_run, read_settings
+from qerl_pl.tools.plan import on_hopper, planned_run, read_settings
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "integration" / "toy.yaml")
@@ -165,3 +166,26 @@ def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(
     capsys.readouterr()
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 2
     assert "expected one of qwen2, qwen3, llama" in capsys.readouterr().err
+
+
+def test_the_longest_completion_is_told_for_each_size_of_gpu(bases, capsys):
+    arguments = ["plan", "-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM, "--model.micro_batch_tokens", "null"]
+    assert command([*arguments, "--longest", "0.1", "4", "8"]) == 0
+    none, *found = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert none[2].strip() == "does not fit"
+    assert 0 < int(found[0][2]) < int(found[1][2])
+    assert command([*arguments, "--longest", "0"]) == 2
+    assert "expected GiB" in capsys.readouterr().err
+
+
+def test_a_run_on_hopper_is_planned_on_any_machine(bases):
+    config = read_settings(["-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM])
+    run, model = planned_run(config), config["model"]
+    found = on_hopper(run, model)
+    assert found.engine == replace(VLLMEngine().memory, one_copy=True, dequantises=False)
+    assert found.fused
+    assert replace(found, fused=run.fused, engine=run.engine) == run
+    other = model | {"engine": {"init_args": {"decoding_kernel": "humming"}}, "fused_elementwise": False}
+    assert on_hopper(run, other) == replace(run, fused=False)
+    repeated = on_hopper(run, model | {"engine": {"init_args": {"deterministic": True}}}).engine
+    assert repeated == replace(VLLMEngine().memory, one_copy=True, dequantises=True)
