@@ -49,10 +49,17 @@ def main(argv: list[str]) -> int:
         "fail after the start; further arguments are those of `fit`.",
     )
     parser.add_argument("-c", "--config", action="append", default=[], help="as for `fit`; repeatable")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="with -c: also start the rollout engine once, so that its kernels are compiled before a run needs them",
+    )
     options, more = parser.parse_known_args(argv)
     arguments = [argument for name in options.config for argument in ("-c", name)] + more
     if more and not options.config:
         parser.error(f"{' '.join(more)}: further arguments need a configuration; give one with -c")
+    if options.warm and not options.config:
+        parser.error("--warm needs the configuration whose engine is started; give it with -c")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("Python", _python),
         *((name, lambda name=name: _package(name)) for name in PACKAGES),
@@ -70,7 +77,9 @@ def main(argv: list[str]) -> int:
         print(f"\nfit {' '.join(arguments)}:")
         # Imported only here, because the import needs all packages; the checks above have reported missing ones.
         failed += print_checks(
-            importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(arguments)
+            importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(
+                arguments, warm=options.warm
+            )
         )
     if failed:
         print(f"\n{failed} of the checks above failed; fix {'it' if failed == 1 else 'them'} before training")

@@ -25,6 +25,7 @@ from qerl_pl.memory.parts import adapter_values
 from qerl_pl.rewards.base import check_answers, score_rewards
 from qerl_pl.settings.run_length import check_run_length
 from qerl_pl.tools.check_lines import NotChecked
+from qerl_pl.tools.engine_start import start_engine
 from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
@@ -34,12 +35,16 @@ CHECKPOINTS = 4
 """Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
 
 
-def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], str]]]:
+def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
     """List the checks of the configuration that ``fit`` with these arguments has: a name, and a function that returns a
     finding or raises.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The other
     checks need its result; if it failed, they are left out with a message that refers to it.
+
+    Args:
+        arguments: of the command line of ``fit``.
+        warm: also start the rollout engine, which compiles its kernels.
     """
     built: dict[str, QeRLCLI] = {}
 
@@ -66,6 +71,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
 
         return run
 
+    engine = [("start of the engine", after(lambda cli: start_engine(arguments)))] if warm else []
     return [
         ("configuration", build),
         ("length of the run", after(_length)),
@@ -73,6 +79,7 @@ def configuration_checks(arguments: list[str]) -> list[tuple[str, Callable[[], s
         ("rewards", after(_rewards)),
         ("memory of the run", after(lambda cli: _memory(read_settings(arguments)))),
         ("disk of the run", after(lambda cli: _disk(read_settings(arguments)))),
+        *engine,
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 import yaml
 
 from qerl_pl.__main__ import main as command
-from tests.integration.conftest import arguments
+from tests.integration.conftest import VLLM, arguments
 
 MINE = "def level(prompts, completions):\n    return [float(prompt.row['level']) for prompt in prompts]\n"
 AQN = {"trainer": {"callbacks+": [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise"}]}}
@@ -30,6 +33,7 @@ def diagnosed(base, folder, capsys, changes, *more):
 def in_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["pytest"])
 
 
 def test_a_configuration_that_will_run_is_well_in_every_part(bases, tmp_path, capsys):
@@ -70,6 +74,17 @@ def test_what_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes
     assert status == 1
     assert said[where].startswith("[no]"), said
     assert why in said[where]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_on_request_the_engine_is_started_as_a_run_starts_it(bases, tmp_path, capsys):
+    status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, *VLLM, "--warm")
+    assert status == 0
+    assert re.search(r"\d+\.\d s \(imports .*, vLLM .*, adapter .*\)", said["start of the engine"])
+    assert sys.argv == ["pytest"]
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, "--model.base", "models/gone", "--warm")
+    assert said["start of the engine"].startswith("[--]")
 
 
 def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, capsys):
