@@ -20,8 +20,11 @@ PAGE = ROOT / "docs" / "extending.md"
 
 
 def files() -> dict[str, str]:
-    """The files on the page, by name: each block begins with its name in a comment."""
-    return dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+    """The files on the page, by name: whole blocks, of which those of code and settings begin with their name."""
+    page = PAGE.read_text()
+    [problems] = re.findall(r"`problems\.jsonl`:\n\n```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    named = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return {"problems.jsonl": problems, **{name: block for block, name in named}}
 
 
 @pytest.fixture
