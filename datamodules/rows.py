@@ -134,7 +134,8 @@ def _parse(line: str, where: str) -> dict[str, object]:
     try:
         row = json.loads(line, parse_float=Written)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        found = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
+        raise ValueError(f"{where}: not JSON: {found}; expected a JSON object per line") from error
     except RecursionError:
         raise ValueError(f"{where}: brackets are nested too deeply to be read") from None
     if not isinstance(row, dict):

@@ -93,7 +93,8 @@ def test_blank_lines_are_counted(tmp_path, capsys, caplog):
         (row(question="q", answer=["a"]), "column 'answer' is .'a'.; expected text or a number"),
         (row(question=" ", answer="a"), "column 'question' is empty"),
         ('["q", "a"]', "is not a JSON object"),
-        ('{"question": "q", ', "not JSON"),
+        ('{"question": "q", ', "not JSON: .*; expected a JSON object per line"),
+        ("[", r"not JSON: Expecting value at column [12] of '\['; expected a JSON object per line"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, line, message):
