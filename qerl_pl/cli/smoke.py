@@ -52,9 +52,10 @@ def shorten(config: Namespace) -> None:
 
 
 def free_folder(folder: str) -> str:
-    """Return the first of folder, folder-2, folder-3 and so on that does not exist."""
+    """Return the first of folder, folder-2, folder-3 and so on that does not exist or is empty, as a start that failed
+    leaves it."""
     number, free = 1, folder
-    while Path(free).exists():
+    while Path(free).exists() and (not Path(free).is_dir() or any(Path(free).iterdir())):
         number += 1
         free = f"{folder}-{number}"
     return free

@@ -47,6 +47,8 @@ def test_a_long_run_with_everything_on_is_tried_in_seconds(run, tmp_path):
     assert all(row["num_tokens"] <= 64 for row in rows)
     assert "smoke" not in yaml.safe_load((folder / "config.yaml").read_text())
     assert free_folder(str(folder)) == f"{folder}-2"
+    (tmp_path / "run-smoke-2").mkdir()
+    assert free_folder(str(folder)) == f"{folder}-2", "a start that failed leaves an empty folder, which is used again"
 
 
 @pytest.mark.slow
