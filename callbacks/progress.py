@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from qerl_pl.common.program import called_as
@@ -21,11 +24,11 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix
 class Progress(Callback):
     """Shows how many rollouts are done, the remaining time, reward and entropy.
 
-    On a terminal this is one line, and a second one during validation. In a job's log or a file it is one line per
-    rollout. The reward is the mean over rank 0's completions. The remaining time follows from the mean time per rollout
-    since this start, including validations. Each validation leaves a line with its reward and accuracy, and a run that
-    is complete ends with the command that shows its curves. Lightning's own bar counts epochs and optimizer steps, so
-    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    On a terminal this is one line, and a second one during validation; messages of the program are printed above them.
+    In a job's log or a file it is one line per rollout. The reward is the mean over rank 0's completions. The remaining
+    time follows from the mean time per rollout since this start, including validations. Each validation leaves a line
+    with its reward and accuracy, and a run that is complete ends with the command that shows its curves. Lightning's
+    own bar counts epochs and optimizer steps, so configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next where the output is no terminal. The last rollout always has a line.
@@ -47,6 +50,13 @@ class Progress(Callback):
         self._first, self._start = 0, 0.0
         self._rollouts: tqdm[Any] | None = None
         self._batches: tqdm[Any] | None = None
+        self._messages = ExitStack()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
+        if _has_terminal(trainer):
+            loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+            self._messages.enter_context(logging_redirect_tqdm(loggers))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -125,8 +135,11 @@ class Progress(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
-        self._close_batches()
-        self._close_rollouts()
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: QeRLModule, exception: BaseException) -> None:
+        self._close()  # Lightning leaves teardown out; the error is printed below the last state of the lines
 
     def _begin(self, trainer: Trainer, what: str, batches: list[int | float] | int | float) -> None:
         if _has_terminal(trainer):
@@ -136,6 +149,11 @@ class Progress(Callback):
     def _advance(self) -> None:
         if self._batches is not None:
             self._batches.update()
+
+    def _close(self) -> None:
+        self._close_batches()
+        self._close_rollouts()
+        self._messages.close()
 
     def _close_rollouts(self) -> None:
         if self._rollouts is not None:
