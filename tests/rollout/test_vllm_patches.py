@@ -100,7 +100,7 @@ def test_what_is_replaced_is_as_expected_in_this_vllm(owner, name, takes):
 @pytest.mark.parametrize(
     ("owner", "said"),
     [
-        (SimpleNamespace(), r"step is gone from vllm.* 0\.\d+"),
+        (SimpleNamespace(), r"step is gone from vllm.* 0\.\d+.*: install a tested version \(0\.32\.0"),
         (SimpleNamespace(step=lambda tokens: tokens), r"step takes \(tokens\) and not \(request, tokens\)"),
         (SimpleNamespace(step=lambda request, tokens, more: tokens), r"step takes \(request, tokens, more\)"),
     ],
