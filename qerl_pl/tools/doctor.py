@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qerl_pl.common.program import called_as
+from qerl_pl.common.versions import TESTED
 from qerl_pl.tools.check_lines import print_checks
 
 PACKAGES = (
@@ -30,14 +31,6 @@ PACKAGES = (
 )
 EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
 """Packages that not every configuration needs, by their purpose."""
-
-TESTED = {
-    "torch": ("2.11", "2.13"),
-    "triton": ("3.6", "3.7", "3.9"),
-    "transformers": ("5.17", "5.19"),
-    "vllm": ("0.32",),
-}
-"""Versions of packages with which this release was tested and measured, by their first two numbers."""
 
 
 def main(argv: list[str]) -> int:
@@ -132,9 +125,10 @@ def with_advice(name: str, version: str) -> str:
     """Return a package's version, with a warning that lists the tested versions if this release was not tested with
     it."""
     tested = TESTED.get(name)
-    if tested is None or ".".join(version.split(".")[:2]) in tested:
+    if tested is None or any(f"{version.partition('+')[0]}.".startswith(f"{each}.") for each in tested):
         return version
-    return f"{version}, never tested with this release (tested: {', '.join(f'{each}.x' for each in tested)})"
+    listed = ", ".join(each if each.count(".") > 1 else f"{each}.x" for each in tested)
+    return f"{version}, never tested with this release (tested: {listed})"
 
 
 def _gpu() -> str:

@@ -342,7 +342,10 @@ def test_export_says_what_is_missing(tmp_path, capsys):
     [
         ("torch", "2.13.0+cpu", "2.13.0+cpu"),
         ("torch", "2.12.1", "2.12.1, never tested with this release (tested: 2.11.x, 2.13.x)"),
-        ("vllm", "0.33.0", "0.33.0, never tested with this release (tested: 0.32.x)"),
+        ("torch", "2.110.0", "2.110.0, never tested with this release (tested: 2.11.x, 2.13.x)"),
+        ("vllm", "0.32.0+cpu", "0.32.0+cpu"),
+        ("vllm", "0.32.1", "0.32.1, never tested with this release (tested: 0.32.0)"),
+        ("vllm", "0.33.0", "0.33.0, never tested with this release (tested: 0.32.0)"),
         ("safetensors", "9.9", "9.9"),
     ],
 )
