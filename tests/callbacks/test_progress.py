@@ -29,17 +29,15 @@ def test_messages_and_errors_have_lines_of_their_own(monkeypatch, ends):
         monkeypatch.setattr(sys, name, terminal)
     handlers: list[logging.Handler] = [logging.StreamHandler(terminal)]
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", handlers)
-    trainer: Any = SimpleNamespace(is_global_zero=True, num_val_batches=[2], state=SimpleNamespace(fn="fit"))
+    trainer: Any = SimpleNamespace(is_global_zero=True)
     progress, module = Progress(), SimpleNamespace(rollout_index=3, num_rollouts=9)
     progress.setup(trainer, module, "fit")  # pyright: ignore
     progress.on_train_start(trainer, module)  # pyright: ignore
-    progress.on_validation_start(trainer, module)  # pyright: ignore
     rank_zero_info("vLLM starts")
     getattr(progress, ends)(trainer, module, None)
     print("error: no such file")
     text = terminal.getvalue()
     assert "rollouts 3/9" in text
-    assert "validation, batches 0/2" in text
     for line in ("vLLM starts", "error: no such file"):
         assert re.search(rf"[\r\n]{line}\n", text), text
     assert logging.getLogger("lightning.pytorch").handlers == handlers
