@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
 import torch
@@ -254,7 +256,9 @@ def test_engines_of_all_configurations_share_triton_kernels(monkeypatch, tmp_pat
     if chosen:
         shared = os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "users")
     vllm_setup.prepare_environment()
-    InductorAdaptor().initialize_cache(str(tmp_path / "configuration"))
+    takes = inspect.signature(InductorAdaptor).parameters  # vLLM 0.33 has an argument here that 0.32 lacks
+    options: Any = {"use_aot_compile": True} if "use_aot_compile" in takes else {}
+    InductorAdaptor(**options).initialize_cache(str(tmp_path / "configuration"))
     assert os.environ["TRITON_CACHE_DIR"] == shared
 
 
