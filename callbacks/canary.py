@@ -26,7 +26,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 # two completions per prompt, as rollouts have several
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
 NUM_PROMPTS = 16
-STRENGTH = 0.5  # scale of the probe adapter: what it adds to a linear's output has about a third of the input's rms
+# of the random adapter that tests the engine: with it, the adapter's output has about a third of the linear's input rms
+STRENGTH = 0.5
 SEED = 0
 
 WITH_ADAPTER = "scores with the adapter"

@@ -70,7 +70,8 @@ class CompletionTable(Callback):
 
 
 def spread_over_rewards(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Choose at most ``count`` records at even distances from the highest reward to the lowest; unscored ones last."""
+    """Sort records by reward, the highest first and unscored ones last, and choose at most ``count`` at equal distances
+    in this order."""
     ordered = sorted(rows, key=lambda row: -float("inf") if row["reward"] is None else row["reward"], reverse=True)
     count = min(count, len(ordered))
     return [ordered[at * (len(ordered) - 1) // max(1, count - 1)] for at in range(count)]

@@ -35,7 +35,7 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
-        self._last_end: float | None = None  # time at which the previous step ended, in seconds of ``perf_counter``
+        self._last_end: float | None = None  # ``perf_counter`` at the end of the previous RL iteration
         self._validation_start = 0.0
         self._size: ModelSize | None = None
         self._peak: float | None = None

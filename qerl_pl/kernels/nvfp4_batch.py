@@ -244,8 +244,8 @@ def batch_linear(
     (tokens, tiles), splits, blocks = schedule
     y = x.new_empty(num_tokens, outputs) if out is None else out
     k_blocks, all_tiles = inputs // K_BLOCK, outputs // TILE
-    # TMA copies x in rows of 128 bytes, swizzled as wgmma expects. A tile has 512 bytes of codes and 64 bytes of scales
-    # per k-block.
+    # TMA copies the activations x in rows of 128 bytes, swizzled as wgmma expects. For 16 inputs, a tile of 64 outputs
+    # has 512 bytes of 4-bit weights and 64 bytes of scales.
     x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
     weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
     scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)

@@ -31,7 +31,7 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     The marker ``answer`` means ``<answer>...</answer>``, ``boxed`` means ``\\boxed{...}``, ``hash`` the rest of the
     line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the tagged
     answer if there is one, so that a box elsewhere does not override it, else the last box, else the last line after
-    ``####``. A tag or box that is not closed is no answer, because the completion was cut off there.
+    ``####``. A tag or box that is not closed does not count, because the completion was cut off there; earlier ones do.
     """
     if marker == "any":
         found = (marked_answer(text, each) for each in ("answer", "boxed", "hash"))

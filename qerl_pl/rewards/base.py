@@ -265,7 +265,7 @@ def _check_names(rewards: Sequence[WeightedReward]) -> None:
 
 
 def _check_parameters(name: str, reward: Callable[..., Any]) -> None:
-    """Check that a reward can be called with two lists."""
+    """Check by its signature that a reward accepts the prompts and the completions of a batch."""
     try:
         parameters = inspect.signature(reward)
     except (TypeError, ValueError):  # of a builtin, say: the first call will tell

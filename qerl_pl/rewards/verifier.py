@@ -75,7 +75,7 @@ class Verifier:
         """
         with self._lock:
             if os.getpid() != self._owner:
-                self._begin()  # this process is a fork; the workers belong to its parent process
+                self._begin()  # in a forked process, start own workers; the known ones are the parent's
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))

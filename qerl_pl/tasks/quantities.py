@@ -114,9 +114,10 @@ def check_split(split: str) -> None:
 
 
 def draw_numbers(rng: random.Random, structure: Sequence[Quantity]) -> tuple[list[Quantity], list[int]] | None:
-    """Draw the constants of a structure; returns it with constants, and every quantity's value.
+    """Draw the constants of a structure, which is a graph of quantities without numbers.
 
-    Returns: None if in each of ``TRIES`` draws some value was no integer in 1..MAX_VALUE.
+    Returns: the graph with constants, and the value of each quantity; None if in each of ``TRIES`` draws some value was
+    no integer in 1..MAX_VALUE.
     """
     for _ in range(TRIES):
         quantities: list[Quantity] = []

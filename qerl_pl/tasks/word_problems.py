@@ -104,12 +104,12 @@ def draw_problems(
     operations: tuple[int, int] = (MIN_OPERATIONS, MAX_OPERATIONS),
     avoid: Set[tuple[str, ...]] = frozenset(),
 ) -> list[WordProblem]:
-    """Draw distinct problems, equally many of each number of operations; the same ones for the same seed.
+    """Draw distinct problems, as many of each number of operations (up to one); the same ones for the same seed.
 
     Args:
         num: number of problems.
         seed: seed of the draws.
-        split: set to whose structures the problems are restricted.
+        split: "train", "validation" or "reach"; problems have only structures (graphs without numbers) of this set.
         operations: fewest and most operations of a problem.
         avoid: runs of RUN_OF_WORDS words that no question may contain.
 

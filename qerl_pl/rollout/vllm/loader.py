@@ -31,7 +31,7 @@ def register_loader(
     *,
     fp32_norms: bool = True,
 ) -> str:
-    """Register a model loader with vLLM that reads safetensors files and takes other weights from the trainer.
+    """Register a model loader with vLLM that takes some weights from the trainer and the rest from safetensors files.
 
     Args:
         shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
@@ -39,9 +39,10 @@ def register_loader(
             vocabularies to a multiple of 64.
         unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold in
             dequantised form.
-        packed: the trainer's packed linears by name that vLLM reads from the checkpoint as well; the loader checks that
-            both are equal.
-        fp32_norms: keep the weights of block norms in fp32 for every compute dtype.
+        packed: the trainer's packed linears by name. vLLM reads the same linears from the checkpoint, and the loader
+            checks that they are equal; then vLLM uses the trainer's memory if its kernels can read it.
+        fp32_norms: keep the weights of the norms that AQN adds noise to (``Family.noise_norms``) in fp32 for every
+            compute dtype.
 
     Returns:
         The value of vLLM's ``load_format`` that selects this loader.

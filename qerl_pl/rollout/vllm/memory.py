@@ -48,8 +48,8 @@ def free(worker: WorkerBase) -> None:
 
 
 def referred_to() -> list[Tensor]:
-    """List all tensors with memory that the garbage collector of this process tracks; frozen objects (``gc.freeze``)
-    are not among them."""
+    """List the tensors that Python's garbage collector tracks in this process, on any device, without the fake tensors
+    of ``torch.compile``; objects that ``gc.freeze`` has frozen are missing."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
 
 
