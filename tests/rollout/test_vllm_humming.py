@@ -48,6 +48,12 @@ def test_what_is_not_wide_even_and_small_keeps_the_rules_blocks(outputs, inputs,
     assert decoding_schedule(RULE, outputs=outputs, inputs=inputs, tokens=tokens) == RULE
 
 
+@pytest.mark.parametrize(("instruction", "kept"), [("mma", True), ("wgmma", False)])
+def test_a_schedule_for_another_instruction_than_the_measured_one_is_kept(instruction, kept):
+    rule = {**RULE, "mma_type": instruction}
+    assert (decoding_schedule(rule, outputs=37888, inputs=3584, tokens=8) == rule) is kept
+
+
 ENDS = [8, 16, 128, 256, 272, 2**30]
 RULES = [(first, last, {"blocks": last}) for first, last in zip([0, *ENDS], ENDS, strict=False)]
 
