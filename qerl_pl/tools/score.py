@@ -50,7 +50,12 @@ def main(argv: list[str]) -> int:
         required=True,
         help="gsm8k, math, dapo, or a path such as my_reward.closeness",
     )
-    parser.add_argument("--input", type=Path, required=True, help='JSON lines: {"completion": ..., "answer": ...}')
+    parser.add_argument(
+        "--input",
+        type=Path,
+        required=True,
+        help='JSON lines: {"completion": ..., "answer": ...}, and the columns that the reward reads in prompt.row',
+    )
     parser.add_argument("--output", type=Path, required=True, help='the same rows with "score" and "reason"')
     try:
         arguments = parser.instantiate(parser.parse_args(_named(argv)))
