@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 
-from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main
+try:
+    from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main
+
+    if __name__ == "__main__":
+        sys.exit(exit_status(sys.argv[1:]))
+except KeyboardInterrupt:
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 __all__ = ["QeRLCLI", "command_line", "exit_status", "main"]
-
-if __name__ == "__main__":
-    sys.exit(exit_status(sys.argv[1:]))

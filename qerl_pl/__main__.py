@@ -37,8 +37,15 @@ CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
     commands = TRAINING | COMMANDS
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))

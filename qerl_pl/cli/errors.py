@@ -29,6 +29,22 @@ EXAMPLES = {
     "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
 """Class that error messages show as an example, by the setting that expects a class."""
+OTHER_NAMES = {
+    "learning_rate": "model.optimizer.init_args.lr",
+    "lr": "model.optimizer.init_args.lr",
+    "num_generations": "model.sampling.num_completions",
+    "group_size": "model.sampling.num_completions",
+    "max_completion_length": "model.sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_new_tokens": "model.sampling.max_tokens",
+    "model_name_or_path": "model.base",
+    "epochs": "trainer.max_steps",
+    "num_train_epochs": "trainer.max_steps",
+    "beta": "model.objective.kl_coefficient",
+    "output_dir": "run_dir",
+    "seed": "seed_everything",
+}
+"""Maps names of settings in other programs to the setting here that a message about them suggests."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
 """Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
 
@@ -211,6 +227,8 @@ def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str
     leaf = rf"\b{re.escape(key.rpartition('.')[2])}\+?[\"']?\s*:"
     where = _where(leaf, [argument for path in places for argument in ("-c", str(path))])
     keys = list(keys)
+    if own := OTHER_NAMES.get(key.rpartition(".")[2]):
+        return f"there is no setting {key}{where}; did you mean {own}?"
     near = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]][:1]  # right name, wrong section
     near = near or get_close_matches(key, keys, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "--help lists all settings"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.cli.errors import in_short, of_the_value
+from qerl_pl.cli.errors import OTHER_NAMES, in_short, of_the_value
 from qerl_pl.cli.shipped import BASE_CONFIG
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
@@ -42,6 +42,17 @@ def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
 def test_a_key_in_the_wrong_section_gets_the_section_that_has_it():
     said = in_short("unrecognized arguments: --model.top_p 0.5", keys=(*KEYS, "model.lora"), arguments=[])
     assert said.endswith("did you mean model.sampling.top_p?")
+
+
+@pytest.mark.slow
+def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
+    said = in_short("unrecognized arguments: --model.learning_rate 1", keys=KEYS, arguments=[])
+    assert said == "there is no setting model.learning_rate; did you mean model.optimizer.init_args.lr?"
+    meant = sorted(set(OTHER_NAMES.values()))
+    values = [word for name in meant for word in (f"--{name}", "models/x" if name == "model.base" else "1")]
+    with pytest.raises(SystemExit) as stopped:
+        command(["fit", "-c", "quickstart", *values, "--print_config"])
+    assert not stopped.value.code, capsys.readouterr().err
 
 
 def test_the_line_to_blame_has_the_whole_name(tmp_path):
@@ -84,3 +95,13 @@ def test_an_unknown_command_gets_the_one_that_is_meant(given, hint, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"error: unknown command '{given}'; {hint}")
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "fit"])
+def test_ctrl_c_ends_a_command_in_one_line_also_while_it_imports(name, monkeypatch, capsys):
+    def interrupted(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert command([name, "--output", "x"]) == 130
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C\n"
