@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,22 @@ def test_a_table_is_written_beside_the_picture(run, tmp_path):
     assert command(["report", str(run), "--json", str(tmp_path / "a" / "t.jsonl")]) == 0
     assert json.loads((tmp_path / "a" / "t.jsonl").read_text())["RL steps"] == 20
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_a_run_is_refused_with_advice(run, tmp_path, capsys):
+    assert command(["report", str(tmp_path / "nowhere")]) == 2
+    assert f"there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert command(["report", str(run.parent)]) == 2
+    assert f"has runs in it; give one or several of them: {run}" in capsys.readouterr().err
+    (tmp_path / "new").mkdir()
+    assert command(["report", str(tmp_path / "new")]) == 2
+    assert "holds no TensorBoard event files, which a run writes once it trains" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named_with_the_option_for_another(run, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert command(["report", str(run), "--follow", "--port", str(port)]) == 2
+    assert f"error: port {port} is in use by another program; give another one by --port" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
     """
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
-        raise ValueError(f"{run} holds no TensorBoard event files")
+        raise ValueError(_without_events(run))
     scalars: list[Scalar] = []
     for path in files:
         found, lost = read_scalars(path)
@@ -41,6 +41,15 @@ def read_curves(run: Path) -> dict[str, Curve]:
     for scalar in sorted(scalars, key=lambda scalar: scalar.time):
         latest.setdefault(scalar.tag, {})[scalar.step] = scalar
     return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def _without_events(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}; give the folder of a run, such as runs/quickstart"
+    runs = sorted({str(path.parent) for path in folder.glob("*/events.out.tfevents.*")})
+    if runs:
+        return f"{folder} is no run but has runs in it; give one or several of them: {', '.join(runs)[:200]}"
+    return f"{folder} holds no TensorBoard event files, which a run writes once it trains"
 
 
 def _curve(scalars: list[Scalar]) -> Curve:

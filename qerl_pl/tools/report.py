@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -69,13 +70,26 @@ def main(argv: list[str]) -> int:
         write_whole(options.html, render(summary, blocks))
         print(f"page: {options.html}")
     if options.follow:
-        serve(options.runs, port=options.port, limit=options.completions)
+        try:
+            serve(options.runs, port=options.port, limit=options.completions)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
 def serve(runs: Sequence[Path], *, port: int, limit: int) -> None:
-    """Serve the page of some runs until Ctrl-C."""
-    server = make_server(runs, port=port, limit=limit)
+    """Serve the page of some runs until Ctrl-C.
+
+    Raises:
+        ValueError: another program uses the port.
+    """
+    try:
+        server = make_server(runs, port=port, limit=limit)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(f"port {port} is in use by another program; give another one by --port") from error
     print(f"following at http://{server.server_address[0]}:{server.server_address[1]} (Ctrl-C ends it)")
     try:
         server.serve_forever()
