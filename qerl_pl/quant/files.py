@@ -36,7 +36,9 @@ class Checkpoint:
         if not self.path.is_dir():
             raise ValueError(f"model folder {self.path} does not exist; expected a Hugging Face checkpoint folder")
         if not (self.path / CONFIG).is_file():
-            raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout")
+            inside = ", ".join(sorted(str(found.parent) for found in self.path.glob(f"*/{CONFIG}"))[:8])
+            hint = f"give one of the folders in it that have one: {inside}" if inside else "give a model's folder"
+            raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout; {hint}")
         self._files = {name: _open(self.path / name) for name in self._file_names()}
         text_only = has_vision(read_json(self.path / CONFIG))
         self._stored: dict[str, tuple[str, str]] = {}  # name to the file and the name there

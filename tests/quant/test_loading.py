@@ -277,6 +277,12 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., 
 
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load(tmp_path / "nowhere")
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"models has no config\.json, .*; give a model's folder"):
+        load(tmp_path / "models")
+    (tmp_path / "models" / "one" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"give one of the folders in it that have one: .*models/one$"):
+        load(tmp_path / "models")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
