@@ -43,7 +43,10 @@ def check_family(path: str | Path) -> Mapping:
     config = model_config(file.parent)
     family = config.get("model_type")
     if has_experts(config):
-        raise ValueError(f"{path} is a mixture of experts ({family!r}); dense models of {', '.join(FAMILIES)} train")
+        raise ValueError(
+            f"{path} is a mixture of experts ({family!r}), which is not supported; expected a dense model of "
+            f"{', '.join(FAMILIES)}"
+        )
     for name, words in family_of(family, path=path).refused:
         if config.get(name):
             raise ValueError(f"{path}: {name} is {config[name]!r}; {family} models with {words} are not supported")
