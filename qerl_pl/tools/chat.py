@@ -3,7 +3,6 @@ the other."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from transformers import (
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
@@ -37,7 +36,7 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 def main(argv: list[str]) -> int:
     """Read questions from the terminal until end of input and print the answers; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("chat"),
         description="Talk to the policy of a run and to its base model: both get the same questions. Sampled with "
         "transformers, printed token by token. Each line is a question of its own, as in training, unless "

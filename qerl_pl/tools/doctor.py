@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import inspect
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.versions import TESTED
 from qerl_pl.tools.check_lines import print_checks
 
@@ -36,7 +35,7 @@ EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused tra
 def main(argv: list[str]) -> int:
     """Run the checks of machine and configuration, and print a line for each; returns 0 if the given configuration (or
     the quickstart) can run, else 1."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
         "fail after the start; further arguments are those of `fit`.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -23,7 +22,7 @@ from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.quant.files import CONFIG, read_json
@@ -35,7 +34,7 @@ from qerl_pl.tools.push import check_push_name, push
 
 def main(argv: list[str]) -> int:
     """Parse the command line and export; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("export"),
         description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
     )

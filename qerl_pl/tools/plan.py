@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import (
@@ -53,7 +52,7 @@ USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 def main(argv: list[str]) -> int:
     """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("plan"),
         description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
         "its weight files; a folder with config.json alone, or a model's name, is enough. Further arguments are those "

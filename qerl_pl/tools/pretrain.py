@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Saves, Settings, Stopped, new_policy, train
 from qerl_pl.pretraining.measure import (
     MIN_PASS_AT_N,
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("pretrain"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.tasks.quantities import Split
 from qerl_pl.tasks.word_problems import (
     MAX_OPERATIONS,
@@ -23,7 +22,7 @@ from qerl_pl.tasks.word_problems import (
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and write the problem sets (training, validation, reach); returns the exit status."""
-    parser = argparse.ArgumentParser(prog=called_as("problems"), description=__doc__)
+    parser = CommandParser(prog=called_as("problems"), description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for train, validation and reach .jsonl")
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
     for split, num in (("train", 8192), ("validation", 512), ("reach", 512)):

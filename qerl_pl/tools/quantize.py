@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
@@ -23,10 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(arguments)
     except (ValueError, OSError) as error:
-        print(f"quantize: {error}".replace("\n", " "), file=sys.stderr)
+        print(f"error: {error}".replace("\n", " "), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("quantize: stopped; run the same command again to continue", file=sys.stderr)
+        print("\nstopped by Ctrl-C; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=called_as("quantize"), description=__doc__)
+    parser = CommandParser(prog=called_as("quantize"), description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import sys
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.tools.page.collect import collect
@@ -32,7 +31,7 @@ CURVES = (
 
 def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=called_as("report"), description=__doc__)
+    parser = CommandParser(prog=called_as("report"), description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders; each becomes a column")
     parser.add_argument(
         "--picture",

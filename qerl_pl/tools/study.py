@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=called_as("study"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", type=Path, help="YAML file with arms and seeds")

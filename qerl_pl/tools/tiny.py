@@ -11,7 +11,6 @@ The result depends only on the seed, and the global random states are left uncha
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -26,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl_pl.common.program import called_as
+from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
@@ -49,9 +48,7 @@ END_ID, PAD_ID = 256, 257  # the bytes come first
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, make the policy and print its accuracy and skill; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit."
-    )
+    parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default: 0)")
     args = parser.parse_args(argv)

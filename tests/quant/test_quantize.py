@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("quantize: ")
+    assert error.startswith("error: ")
     assert "model-00001-of-00003.safetensors" in error
     assert main(command) == 0
 
