@@ -62,6 +62,10 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
     if unknown and ("accept" in message or "unrecognized" in message):
         return _unknown_key(unknown[1].rstrip("+"), keys, arguments)
+    if word := re.match(r"unrecognized arguments: ([^-\s]\S*)", message):
+        return (
+            f"{word[1]!r} is no option; a configuration is given by -c, such as -c quickstart, a setting by --KEY VALUE"
+        )
     if linked := re.match(r'Linked "([^"]+)" must be given via "?([^"]+)"?\.', message):
         return f"{linked[1]} cannot be set: it follows from {linked[2]}; set that"
     if "arser key" in message:

@@ -55,6 +55,22 @@ def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
     assert not stopped.value.code, capsys.readouterr().err
 
 
+def test_a_configuration_without_its_option_is_told_of_it():
+    said = in_short("unrecognized arguments: quickstart --trainer.max_steps 20", keys=KEYS, arguments=[])
+    assert said.startswith("'quickstart' is no option; a configuration is given by -c, such as -c quickstart")
+
+
+@pytest.mark.parametrize("name", ["report", "quantize", "plan", "tiny", "chat", "export", "study", "problems"])
+def test_a_wrong_option_of_a_command_is_one_line(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command([name, "--no-such-option"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.endswith(f" {name} --help` lists the options\n")
+    assert said.count("\n") == 1
+
+
 def test_the_line_to_blame_has_the_whole_name(tmp_path):
     right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
     right.write_text("- callbacks.aqn.AdaptiveQuantizationNoise\n")
