@@ -86,7 +86,10 @@ def text(row: Row, column: str) -> str:
         ValueError: the row has no such column, or the value is empty or of another type.
     """
     if column not in row.columns:
-        raise ValueError(f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}")
+        raise ValueError(
+            f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}. The settings "
+            "question, answer and system of datamodules.table.Table name other columns"
+        )
     value = row.columns[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected text or a number")

@@ -87,7 +87,7 @@ def test_blank_lines_are_counted(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (row(question="q"), "no column 'answer'; the row has 'question'"),
+        (row(question="q"), "no column 'answer'; the row has 'question'. The settings .* name other columns"),
         (row(question="q", answer=None), "column 'answer' is None; expected text or a number"),
         (row(question="q", answer=True), "column 'answer' is True; expected text or a number"),
         (row(question="q", answer=["a"]), "column 'answer' is .'a'.; expected text or a number"),
