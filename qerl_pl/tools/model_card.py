@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.tools.curves import read_curves, summarize
 from qerl_pl.tools.page.verdicts import verdicts
 
@@ -34,9 +35,7 @@ adapter was exported: give another path if it has moved.
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained({base!r})
+{loading}
 model = PeftModel.from_pretrained(base, {folder!r})
 ```
 
@@ -44,6 +43,16 @@ model = PeftModel.from_pretrained(base, {folder!r})
 
 {evidence}
 """
+
+LOADING = """\
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base!r})"""
+LOADING_UNPACKED = """\
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+unpacked = CompressedTensorsConfig(run_compressed=False)  # PEFT adapts no 4-bit linears of this format
+base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantization_config=unpacked)"""
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
@@ -62,6 +71,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         evidence=evidence(run),
         folder=folder,
         base=base,
+        loading=_loading(base),
         digest=identity["base"],
         steps=checkpoint["global_step"],
         rank=settings.rank,
@@ -71,6 +81,14 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         norms="yes (modules_to_save)" if settings.train_norms else "no",
         seed=identity["seed"],
     )
+
+
+def _loading(base: str) -> str:
+    """Return the code that loads a base model such that PEFT can adapt it."""
+    config = Path(base) / CONFIG
+    quantization = read_json(config).get("quantization_config") or {} if config.is_file() else {}
+    packed = quantization.get("quant_method") == "compressed-tensors"
+    return (LOADING_UNPACKED if packed else LOADING).format(base=base)
 
 
 def evidence(run: Path) -> str:

@@ -25,6 +25,7 @@ from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.token_file import read_tokens
 from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.doctor import with_advice
+from qerl_pl.tools.model_card import model_card
 from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last
 
 DATA = Path(os.environ.get("QERL_DATA", ROOT.parent / "shared" / "data"))
@@ -275,6 +276,17 @@ def test_stock_peft_loads_it_on_the_nvfp4_base_too(exported, bases):
     model = AutoModelForCausalLM.from_pretrained(bases["nvfp4"], dtype=torch.bfloat16, quantization_config=packed)
     adapted = PeftModel.from_pretrained(model, exported)
     assert any(tensor.abs().max() > 0 for name, tensor in adapted.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "nvfp4"])
+def test_the_code_on_the_card_of_an_adapter_loads_it(exported, finished, bases, name):
+    settings = LoraSettings(rank=4, alpha=8)
+    card = model_card(load_last(finished), settings, base=str(bases[name]), folder=str(exported), run=finished)
+    [code] = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["model"](torch.arange(20).view(1, 20)).logits.isfinite().all()
 
 
 @pytest.mark.slow
