@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.program import CommandParser, called_as
+from qerl_pl.common.run_folder import is_running
 from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.output_paths import output_file, picture_file
 from qerl_pl.tools.page.collect import collect
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> int:
     if options.completions < 0:
         parser.error(f"--completions is {options.completions}; expected 0 or more")
     try:
-        curves = {run: read_curves(run) for run in options.runs}
+        curves = {run: (started_curves if options.follow else read_curves)(run) for run in options.runs}
         summaries = {run: summarize(found) for run, found in curves.items()}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -75,6 +78,23 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
+
+
+def started_curves(run: Path) -> dict[str, Curve]:
+    """Read a run's curves like ``read_curves``, but if the run has started and logged no value yet, wait for the first.
+
+    Raises:
+        ValueError: the folder has no readable values, and no process is running the run.
+    """
+    said = False
+    while is_running(run):
+        with suppress(ValueError):
+            return read_curves(run)
+        if not said:
+            print(f"waiting for the first values of {run}", flush=True)
+            said = True
+        time.sleep(1)
+    return read_curves(run)
 
 
 def serve(runs: Sequence[Path], *, port: int, limit: int) -> None:
