@@ -21,6 +21,7 @@ MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (
         r"\W*Tip: For seamless cloud",  # an advertisement
         r"TPU available: False",
+        r"\W*Detected KeyboardInterrupt",  # the program says that Ctrl-C stopped it
         r"Restored all states from the checkpoint",  # that it is restored is said before
         r"`Trainer.fit` stopped: `max_steps=",  # the regular end of a run; callbacks.progress.Progress reports it
         r"`Trainer\(val_check_interval=1\)` was configured",  # --smoke does it

@@ -82,9 +82,11 @@ class QeRLCLI(LightningCLI):
             return
         try:
             super()._run_subcommand(subcommand)
-        except BaseException:
+        except BaseException as error:
             if self.trainer.is_global_zero:
                 empty_event_files.remove(self.trainer.loggers)
+            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):  # Lightning's
+                raise error.__context__ from None
             raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

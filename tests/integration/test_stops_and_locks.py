@@ -8,8 +8,9 @@ import signal
 import pytest
 
 import train
+from qerl_pl.__main__ import main as command
 from qerl_pl.tools.event_files import read_scalars
-from tests.integration.conftest import arguments, differences, load_last
+from tests.integration.conftest import ROOT, arguments, differences, load_last
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +24,22 @@ def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finishe
     assert load_last(run_dir)["global_step"] == 3
     assert train.exit_status(arguments("fit", base, run_dir, "--ckpt_path", "last")) == 0
     assert differences(load_last(run_dir)["state_dict"], load_last(finished)["state_dict"]) == []
+
+
+def test_ctrl_c_before_the_first_rollout_ends_the_program_in_one_line(bases, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    try:
+        started = arguments(
+            "fit", bases["nvfp4"], tmp_path, "--trainer.callbacks+=tests.integration.toy.CtrlCAtTheStart"
+        )
+        assert command(started) == 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    said = capfd.readouterr().err
+    assert said.endswith("\nstopped by Ctrl-C\n")
+    assert "KeyboardInterrupt" not in said
+    assert not list(tmp_path.glob("events*"))
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(run, tmp_path):

@@ -57,6 +57,13 @@ class CtrlC(Callback):
                 signal.raise_signal(self.number)
 
 
+class CtrlCAtTheStart(Callback):
+    """Presses Ctrl-C before the first rollout, as somebody does who does not want to wait for the engine."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
 class SpoilGradient(Callback):
     """Multiplies the gradient of one matrix in one rollout."""
 
