@@ -85,7 +85,8 @@ class QeRLCLI(LightningCLI):
         except BaseException as error:
             if self.trainer.is_global_zero:
                 empty_event_files.remove(self.trainer.loggers)
-            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):  # Lightning's
+            # After Ctrl-C, Lightning raises SystemExit(1), but the program's exit status has to be 130.
+            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
 
