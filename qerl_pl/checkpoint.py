@@ -215,7 +215,8 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
             value now.
     """
     differences = [
-        f"{name}: the run has {json.dumps(saved.get(name))}, this start has {json.dumps(value)}"
+        f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
+        f"this start has {json.dumps(value)}"
         for name, value in current.items()
         if saved.get(name) != value
     ]

@@ -85,8 +85,8 @@ def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (("--model.lora.rank", "8"), "lora.rank: the run has 4, this start has 8"),
-        (("--seed_everything", "1"), "seed: the run has 0, this start has 1"),
+        (("--model.lora.rank", "8"), "model.lora.rank: the run has 4, this start has 8"),
+        (("--seed_everything", "1"), "seed_everything: the run has 0, this start has 1"),
         (("--model.base", "dense"), "base: the run has"),
         (("--model.updates_per_rollout", "2"), "updates_per_rollout: the run has 1, this start has 2"),
     ],
