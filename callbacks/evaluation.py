@@ -1,4 +1,4 @@
-"""Print the table of results at the end of an evaluation: avg@k and pass@k with confidence intervals."""
+"""Print the table of results at the end of an evaluation: avg@n and pass@k with confidence intervals."""
 
 from __future__ import annotations
 

@@ -159,7 +159,9 @@ def _tile_kernel(
     inside = (block < NUM_BLOCKS)[:, None]
     packed = tl.load(codes + block[:, None] * codes_stride + tile * 128 + tl.arange(0, 128)[None, :], mask=inside)
     bits = tl.load(block_scale + block[:, None] * scale_stride + tile * 64 + tl.arange(0, 64)[None, :], mask=inside)
-    bits = bits.to(tl.int32)  # [BLOCKS, 64]; scale and value: see the comments in ``_nvfp4_kernel``
+    # The 64 e4m3 scales of each k-block and the 4-bit codes are converted to fp32 by the steps that the comments in
+    # ``_nvfp4_kernel`` explain.
+    bits = bits.to(tl.int32)  # [BLOCKS, 64]
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)

@@ -19,15 +19,15 @@ from qerl_pl.common.finite import require_finite, require_no_nan
 class CovarianceControl:
     """Settings of covariance control. It costs a forward pass before the first update.
 
-    Covariances are computed before the first update, over the rollouts of all ranks; the published code computes them
-    in each micro-batch with the current policy.
+    Covariances (``token_covariance``) are computed before the first update, over the rollouts of all ranks; the code of
+    the paper computes them in each micro-batch with the current policy.
 
     Args:
         kind: "clip" removes the gradient of tokens drawn at random among those between the bounds (Clip-Cov). "kl" adds
-            ``coefficient`` x KL(old || new) at the tokens of the largest covariance (KL-Cov), estimated by new / old -
-            1
-            - log(new / old), which is 0 in the first optimizer step of a rollout. The published code adds abs(log(new /
-            old)) instead, without clip bounds; its gradient has full size even for a change by rounding only.
+            ``coefficient`` x KL(old || new) at the tokens of the largest covariance (KL-Cov). The estimate of the KL is
+            r - 1 - log r with r = new / old, which is 0 in the first optimizer step of a rollout. The code of the paper
+            adds abs(log r) instead, whose gradient has full size even where r differs from 1 by rounding only; it also
+            leaves the clip bounds of r out of the surrogate, which is clipped here as in any other run.
         share: share of all tokens that is restrained, at least one token.
         low: lower bound of a token's covariance, for "clip".
         high: upper bound of a token's covariance, .inf for none, for "clip".

@@ -29,7 +29,7 @@ _TINY = 1e-38  # smallest divisor, as in bitsandbytes
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Return the bits of each block's scale: its largest magnitude in fp32, viewed as int32, [...]."""
+    """Return the bits of each block's scale, which is its largest magnitude in fp32, as int32 of the same shape."""
     return block_amax.view(torch.int32)
 
 

@@ -1,4 +1,5 @@
-"""Compute what the loss needs from the whole batch (all micro-batches and ranks) before the first backward pass."""
+"""Compute the terms of the loss that depend on all micro-batches and ranks, such as the divisor and entropy thresholds,
+before the first backward pass of a rollout."""
 
 from __future__ import annotations
 

@@ -128,10 +128,10 @@ def nvfp4_linear(
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        locks, layer_config, compute_config: arguments of Humming's GEMM; an empty layer_config means that Humming is
-            not used.
-        a: one [1, 1, R, K] for each slice of N; empty without an adapter.
-        b: one [1, 1, n, R] for each slice.
+        locks, layer_config, compute_config: arguments of the GEMM of the library Humming; with the layer_config "" it
+            is not used.
+        a: one [1, 1, R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
+        b: one [1, 1, n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """

@@ -34,7 +34,7 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Tensors in which vLLM holds the adapter of one linear, of rank R: that of the adapter, rounded up to one that
+    """Tensors in which vLLM holds the adapter of one linear. R is the adapter's rank, rounded up to the next rank that
     vLLM supports."""
 
     a: Tensor
