@@ -12,8 +12,8 @@ MOST_COMPLETIONS = 4  # per prompt
 VALIDATION_PROMPTS = 4
 HELP = (
     "try the configuration: two small rollouts (three where there is noise), each with a validation and a checkpoint, "
-    f"completions of at most {MOST_TOKENS} tokens, in its own folder next to run_dir; it does not test memory: use "
-    "`plan` for that"
+    f"completions of at most {MOST_TOKENS} tokens, in its own folder next to run_dir; vLLM does not compile (for that: "
+    "`doctor --warm`), and memory is not tested (for that: `plan`)"
 )
 
 
@@ -21,7 +21,7 @@ def shorten(config: Namespace) -> None:
     """Change a parsed configuration of ``fit`` into that of a smoke run.
 
     Truncated completions stay in the loss, because all completions may be truncated, and dynamic sampling refills a
-    batch at most once.
+    batch at most once. vLLM uses no CUDA graphs and no compilation, which take most of its start on a GPU.
     """
     trainer, model, data = config.trainer, config.model, config.data
     noisy = [
@@ -44,6 +44,8 @@ def shorten(config: Namespace) -> None:
         if isinstance(term.reward, Namespace) and term.reward.class_path.endswith(".SoftOverlong"):
             term.reward.init_args.max_tokens = None
             term.reward.init_args.buffer = min(term.reward.init_args.buffer, model.sampling.max_tokens)
+    if "enforce_eager" in model.engine.get("init_args", {}):
+        model.engine.init_args.enforce_eager = True
     ranks = _num_devices(trainer) * trainer.num_nodes
     data.batch_size = _few(data.batch_size, ranks, max(1, model.mini_batches))
     data.val_limit = min(data.val_limit or VALIDATION_PROMPTS, max(VALIDATION_PROMPTS, ranks))

@@ -7,8 +7,9 @@ import json
 import pytest
 import yaml
 
+import train
 from qerl_pl.cli.smoke import free_folder
-from tests.integration.conftest import load_last
+from tests.integration.conftest import VLLM, arguments, load_last
 
 OVERLONG = {"class_path": "qerl_pl.rewards.length.SoftOverlong", "init_args": {"buffer": 200, "max_tokens": 1000}}
 LOW = "tests.integration.toy.low_tokens"
@@ -57,6 +58,14 @@ def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path
     reward = "[{name: zero, reward: qerl_pl.rewards.format.think_answer_format}]"
     run("fit", tmp_path / "run", "--smoke", f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}")
     assert load_last(tmp_path / "run-smoke")["global_step"] == 3
+
+
+@pytest.mark.parametrize("smoke", [True, False])
+def test_vllm_starts_without_compilation_where_it_is_tried(bases, tmp_path, monkeypatch, smoke):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    more = (*VLLM, *(["--smoke"] if smoke else []))
+    cli = train.main(arguments("fit", bases["nvfp4"], tmp_path / "run", *more), run_now=False)
+    assert cli.model.engine.memory.enforce_eager == smoke
 
 
 def test_smoke_is_for_training(run, tmp_path):
