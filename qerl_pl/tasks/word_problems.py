@@ -104,7 +104,7 @@ def draw_problems(
     operations: tuple[int, int] = (MIN_OPERATIONS, MAX_OPERATIONS),
     avoid: Set[tuple[str, ...]] = frozenset(),
 ) -> list[WordProblem]:
-    """Draw distinct problems, as many of each number of operations (up to one); the same ones for the same seed.
+    """Draw distinct problems, equally many (to within one) of each number of operations; the seed determines them.
 
     Args:
         num: number of problems.
