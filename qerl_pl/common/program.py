@@ -1,9 +1,11 @@
-"""The parser of commands' options, and the way in which the user calls this program, for messages."""
+"""The parser of commands' options, the arguments of the process, and how the user calls this program."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +14,16 @@ def called_as(command: str) -> str:
     """Return how to call a command of this program: ``qerl COMMAND`` if the user started the program as ``qerl``, and
     ``python -m qerl_pl COMMAND`` otherwise."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
+
+
+@contextmanager
+def restored_arguments() -> Iterator[None]:
+    """Restore ``sys.argv`` at the end of the context, because ``cli.training.main`` replaces it."""
+    arguments = list(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 class CommandParser(argparse.ArgumentParser):

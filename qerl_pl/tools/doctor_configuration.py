@@ -19,6 +19,7 @@ from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
+from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
@@ -49,16 +50,15 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     built: dict[str, QeRLCLI] = {}
 
     def build() -> str:
-        command_line, said = list(sys.argv), StringIO()
-        try:
-            with redirect_stderr(said):
-                built["cli"] = cli = training(["fit", *arguments], run_now=False)
-        except (ValueError, OSError) as error:
-            raise ValueError(of_error(error, sys.argv[1:])) from error
-        except SystemExit:
-            raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's own message
-        finally:
-            sys.argv = command_line
+        said = StringIO()
+        with restored_arguments():
+            try:
+                with redirect_stderr(said):
+                    built["cli"] = cli = training(["fit", *arguments], run_now=False)
+            except (ValueError, OSError) as error:
+                raise ValueError(of_error(error, sys.argv[1:])) from error
+            except SystemExit:
+                raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's own message
         model = cli.model
         rewards = ", ".join(term.name for term in model.rewards)
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -12,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from qerl_pl.cli.training import main as training
+from qerl_pl.common.program import restored_arguments
 from qerl_pl.module import QeRLModule
 
 
@@ -39,17 +39,13 @@ def start_engine(arguments: list[str]) -> str:
     The run has one device, and a temporary folder in place of its own. The base is loaded and, if the configuration
     says so, downloaded and quantised first.
     """
-    command_line = list(sys.argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            own = ["--run_dir", str(Path(folder, "run")), "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-            cli = training(["fit", *arguments, *own], run_now=False)
-            starting = StartEngine()
-            cli.trainer.callbacks.append(starting)  # pyright: ignore[reportAttributeAccessIssue]
-            with suppress(Started):
-                cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    finally:
-        sys.argv = command_line
+    starting = StartEngine()
+    with tempfile.TemporaryDirectory() as folder, restored_arguments():
+        own = ["--run_dir", str(Path(folder, "run")), "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+        cli = training(["fit", *arguments, *own], run_now=False)
+        cli.trainer.callbacks.append(starting)  # pyright: ignore[reportAttributeAccessIssue]
+        with suppress(Started):
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     parts: dict[str, float] = getattr(cli.model.engine, "start_s", {})
     listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
     return f"{starting.seconds:.1f} s{f' ({listed}); later starts find its compiled kernels' if listed else ''}"

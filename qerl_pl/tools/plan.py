@@ -21,7 +21,7 @@ from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import CommandParser, called_as
+from qerl_pl.common.program import CommandParser, called_as, restored_arguments
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import (
@@ -112,15 +112,12 @@ def main(argv: list[str]) -> int:
 def read_settings(arguments: list[str]) -> dict[str, Any]:
     """Parse the command-line arguments of ``fit`` to its whole configuration, without building any object."""
     printed = StringIO()
-    command_line = list(sys.argv)
     try:
-        with redirect_stdout(printed):
+        with redirect_stdout(printed), restored_arguments():
             training(["fit", *arguments, "--print_config"])
     except SystemExit as stop:
         if stop.code:
             raise  # the parser has said what is wrong
-    finally:
-        sys.argv = command_line
     return yaml.safe_load(printed.getvalue())
 
 
