@@ -167,8 +167,7 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings to the configuration's; loading a checkpoint has set them to the
-        checkpoint's."""
+        """Set the optimizer's settings to the configuration's; loading a checkpoint has replaced them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -191,7 +190,7 @@ class QeRLModule(LightningModule):
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
         """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
         index, watch = self.rollout_index, Stopwatch()
-        self._start_engine()
+        self.start_engine()
         rollout = self.loop.collect(
             batch,
             more_prompts=self.trainer.datamodule.more_prompts(index, batch),  # pyright: ignore[reportAttributeAccessIssue]
@@ -236,7 +235,7 @@ class QeRLModule(LightningModule):
 
     def on_validation_start(self) -> None:
         """Start the rollout engine and load the current adapter into it, without noise on its norm weights."""
-        self._start_engine()
+        self.start_engine()
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
         if self.trainer.state.fn != TrainerFn.FITTING:
@@ -300,7 +299,8 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = {}
         self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 
-    def _start_engine(self) -> None:
+    def start_engine(self) -> None:
+        """Start the rollout engine, unless it has started."""
         self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
 
     def _plan_memory(self, stage: str) -> None:

@@ -28,7 +28,7 @@ class StartEngine(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         begin = time.perf_counter()
-        pl_module.engine.start(pl_module.policy, max_model_len=pl_module.settings.max_model_len)
+        pl_module.start_engine()
         self.seconds = time.perf_counter() - begin
         raise Started
 

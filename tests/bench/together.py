@@ -57,7 +57,7 @@ class Turn(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            pl_module._start_engine()
+            pl_module.start_engine()
             trainer.strategy.barrier()
             if trainer.is_global_zero:
                 self._turn.enter_context(turn())
