@@ -142,11 +142,10 @@ def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int
     """
 
     def too_long(steps: int) -> bool:
-        tried = replace(run, completion_tokens=steps * STEP, evaluation_tokens=steps * STEP)
-        return fitted(shape, tried, gpu_bytes).peak > usable(gpu_bytes)
+        return fitted(shape, run.with_completions(steps * STEP), gpu_bytes).peak > usable(gpu_bytes)
 
     above = next(2**power for power in count() if too_long(2**power))
-    return (bisect_left(range(1, above + 1), True, key=too_long)) * STEP
+    return STEP * bisect_left(range(1, above + 1), True, key=too_long)
 
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:

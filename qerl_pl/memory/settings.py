@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -87,6 +87,10 @@ class RunMemory:
         """
         setting, offload = self.gradient_checkpointing, self.offload_checkpoints
         return recompute_of(setting, num_layers, offload)
+
+    def with_completions(self, tokens: int) -> RunMemory:
+        """Return the settings with completions of at most so many tokens in training and evaluation."""
+        return replace(self, completion_tokens=tokens, evaluation_tokens=tokens)
 
     @property
     def longest_row(self) -> int:

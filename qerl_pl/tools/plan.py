@@ -273,7 +273,7 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
         tokens = longest_completion(shape, run, gpu_bytes)
         row = [f"{gpu_bytes / GIB:g}", str(tokens or "does not fit")]
         if tokens:
-            found = fitted(shape, replace(run, completion_tokens=tokens, evaluation_tokens=tokens), gpu_bytes)
+            found = fitted(shape, run.with_completions(tokens), gpu_bytes)
             engine, how = found.run.engine, found.run.gradient_checkpointing
             at_once = found.kv_cache_bytes / cache_bytes(shape, found.run, engine, num_sequences=1) if engine else None
             row += [str(how), str(found.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
