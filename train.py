@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-try:
+try:  # Ctrl-C may come during the imports, which take seconds
     from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main
 
     if __name__ == "__main__":

@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 # two completions per prompt, as rollouts have several
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
 NUM_PROMPTS = 16
-# of the random adapter that tests the engine: with it, the adapter's output has about a third of the linear's input rms
+# size of the random adapter that tests the engine: its output has about a third of the rms of the linear's input
 STRENGTH = 0.5
 SEED = 0
 

@@ -12,8 +12,8 @@ MOST_COMPLETIONS = 4  # per prompt
 VALIDATION_PROMPTS = 4
 HELP = (
     "try the configuration: two small rollouts (three where there is noise), each with a validation and a checkpoint, "
-    f"completions of at most {MOST_TOKENS} tokens, in its own folder next to run_dir; vLLM does not compile (for that: "
-    "`doctor --warm`), and memory is not tested (for that: `plan`)"
+    f"completions of at most {MOST_TOKENS} tokens, in its own folder next to run_dir; vLLM does not compile, which "
+    "`doctor --warm` tries, and memory is not tested, which `plan` predicts"
 )
 
 
