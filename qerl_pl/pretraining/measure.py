@@ -25,7 +25,7 @@ from qerl_pl.tasks.word_problems import MAX_OPERATIONS, MIN_OPERATIONS, WordProb
 
 PASS_AT_1 = (0.05, 0.20)
 MIN_PASS_AT_N = 0.5
-TOKENS_PER_OPERATION = 28  # of a worked solution; a line of large numbers has about 24
+TOKENS_PER_OPERATION = 20  # limit of a completion; solutions have at most 18, and a few in addition
 
 
 class Measured(NamedTuple):
