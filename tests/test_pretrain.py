@@ -330,12 +330,12 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
     assert record["has_room"] is False
     assert record["reach"] == len((made / "reach.jsonl").read_text().splitlines()) == 2
     task = yaml.safe_load((made / "task.yaml").read_text())
-    assert task["data"]["source"]["init_args"]["operations"] == [8, 12]
+    assert task["data"]["source"]["init_args"]["operations"] == [5, 8]
     before = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
     assert command(pretrain(made)) == 0
     output = capsys.readouterr().out
     assert "nothing to do" in output
-    assert "8 to 12 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
+    assert "5 to 8 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before
     assert command(pretrain(made, "--seed", "1")) == 1
     assert "is not an empty folder" in capsys.readouterr().err

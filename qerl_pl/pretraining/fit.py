@@ -52,7 +52,7 @@ class Settings:
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
-        micro_batch_tokens: most tokens of one forward pass; 512 problems have about 110,000.
+        micro_batch_tokens: most tokens of one forward pass; 512 problems have about 79,000.
 
     Raises:
         ValueError: a value is out of its range.
@@ -60,9 +60,9 @@ class Settings:
 
     seed: int = 0
     size: str = "10m"
-    steps: int = 3000
+    steps: int = 4000
     batch_size: int = 512
-    operations: tuple[int, int] = (2, 9)
+    operations: tuple[int, int] = (2, 5)
     rare: float = 0.02
     learning_rate: float = 1e-3
     warmup_steps: int = 100

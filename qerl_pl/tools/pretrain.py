@@ -80,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")
     parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: 3000)")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
     parser.add_argument("--batch-size", type=int, default=512, help="problems per step (default: 512)")
     parser.add_argument(
-        "--operations", type=int, nargs=2, default=(2, 9), metavar=("FEWEST", "MOST"), help="trained on (default: 2 9)"
+        "--operations", type=int, nargs=2, default=(2, 5), metavar=("FEWEST", "MOST"), help="trained on (default: 2 5)"
     )
     parser.add_argument(
         "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
@@ -92,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rl-operations",
         type=int,
         nargs=2,
-        default=(8, 12),
+        default=(5, 8),
         metavar=("FEWEST", "MOST"),
-        help="that RL is to train on, if they have room (default: 8 12)",
+        help="that RL is to train on, if they have room (default: 5 8)",
     )
     parser.add_argument("--learning-rate", type=float, help="default: by size")
     parser.add_argument(
@@ -191,7 +191,8 @@ def make(options: argparse.Namespace, settings: Settings, stop: Callable[[], boo
     measured = measure(model, tokenizer, sampling, num_problems=options.measure_problems)
     wanted, found = over(measured, tuple(options.rl_operations)), with_room(measured)
     chosen = wanted if wanted.has_room or found is None else found
-    reach_operations = (min(chosen.operations[1] + 1, MAX_OPERATIONS), MAX_OPERATIONS)
+    last = chosen.operations[1]
+    reach_operations = (min(last + 1, MAX_OPERATIONS), min(last + 3, MAX_OPERATIONS))
     reach = out_of_reach(model, tokenizer, sampling, operations=reach_operations, num_problems=options.reach_problems)
     text = verdict(measured, wanted, chosen, options.samples)
     text += f"\nreach set: {len(reach)} of {options.reach_problems} problems of {reach_operations[0]} to "
