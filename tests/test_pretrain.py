@@ -22,10 +22,10 @@ from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
 from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.pretraining import fit
 from qerl_pl.pretraining.batches import Batches, Rows, encode, prompts_of, rows_of
-from qerl_pl.pretraining.loss import prepare, reproduced, token_losses
+from qerl_pl.pretraining.loss import mean_loss, prepare, token_losses
 from qerl_pl.pretraining.measure import Measured, Sampling, count_right, over, with_room
 from qerl_pl.pretraining.policy import END, FILES, make_tokenizer
-from qerl_pl.tasks.word_problems import MAX_OPERATIONS, draw_problems
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, draw_problems, leave_out_lines
 from tests.program import Program
 from tests.reference.elementwise import REFERENCE
 
@@ -60,6 +60,7 @@ def batches_of(tokenizer, **changes: Any) -> Batches:
         "batch_size": 6,
         "operations": (2, 3),
         "rare": 0.0,
+        "left_out": 0.0,
         "micro_batch_tokens": 400,
     }
     return Batches(tokenizer, **(values | changes))
@@ -140,6 +141,24 @@ def test_rare_problems_are_longer_than_the_others(policy):
     assert longest(0.0) == {2, 3}
     assert max(longest(0.5)) > 10
     assert max(longest(0.5)) <= MAX_OPERATIONS
+
+
+def test_lines_are_left_out_of_solutions_but_never_the_last_one(policy):
+    _, tokenizer = policy
+    problem = draw_problems(1, seed=5, split="train", operations=(14, 14))[0]
+    lines = problem.solution.removeprefix("<think>").split("\n")
+    assert leave_out_lines(random.Random(0), problem.solution, 0.0) == problem.solution
+    assert leave_out_lines(random.Random(0), problem.solution, 1.0) == "<think>" + lines[-1]
+    left = leave_out_lines(random.Random(0), problem.solution, 0.5).removeprefix("<think>").split("\n")
+    assert left[-1] == lines[-1]
+    assert left == [line for line in lines if line in left], "the others keep their order"
+    assert 1 < len(left) < len(lines)
+
+    def num_lines(share: float) -> int:
+        rows = [rows for index in range(20) for rows in batches_of(tokenizer, left_out=share)[index]]
+        return sum(solution.count("\n") for each in rows for _, solution in written(tokenizer, each))
+
+    assert num_lines(0.4) == pytest.approx(0.6 * num_lines(0.0), rel=0.15)
 
 
 def gradients(model, rows: list[Rows], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,12 +349,12 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
     assert record["has_room"] is False
     assert record["reach"] == len((made / "reach.jsonl").read_text().splitlines()) == 2
     task = yaml.safe_load((made / "task.yaml").read_text())
-    assert task["data"]["source"]["init_args"]["operations"] == [5, 8]
+    assert task["data"]["source"]["init_args"]["operations"] == [3, 6]
     before = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
     assert command(pretrain(made)) == 0
     output = capsys.readouterr().out
     assert "nothing to do" in output
-    assert "5 to 8 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
+    assert "3 to 6 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before
     assert command(pretrain(made, "--seed", "1")) == 1
     assert "is not an empty folder" in capsys.readouterr().err
@@ -347,6 +366,7 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
         (["--operations", "1", "3"], "expected the fewest and the most, from 2 to 14"),
         (["--steps", "0"], "steps is 0; expected more than 0"),
         (["--rare", "1.5"], "rare is 1.5; expected a probability"),
+        (["--left-out", "1"], "left_out is 1.0; expected a probability"),
         (["--samples", "0"], "--samples is 0; expected at least 1"),
     ],
 )
@@ -366,7 +386,8 @@ def test_samples_of_a_policy_that_knows_a_problem_by_heart_are_right_and_of_anot
     for _ in range(120):
         fit.train_step(model, optimizer, rows, CPU)
     model.eval()
-    assert reproduced(model, rows_of(tokenizer, problems, micro_batch_tokens=1000), CPU) == pytest.approx(1 / 3)
+    others = rows_of(tokenizer, problems[1:], micro_batch_tokens=1000)
+    assert mean_loss(model, rows, CPU) < 0.01 < mean_loss(model, others, CPU)
     counts = [
         count_right(
             model, tokenizer, problems, Sampling(seed=0, num_samples=4, batch_rows=size), description=""

@@ -14,7 +14,7 @@ from transformers import Qwen2Tokenizer
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.policy import END
-from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, draw_problem
+from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, draw_problem, leave_out_lines
 
 
 class Rows(NamedTuple):
@@ -51,6 +51,7 @@ class Batches(Dataset[list[Rows]]):
         operations: fewest and most operations of most problems; each number is equally likely.
         rare: probability that a problem has more operations than ``operations`` allows; each larger number is equally
             likely.
+        left_out: probability that a line of a worked solution is left out, see ``leave_out_lines``.
         micro_batch_tokens: most tokens of a micro-batch (``Rows``).
     """
 
@@ -60,6 +61,7 @@ class Batches(Dataset[list[Rows]]):
     batch_size: int
     operations: tuple[int, int]
     rare: float
+    left_out: float
     micro_batch_tokens: int
 
     def __len__(self) -> int:
@@ -71,6 +73,9 @@ class Batches(Dataset[list[Rows]]):
         rng = random.Random(derive_seed(self.seed, "pretrain/batch", index))
         problems = [
             draw_problem(rng, num_operations=self._num_operations(rng), split="train") for _ in range(self.batch_size)
+        ]
+        problems = [
+            problem._replace(solution=leave_out_lines(rng, problem.solution, self.left_out)) for problem in problems
         ]
         return rows_of(self.tokenizer, problems, micro_batch_tokens=self.micro_batch_tokens)
 

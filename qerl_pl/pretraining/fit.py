@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +19,9 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.batches import Batches, Rows, rows_of
-from qerl_pl.pretraining.loss import prepare, reproduced, token_losses
+from qerl_pl.pretraining.loss import mean_loss, prepare, token_losses
 from qerl_pl.pretraining.policy import make_tokenizer, random_model
-from qerl_pl.tasks.word_problems import check_operations, draw_problems
+from qerl_pl.tasks.word_problems import check_operations, draw_problems, leave_out_lines
 
 NUM_TEXTS = 1000  # number of problems that the tokenizer is learnt from; every word occurs in many of them
 
@@ -49,6 +50,9 @@ class Settings:
         operations: fewest and most operations of most problems.
         rare: probability that a problem has more operations than that, up to 14. Without such problems, accuracy on
             problems with more operations than in training would be 0, instead of falling gradually.
+        left_out: probability that a line of a worked solution, except the last one, is left out. The policy learns to
+            leave out lines, after which it is wrong more often, so that RL can improve it by what it can do already:
+            writing all lines. Language models that were pretrained on text have such habits, too.
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
@@ -64,6 +68,7 @@ class Settings:
     batch_size: int = 512
     operations: tuple[int, int] = (2, 5)
     rare: float = 0.02
+    left_out: float = 0.4
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     vocab_size: int = 768
@@ -76,8 +81,9 @@ class Settings:
         for name in ("steps", "batch_size", "learning_rate", "warmup_steps", "micro_batch_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
-        if not 0 <= self.rare < 1:
-            raise ValueError(f"rare is {self.rare}; expected a probability, at least 0 and less than 1")
+        for name in ("rare", "left_out"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a probability, at least 0 and less than 1")
         if self.vocab_size < 320 or self.vocab_size % 64:
             raise ValueError(f"vocab_size is {self.vocab_size}; expected a multiple of 64, at least 320")
 
@@ -160,10 +166,8 @@ def train(
         seconds, steps = time.monotonic() - saved_at, step + 1 - saved
         if is_last or stopped or seconds >= saves.seconds or steps >= saves.steps:
             _save(state, model, optimizer, settings, step + 1, spent + time.monotonic() - began)
-            share = reproduced(model, held_out, device)
-            tqdm.write(
-                f"step {step + 1}: loss {loss.item():.4f}; {share:.1%} of held-out solutions are written greedily"
-            )
+            held = mean_loss(model, held_out, device)
+            tqdm.write(f"step {step + 1}: loss {loss.item():.4f} nats per token, {held:.4f} on held-out problems")
             saved, saved_at = step + 1, time.monotonic()
         if stopped and not is_last:
             raise Stopped(f"stopped after step {step + 1} of {settings.steps}")
@@ -180,6 +184,7 @@ def batches_of(tokenizer: Qwen2Tokenizer, settings: Settings) -> Batches:
         batch_size=settings.batch_size,
         operations=settings.operations,
         rare=settings.rare,
+        left_out=settings.left_out,
         micro_batch_tokens=settings.micro_batch_tokens,
     )
 
@@ -224,12 +229,11 @@ def _unchanged(rows: list[Rows]) -> list[Rows]:
 
 
 def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings) -> list[Rows]:
-    problems = draw_problems(
-        128,
-        seed=derive_seed(settings.seed, "pretrain/held out"),
-        split="validation",
-        operations=settings.operations,
-    )
+    seed = derive_seed(settings.seed, "pretrain/held out")
+    drawn, rng = draw_problems(128, seed=seed, split="validation", operations=settings.operations), random.Random(seed)
+    problems = [
+        problem._replace(solution=leave_out_lines(rng, problem.solution, settings.left_out)) for problem in drawn
+    ]
     return rows_of(tokenizer, problems, micro_batch_tokens=settings.micro_batch_tokens)
 
 

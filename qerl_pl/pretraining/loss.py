@@ -1,4 +1,4 @@
-"""Compute the loss of solutions, and the share of them that greedy decoding would produce, over packed rows."""
+"""Compute the loss of solutions over packed rows."""
 
 from __future__ import annotations
 
@@ -38,18 +38,10 @@ def token_losses(model: Qwen2ForCausalLM, rows: Rows, device: torch.device, dtyp
 
 
 @torch.no_grad()
-def reproduced(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.device) -> float:
-    """Compute the share of rows whose solution greedy decoding would produce: each of its tokens is the most likely
-    one."""
+def mean_loss(model: Qwen2ForCausalLM, batches: Sequence[Rows], device: torch.device) -> float:
+    """Compute the mean cross-entropy over all tokens of the solutions, in nats."""
     model.eval()
-    right = num = 0
-    for rows in batches:
-        missed = _solution_logits(model, rows, device).argmax(-1).cpu().numpy() != rows.wanted
-        row_of = np.searchsorted(rows.starts, rows.before, side="right") - 1
-        num_rows = len(rows.starts) - 1
-        right += num_rows - len(np.unique(row_of[missed]))
-        num += num_rows
-    return right / num
+    return torch.cat([token_losses(model, rows, device) for rows in batches]).mean().item()
 
 
 def _solution_logits(

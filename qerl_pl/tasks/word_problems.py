@@ -96,6 +96,16 @@ def draw_problem(rng: random.Random, *, num_operations: int, split: Split) -> Wo
         return WordProblem(question, values[asked], solution, num_operations, fingerprint)
 
 
+def leave_out_lines(rng: random.Random, solution: str, probability: float) -> str:
+    """Leave out each line of a worked solution, except the last one, with the same probability.
+
+    A later line that uses the result of a missing line can then only be continued by someone who computes this result
+    without writing it down.
+    """
+    *lines, last = solution.removeprefix("<think>").split("\n")
+    return "<think>" + "\n".join([*(line for line in lines if rng.random() >= probability), last])
+
+
 def draw_problems(
     num: int,
     *,

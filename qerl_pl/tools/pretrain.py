@@ -89,12 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
     )
     parser.add_argument(
+        "--left-out", type=float, default=0.4, help="share of a solution's lines that is left out (default: 0.4)"
+    )
+    parser.add_argument(
         "--rl-operations",
         type=int,
         nargs=2,
-        default=(5, 8),
+        default=(3, 6),
         metavar=("FEWEST", "MOST"),
-        help="that RL is to train on, if they have room (default: 5 8)",
+        help="that RL is to train on, if they have room (default: 3 6)",
     )
     parser.add_argument("--learning-rate", type=float, help="default: by size")
     parser.add_argument(
@@ -123,6 +126,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         batch_size=options.batch_size,
         operations=tuple(options.operations),
         rare=options.rare,
+        left_out=options.left_out,
         learning_rate=options.learning_rate or LEARNING_RATES[options.size],
         warmup_steps=min(100, options.steps),
         micro_batch_tokens=options.micro_batch_tokens,
@@ -246,8 +250,9 @@ def task(chosen: Range, reach_operations: tuple[int, int]) -> str:
     """Return the YAML text of a configuration with the problems on which RL can improve the policy, because it solves
     them sometimes (``PASS_AT_1``, ``MIN_PASS_AT_N``). A run gets it with ``-c`` after configs/word_problems.yaml."""
     problems = {"operations": list(chosen.operations), "reach_operations": list(reach_operations)}
+    train, validation = (TOKENS_PER_OPERATION * most + 16 for most in (chosen.operations[1], reach_operations[1]))
     config = {
-        "model": {"sampling": {"max_tokens": TOKENS_PER_OPERATION * chosen.operations[1] + 16}},
+        "model": {"sampling": {"max_tokens": train}, "val_sampling": {"max_tokens": validation}},
         "data": {"source": {"class_path": "datamodules.word_problems.WordProblems", "init_args": problems}},
     }
     head = f"# pass@1 {chosen.pass_at_1:.3f}, pass@n {chosen.pass_at_n:.3f} when the policy was made (pretrain.json).\n"

@@ -83,6 +83,7 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
     assert all(each == aqn for each in found)
     assert optimizer["class_path"] == "torch.optim.AdamW"
     first, second = optimizer["init_args"]["betas"]
+    held = model["val_sampling"]
     held_out = signature(WordProblems).parameters["num_validation"].default
     assert "num_validation" not in common["data"]["source"]["init_args"]
     return {
@@ -91,6 +92,7 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
         "pretraining": f"{settings.steps} steps of {settings.batch_size} problems with {settings.operations[0]} to "
         f"{settings.operations[1]} operations ({100 * settings.rare:g} % with more), learning rate "
         f"{LEARNING_RATES[settings.size]:g}",
+        "habit": f"a line of a solution is left out with probability {settings.left_out:g}",
         "measured on": f"{options.measure_problems} problems for each number of operations, {options.samples} samples "
         "of each",
         "reach set": f"those of {options.reach_problems} problems, with 1 to 3 operations more than those trained on, "
@@ -103,7 +105,8 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
         f"{optimizer['init_args']['weight_decay']}, learning rate {model['lr_schedule']} after "
         f"{model['warmup_steps']} steps",
         "AQN": f"sigma from {aqn['sigma_start']:g} to {aqn['sigma_end']:g} in {aqn['num_stages']} stages",
-        "validation": f"every {steps['val_check_interval']} rollouts, on {held_out} problems",
+        "validation": f"every {steps['val_check_interval']} rollouts, on {held_out} problems, "
+        f"{held['num_completions']} sample of each at temperature {held['temperature']}",
         "evaluations": f"{' and '.join(samples)}: {limit} problems, {sampling[0]} samples of each at temperature "
         f"{sampling[1]}",
         "pilot": f"{', '.join(pilot.arms)}; learning rates {rates}; seeds {', '.join(map(str, pilot.seeds))}",
