@@ -16,9 +16,11 @@ import torch
 
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
-from qerl_pl.study.study_file import Command, Run, Study, commands_of, program
+from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_commands
+from qerl_pl.study.study_file import FIT, Command, Run, Study, commands_of, program
 
 POLL_SECONDS = 0.2
+REPORT_SECONDS = 60.0  # between two lines about how far the trainings are
 # after SIGTERM, a process has this time to finish its step and write a checkpoint; then it is killed
 STOP_SECONDS = 180.0
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
@@ -90,6 +92,7 @@ class Runner:
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.failed: list[Run] = []
         self._signal = 0
+        self._report_at = time.monotonic() + REPORT_SECONDS
 
     def work(self) -> None:
         """Execute all runs; returns when each has finished or failed.
@@ -105,6 +108,8 @@ class Runner:
                     self._stop()
                 for slot in self.slots:
                     self._advance(slot)
+                if time.monotonic() >= self._report_at:
+                    self._say(described(self._trainings()) or "no rollout is done yet")
                 time.sleep(POLL_SECONDS)
         finally:
             for number, handler in previous.items():
@@ -222,18 +227,25 @@ class Runner:
             f"{finished} finished, {running} running, {len(self.waiting)} waiting, {len(self.failed)} failed{about}"
         )
         print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}", flush=True)
+        self._report_at = time.monotonic() + REPORT_SECONDS
+
+    def _trainings(self) -> list[Training]:
+        """List the running trainings that have done a rollout."""
+        found = []
+        for slot in self.slots:
+            if slot.run is not None and slot.process is not None and slot.command == FIT:
+                done = rollouts_of(state.log_of(slot.run, FIT))
+                if done is not None:
+                    seconds = time.monotonic() - slot.started + state.seconds_spent(slot.run).get(FIT, 0.0)
+                    found.append(Training(*done, seconds))
+        return found
 
     def _seconds_left(self) -> float | None:
-        """Estimate the study's remaining seconds from the mean duration of each command; None if no command has ended
-        yet."""
-        runs = self.study.runs()
-        done = [state.seconds_done(run) for run in runs]
-        seconds = {
-            name: [each[name] for each in done if name in each] for name in {key for each in done for key in each}
-        }
-        if not seconds:
+        """Estimate the study's remaining seconds from the duration of each command; None if no command has ended and no
+        rollout is done yet."""
+        mean = seconds_of_commands(map(state.seconds_done, self.study.runs()), self._trainings())
+        if not mean:
             return None
-        mean = {name: sum(values) / len(values) for name, values in seconds.items()}
         fallback = sum(mean.values()) / len(mean)
         unfinished = [*self.waiting, *(slot.run for slot in self.slots if slot.run is not None)]
         total = 0.0

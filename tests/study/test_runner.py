@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from qerl_pl.study import runner as runner_module
 from qerl_pl.study import state
+from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_commands
 from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
 from qerl_pl.study.study_file import Command, Study
 
@@ -34,6 +37,7 @@ while (done := len(place.read_text()) if place.exists() else 0) < 5:
     if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
         sys.exit("it broke")
     place.write_text("x" * (done + 1))
+    print(f"rollout {done + 1} of 5: reward 0.5", flush=True)
     if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
         sys.exit("it broke")
     if stopped:
@@ -115,6 +119,34 @@ def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path)
     assert not work(study).failed
     assert starts(first.folder) == 2
     assert state.seconds_done(first)["fit"] > 0.5, "the time of both starts"
+
+
+def test_progress_is_said_while_trainings_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner_module, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.02)
+    work(study_of(tmp_path, "slow", seeds=1))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" of 5")]
+    assert said
+    assert all(re.fullmatch(r"[\d:]{8} rollout [1-5] of 5", line) for line in said)
+
+
+def test_the_last_rollout_is_read_from_a_log_whatever_stands_around_it(tmp_path):
+    log = tmp_path / "fit.log"
+    assert rollouts_of(log) is None
+    log.write_bytes(b"vLLM starts\n\xff\n")
+    assert rollouts_of(log) is None
+    log.write_text("rollout 1 of 40: reward 0.1\n" * 400 + "rollout 12 of 40: reward 0.2, 3.4 s\nwarning: slow\n")
+    assert rollouts_of(log) == (12, 40)
+
+
+def test_seconds_of_a_training_are_extrapolated_until_one_has_ended():
+    running = [Training(10, 40, 20.0), Training(20, 40, 30.0)]
+    assert seconds_of_commands([{}, {}], []) == {}
+    assert seconds_of_commands([{}, {}], running) == {"fit": 70.0}
+    assert seconds_of_commands([{"fit": 50.0, "reach": 4.0}, {"fit": 60.0}], running) == {"fit": 55.0, "reach": 4.0}
+    assert described([]) == ""
+    assert described(running) == "rollouts 10 to 20 of 40"
+    assert described(running[:1]) == "rollout 10 of 40"
 
 
 def test_a_signal_stops_the_runs_too(tmp_path):
