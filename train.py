@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 
-try:  # Ctrl-C may come during the imports, which take seconds
-    from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main
+from qerl_pl import __main__ as program
 
-    if __name__ == "__main__":
-        sys.exit(exit_status(sys.argv[1:]))
-except KeyboardInterrupt:
-    print("\nstopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
+if __name__ == "__main__":
+    sys.exit(program.main())
+
+from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main
 
 __all__ = ["QeRLCLI", "command_line", "exit_status", "main"]

@@ -71,6 +71,11 @@ def _run(argv: list[str]) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A command's module is imported only when the command is called, because `doctor` has to run on machines where
     # packages are missing.
+    if argv[0] in (*TRAINING, "plan"):
+        fault = importlib.import_module("qerl_pl.cli.yaml_files").fault_in_files(argv)
+        if fault is not None:
+            print(f"error: {fault}", file=sys.stderr)
+            return 1
     if argv[0] in TRAINING:
         status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
         if isinstance(status, str):

@@ -40,7 +40,11 @@ def config_path(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    known = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.yaml")}
+    known = {
+        str(path.relative_to(FOLDER).with_suffix("")): path
+        for path in FOLDER.rglob("*.yaml")
+        if path.parent.name != "studies"  # those are for the command `study`
+    }
     same = [key for key in known if name in (key, key.rpartition("/")[2])]
     if same:
         return known[min(same, key=lambda key: key.startswith("eval/"))]

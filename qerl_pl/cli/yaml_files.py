@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from qerl_pl.cli.shipped import with_paths
+
 KEYS = (
     "run_dir",
     "model",
@@ -45,6 +47,18 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
     for path in config_files(arguments):
         if path.is_file():
             check_yaml(path)
+
+
+def fault_in_files(arguments: Sequence[str]) -> str | None:
+    """Return what is wrong with the configuration files that a command line names, or None.
+
+    This needs no package but PyYAML, so the answer comes before the imports of a training command, which take seconds.
+    """
+    try:
+        check_yaml_files(with_paths(arguments))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def check_yaml(path: Path) -> None:

@@ -37,5 +37,6 @@ def test_an_unknown_name_is_told_those_that_there_are_in_one_line(tmp_path, monk
     with pytest.raises(ValueError, match=r"'qwen2.5-7' is neither .* did you mean qwen2.5-7b\? .*tasks/gsm8k") as error:
         config_path("qwen2.5-7")
     assert "\n" not in str(error.value)
+    assert "studies/" not in str(error.value), "files for the command `study` are no configurations"
     with pytest.raises(ValueError, match=r"there is no file mine\.yaml"):
         config_path("mine.yaml")

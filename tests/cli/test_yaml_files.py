@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,25 @@ def test_it_is_refused_with_file_and_line(tmp_path, text, said):
             check_yaml_files(arguments)
         assert str(refused.value).startswith(str(path))
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+@pytest.mark.parametrize(("text", "said"), [(None, "there is no file "), ("modell: {}\n", "did you mean model?")])
+def test_a_faulty_file_is_refused_before_anything_slow_is_imported(tmp_path, command, text, said):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    program = f"""
+import sys
+from qerl_pl.__main__ import main
+assert main([{command!r}, "-c", {str(path)!r}]) == 1
+print(sorted({{"torch", "lightning", "jsonargparse"}} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+    assert said in found.stderr
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1
 
 
 def test_files_of_this_repository_are_taken():
