@@ -147,9 +147,9 @@ def test_lines_are_left_out_of_solutions_but_never_the_last_one(policy):
     _, tokenizer = policy
     problem = draw_problems(1, seed=5, split="train", operations=(14, 14))[0]
     lines = problem.solution.removeprefix("<think>").split("\n")
-    assert leave_out_lines(random.Random(0), problem.solution, 0.0) == problem.solution
-    assert leave_out_lines(random.Random(0), problem.solution, 1.0) == "<think>" + lines[-1]
-    left = leave_out_lines(random.Random(0), problem.solution, 0.5).removeprefix("<think>").split("\n")
+    assert leave_out_lines(random.Random(0), problem, 0.0) == problem
+    assert leave_out_lines(random.Random(0), problem, 1.0) == problem._replace(solution="<think>" + lines[-1])
+    left = leave_out_lines(random.Random(0), problem, 0.5).solution.removeprefix("<think>").split("\n")
     assert left[-1] == lines[-1]
     assert left == [line for line in lines if line in left], "the others keep their order"
     assert 1 < len(left) < len(lines)

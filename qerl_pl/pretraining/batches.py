@@ -74,10 +74,8 @@ class Batches(Dataset[list[Rows]]):
         problems = [
             draw_problem(rng, num_operations=self._num_operations(rng), split="train") for _ in range(self.batch_size)
         ]
-        problems = [
-            problem._replace(solution=leave_out_lines(rng, problem.solution, self.left_out)) for problem in problems
-        ]
-        return rows_of(self.tokenizer, problems, micro_batch_tokens=self.micro_batch_tokens)
+        shortened = [leave_out_lines(rng, problem, self.left_out) for problem in problems]
+        return rows_of(self.tokenizer, shortened, micro_batch_tokens=self.micro_batch_tokens)
 
     def _num_operations(self, rng: random.Random) -> int:
         fewest, most = self.operations

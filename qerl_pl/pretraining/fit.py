@@ -230,11 +230,10 @@ def _unchanged(rows: list[Rows]) -> list[Rows]:
 
 def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings) -> list[Rows]:
     seed = derive_seed(settings.seed, "pretrain/held out")
-    drawn, rng = draw_problems(128, seed=seed, split="validation", operations=settings.operations), random.Random(seed)
-    problems = [
-        problem._replace(solution=leave_out_lines(rng, problem.solution, settings.left_out)) for problem in drawn
-    ]
-    return rows_of(tokenizer, problems, micro_batch_tokens=settings.micro_batch_tokens)
+    problems = draw_problems(128, seed=seed, split="validation", operations=settings.operations)
+    rng = random.Random(seed)
+    shortened = [leave_out_lines(rng, problem, settings.left_out) for problem in problems]
+    return rows_of(tokenizer, shortened, micro_batch_tokens=settings.micro_batch_tokens)
 
 
 def _save(

@@ -96,14 +96,15 @@ def draw_problem(rng: random.Random, *, num_operations: int, split: Split) -> Wo
         return WordProblem(question, values[asked], solution, num_operations, fingerprint)
 
 
-def leave_out_lines(rng: random.Random, solution: str, probability: float) -> str:
-    """Leave out each line of a worked solution, except the last one, with the same probability.
+def leave_out_lines(rng: random.Random, problem: WordProblem, probability: float) -> WordProblem:
+    """Leave out each line of a problem's solution, except the last one, with the same probability.
 
-    A later line that uses the result of a missing line can then only be continued by someone who computes this result
-    without writing it down.
+    Where a later line uses the result of a line that is left out, this result has to be computed without being written
+    down.
     """
-    *lines, last = solution.removeprefix("<think>").split("\n")
-    return "<think>" + "\n".join([*(line for line in lines if rng.random() >= probability), last])
+    *lines, last = problem.solution.removeprefix("<think>").split("\n")
+    left = [*(line for line in lines if rng.random() >= probability), last]
+    return problem._replace(solution="<think>" + "\n".join(left))
 
 
 def draw_problems(
