@@ -25,7 +25,6 @@ from qerl_pl.tasks.word_problems import MAX_OPERATIONS, MIN_OPERATIONS, WordProb
 
 PASS_AT_1 = (0.05, 0.20)
 MIN_PASS_AT_N = 0.5
-TOKENS_PER_OPERATION = 20  # limit of a completion; solutions have at most 18, and a few in addition
 
 
 class Measured(NamedTuple):
@@ -128,7 +127,7 @@ def _judge(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        texts = _sample(model, tokenizer, prompts_of(tokenizer, problems), TOKENS_PER_OPERATION * longest + 16)
+        texts = _sample(model, tokenizer, prompts_of(tokenizer, problems), completion_limit(longest))
     verdicts = NumericAnswer().judge(texts, [str(problem.answer) for problem in problems])
     return [verdict.score == 1 for verdict in verdicts]
 
@@ -190,6 +189,14 @@ def measure(
         )
         for num, counts in zip(operations, right, strict=True)
     ]
+
+
+def completion_limit(num_operations: int) -> int:
+    """Return the most tokens of a completion of a problem with so many operations.
+
+    Worked solutions have at most 18 tokens per operation, and a few in addition.
+    """
+    return 20 * num_operations + 16
 
 
 def over(measured: Sequence[Measured], operations: tuple[int, int]) -> Range:

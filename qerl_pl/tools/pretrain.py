@@ -31,10 +31,10 @@ from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Saves, Settings, Sto
 from qerl_pl.pretraining.measure import (
     MIN_PASS_AT_N,
     PASS_AT_1,
-    TOKENS_PER_OPERATION,
     Measured,
     Range,
     Sampling,
+    completion_limit,
     measure,
     out_of_reach,
     over,
@@ -46,6 +46,7 @@ from qerl_pl.tools.problems import record as line_of
 
 RECORD = "pretrain.json"
 STOPPED = 3  # exit status
+REACH = 3  # problems of the reach set have up to so many operations more than those of RL
 
 
 def main(argv: Sequence[str]) -> int:
@@ -195,8 +196,8 @@ def make(options: argparse.Namespace, settings: Settings, stop: Callable[[], boo
     measured = measure(model, tokenizer, sampling, num_problems=options.measure_problems)
     wanted, found = over(measured, tuple(options.rl_operations)), with_room(measured)
     chosen = wanted if wanted.has_room or found is None else found
-    last = chosen.operations[1]
-    reach_operations = (min(last + 1, MAX_OPERATIONS), min(last + 3, MAX_OPERATIONS))
+    most = chosen.operations[1]
+    reach_operations = (min(most + 1, MAX_OPERATIONS), min(most + REACH, MAX_OPERATIONS))
     reach = out_of_reach(model, tokenizer, sampling, operations=reach_operations, num_problems=options.reach_problems)
     text = verdict(measured, wanted, chosen, options.samples)
     text += f"\nreach set: {len(reach)} of {options.reach_problems} problems of {reach_operations[0]} to "
@@ -250,9 +251,11 @@ def task(chosen: Range, reach_operations: tuple[int, int]) -> str:
     """Return the YAML text of a configuration with the problems on which RL can improve the policy, because it solves
     them sometimes (``PASS_AT_1``, ``MIN_PASS_AT_N``). A run gets it with ``-c`` after configs/word_problems.yaml."""
     problems = {"operations": list(chosen.operations), "reach_operations": list(reach_operations)}
-    train, validation = (TOKENS_PER_OPERATION * most + 16 for most in (chosen.operations[1], reach_operations[1]))
     config = {
-        "model": {"sampling": {"max_tokens": train}, "val_sampling": {"max_tokens": validation}},
+        "model": {
+            "sampling": {"max_tokens": completion_limit(chosen.operations[1])},
+            "val_sampling": {"max_tokens": completion_limit(reach_operations[1])},  # validation may use the reach set
+        },
         "data": {"source": {"class_path": "datamodules.word_problems.WordProblems", "init_args": problems}},
     }
     head = f"# pass@1 {chosen.pass_at_1:.3f}, pass@n {chosen.pass_at_n:.3f} when the policy was made (pretrain.json).\n"

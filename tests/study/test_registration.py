@@ -95,8 +95,8 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
         "habit": f"a line of a solution is left out with probability {settings.left_out:g}",
         "measured on": f"{options.measure_problems} problems for each number of operations, {options.samples} samples "
         "of each",
-        "reach set": f"those of {options.reach_problems} problems, with 1 to 3 operations more than those trained on, "
-        f"that {options.samples} samples solved 0 times",
+        "reach set": f"those of {options.reach_problems} problems, with 1 to {pretrain.REACH} operations more than "
+        f"those of RL, that {options.samples} samples solved 0 times",
         "adapter": f"LoRA of rank {model['lora']['rank']}, alpha {model['lora']['alpha']}",
         "objective": model["objective"]["preset"],
         "rollout": f"{common['data']['batch_size']} prompts x {model['sampling']['num_completions']} completions, "
