@@ -18,7 +18,7 @@ class Training(NamedTuple):
     """A training that is being executed."""
 
     rollouts: int
-    """Rollouts that are done."""
+    """Rollouts that are done, at least 1."""
     total: int
     """Rollouts of the whole training."""
     seconds: float
@@ -49,16 +49,17 @@ def seconds_of_commands(done: Iterable[Mapping[str, float]], trainings: Sequence
     for run in done:
         for name, seconds in run.items():
             ended.setdefault(name, []).append(seconds)
-    whole = [each.seconds * each.total / each.rollouts for each in trainings if each.rollouts]
-    if whole and FIT not in ended:
-        ended[FIT] = whole
+    if trainings and FIT not in ended:
+        ended[FIT] = [each.seconds * each.total / each.rollouts for each in trainings]
     return {name: sum(values) / len(values) for name, values in ended.items()}
 
 
 def described(trainings: Sequence[Training]) -> str:
-    """Say how far the running trainings are, e.g. "rollouts 12 to 31 of 100"; empty if there are none."""
+    """Describe how far the running trainings are, e.g. "rollouts 12 to 31 of 100"; empty if there are none."""
     if not trainings:
         return ""
-    least, most = (pick(each.rollouts for each in trainings) for pick in (min, max))
+    done = [each.rollouts for each in trainings]
     total = max(each.total for each in trainings)
-    return f"rollout {least} of {total}" if least == most else f"rollouts {least} to {most} of {total}"
+    if min(done) == max(done):
+        return f"rollout {done[0]} of {total}"
+    return f"rollouts {min(done)} to {max(done)} of {total}"

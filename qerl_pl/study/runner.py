@@ -20,7 +20,7 @@ from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_
 from qerl_pl.study.study_file import FIT, Command, Run, Study, commands_of, program
 
 POLL_SECONDS = 0.2
-REPORT_SECONDS = 60.0  # between two lines about how far the trainings are
+REPORT_SECONDS = 60.0  # without a message, after which one says how far the trainings are
 # after SIGTERM, a process has this time to finish its step and write a checkpoint; then it is killed
 STOP_SECONDS = 180.0
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
@@ -109,7 +109,7 @@ class Runner:
                 for slot in self.slots:
                     self._advance(slot)
                 if time.monotonic() >= self._report_at:
-                    self._say(described(self._trainings()) or "no rollout is done yet")
+                    self._say(described(self._trainings()) or "processes are starting or evaluating")
                 time.sleep(POLL_SECONDS)
         finally:
             for number, handler in previous.items():
