@@ -10,7 +10,7 @@ import sys
 
 from qerl_pl import __main__ as program
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the import below, which takes seconds
     sys.exit(program.main())
 
 from qerl_pl.cli.training import QeRLCLI, command_line, exit_status, main

@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A command's module is imported only when the command is called, because `doctor` has to run on machines where
-    # packages are missing.
+    # packages are missing. The configuration's files are checked before, because these imports take seconds.
     if argv[0] in (*TRAINING, "plan"):
         fault = importlib.import_module("qerl_pl.cli.yaml_files").fault_in_files(argv)
         if fault is not None:

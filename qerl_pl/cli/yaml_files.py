@@ -50,10 +50,8 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
 
 
 def fault_in_files(arguments: Sequence[str]) -> str | None:
-    """Return what is wrong with the configuration files that a command line names, or None.
-
-    This needs no package but PyYAML, so the answer comes before the imports of a training command, which take seconds.
-    """
+    """Return what is wrong with the configurations that a command line names, as files or shipped ones, or None; this
+    imports no package but PyYAML."""
     try:
         check_yaml_files(with_paths(arguments))
     except ValueError as error:
