@@ -9,18 +9,16 @@ fails at its start. ``PATCHES`` lists the patches, and ``python -m qerl_pl docto
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from qerl_pl.rollout.vllm.replacing import expect, replace, replaced
+from qerl_pl.rollout.vllm.replacing import expect, replace, replace_module, replace_once, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
 
@@ -42,6 +40,7 @@ def apply_all() -> None:
     if current_platform.is_cuda():
         humming_schedules()
         parallel_token_scores()
+        graphs_with_adapter()
     else:
         delta_nets_in_fp32()
 
@@ -71,9 +70,24 @@ def parallel_token_scores() -> None:
     from qerl_pl.rollout.vllm.sampler import sampled_scores
 
     sampler: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
-    if sampler.compute_topk_scores is not sampled_scores:
-        takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
-        replace(sampler, "compute_topk_scores", sampled_scores, takes=takes)
+    takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
+    replace_once(sampler, "compute_topk_scores", lambda own: sampled_scores, takes=takes)
+
+
+def graphs_with_adapter() -> None:
+    """Capture CUDA graphs only for passes with the adapter; other passes, which are few, run without a graph.
+
+    Symptom: capturing graphs takes most of a later start, and graphs that no rollout uses take memory.
+    Cause: vLLM captures each graph twice, with and without an adapter, whatever ``cudagraph_specialize_lora`` says.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    runner: Any = import_module("vllm.v1.worker.gpu.model_runner")
+    replace_once(
+        runner,
+        "get_lora_capture_cases",
+        lambda cases: lambda *configs: [number for number in cases(*configs) if number > 0] or [0],
+        takes=("lora_config", "compilation_config"),
+    )
 
 
 def humming_schedules() -> None:
@@ -104,10 +118,7 @@ def delta_nets_in_fp32() -> None:
     from qerl_pl.rollout.vllm.cpu_delta_net import with_fp32
 
     ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
-    own = ops.cpu_gdn_attention_core
-    if own.__module__ == ops.__name__:  # the function is still vLLM's, i.e. not replaced yet
-        takes = ("mixed_qkv", "b", "a", "core_attn_out", "layer_name")
-        replace(ops, "cpu_gdn_attention_core", with_fp32(own), takes=takes)
+    replace_once(ops, "cpu_gdn_attention_core", with_fp32, takes=("mixed_qkv", "b", "a", "core_attn_out", "layer_name"))
 
 
 def text_models_without_torchvision() -> None:
@@ -120,19 +131,8 @@ def text_models_without_torchvision() -> None:
     Versions: vLLM 0.32, transformers 5.16 to 5.19. Upstream: none known.
     """
     models = "transformers.models.qwen2_vl.image_processing"
-    if find_spec("torchvision") is not None or f"{models}_qwen2_vl" in sys.modules:
-        return
-
-    def attribute(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        without = import_module(f"{models}_pil_qwen2_vl")  # imported only when needed: it takes two seconds
-        expect(without, "smart_resize", ("height", "width"))
-        return getattr(without, name)
-
-    stand_in = ModuleType(f"{models}_qwen2_vl")
-    vars(stand_in)["__getattr__"] = attribute
-    sys.modules[stand_in.__name__] = stand_in
+    if find_spec("torchvision") is None:
+        replace_module(f"{models}_qwen2_vl", f"{models}_pil_qwen2_vl", has={"smart_resize": ("height", "width")})
 
 
 @contextmanager
@@ -315,6 +315,7 @@ def kept_process_group() -> Iterator[None]:
 PATCHES: tuple[Callable[..., Any], ...] = (
     fast_adapters,
     parallel_token_scores,
+    graphs_with_adapter,
     humming_schedules,
     delta_nets_in_fp32,
     text_models_without_torchvision,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 from qerl_pl.common.versions import TESTED
+
+_REPLACED: dict[tuple[Any, str], Any] = {}  # attributes that ``replace_once`` has replaced, with their new values
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
@@ -26,6 +31,38 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
     """
     expect(owner, name, takes)
     setattr(owner, name, new)
+
+
+def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
+    """Replace the function ``owner.name`` by ``make`` of itself, as ``replace`` does; a second call changes nothing."""
+    found = getattr(owner, name, None)
+    if found is None or found is not _REPLACED.get((owner, name)):
+        _REPLACED[owner, name] = make(found)
+        replace(owner, name, _REPLACED[owner, name], takes=takes)
+
+
+def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
+    """Make imports from the module ``name`` return attributes of the module ``other``, which is imported when the first
+    of them is used; if ``name`` is imported already, nothing changes.
+
+    Args:
+        name: full name of a module.
+        other: full name of the module that has the attributes.
+        has: functions of ``other`` whose signature is checked, with the names of their first parameters; a signature
+            that differs raises the same error as in ``replace``.
+    """
+
+    def attribute(wanted: str) -> Any:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        module = import_module(other)
+        for function, takes in has.items():
+            expect(module, function, takes)
+        return getattr(module, wanted)
+
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name])["__getattr__"] = attribute
 
 
 @contextmanager
