@@ -114,8 +114,11 @@ def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, invers
     moment = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, V, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + row * V + col, mask=col < V, other=-1e30) * inverse_temperature
-        highest, total, moment = _merge(highest, total, moment, z, tl.where(col < V, 1.0, 0.0), 0.0)
+        inside = col < V
+        # Lanes outside of V get their value after the multiplication. A product of -1e30 would be fused with the
+        # subtraction of its own rounded value; the rounding error, up to 1e22, is then the argument of exp: inf or nan.
+        z = tl.where(inside, tl.load(logits + row * V + col, mask=inside, other=0.0) * inverse_temperature, -1e30)
+        highest, total, moment = _merge(highest, total, moment, z, tl.where(inside, 1.0, 0.0), 0.0)
     highest, total, moment = tl.reduce((highest, total, moment), 0, _merge)
     log_total = tl.log(total)
     target = tl.load(logits + row * V + tl.load(targets + row)) * inverse_temperature
