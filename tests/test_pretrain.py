@@ -60,7 +60,6 @@ def batches_of(tokenizer, **changes: Any) -> Batches:
         "batch_size": 6,
         "operations": (2, 3),
         "rare": 0.0,
-        "habit_steps": 0,
         "left_out": 0.0,
         "micro_batch_tokens": 400,
     }
@@ -144,7 +143,8 @@ def test_rare_problems_are_longer_than_the_others(policy):
     assert max(longest(0.5)) <= MAX_OPERATIONS
 
 
-def test_lines_are_left_out_of_solutions_but_never_the_last_one():
+def test_lines_are_left_out_of_solutions_but_never_the_last_one(policy):
+    _, tokenizer = policy
     problem = draw_problems(1, seed=5, split="train", operations=(14, 14))[0]
     lines = problem.solution.removeprefix("<think>").split("\n")
     assert leave_out_lines(random.Random(0), problem, 0.0) == problem
@@ -154,17 +154,11 @@ def test_lines_are_left_out_of_solutions_but_never_the_last_one():
     assert left == [line for line in lines if line in left], "the others keep their order"
     assert 1 < len(left) < len(lines)
 
-
-def test_lines_are_left_out_in_the_last_batches_alone(policy):
-    _, tokenizer = policy
-
-    def num_lines(batches: Batches, first: int, last: int) -> int:
-        rows = [rows for index in range(first, last) for rows in batches[index]]
+    def num_lines(share: float) -> int:
+        rows = [rows for index in range(20) for rows in batches_of(tokenizer, left_out=share)[index]]
         return sum(solution.count("\n") for each in rows for _, solution in written(tokenizer, each))
 
-    complete, habit = batches_of(tokenizer), batches_of(tokenizer, habit_steps=20, left_out=0.4)
-    assert num_lines(habit, 0, 20) == num_lines(complete, 0, 20)
-    assert num_lines(habit, 20, 40) == pytest.approx(0.6 * num_lines(complete, 20, 40), rel=0.15)
+    assert num_lines(0.4) == pytest.approx(0.6 * num_lines(0.0), rel=0.15)
 
 
 def gradients(model, rows: list[Rows], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,7 +366,6 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
         (["--operations", "1", "3"], "expected the fewest and the most, from 2 to 14"),
         (["--steps", "0"], "steps is 0; expected more than 0"),
         (["--rare", "1.5"], "rare is 1.5; expected a probability"),
-        (["--habit-steps", "-1"], "habit_steps is -1; expected at least 0"),
         (["--left-out", "1"], "left_out is 1.0; expected a probability"),
         (["--samples", "0"], "--samples is 0; expected at least 1"),
     ],

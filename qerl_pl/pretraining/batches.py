@@ -51,8 +51,7 @@ class Batches(Dataset[list[Rows]]):
         operations: fewest and most operations of most problems; each number is equally likely.
         rare: probability that a problem has more operations than ``operations`` allows; each larger number is equally
             likely.
-        habit_steps: number of batches, at the end, in which lines of solutions are left out.
-        left_out: probability that a line is left out in these batches, see ``leave_out_lines``.
+        left_out: probability that a line of a worked solution is left out, see ``leave_out_lines``.
         micro_batch_tokens: most tokens of a micro-batch (``Rows``).
     """
 
@@ -62,7 +61,6 @@ class Batches(Dataset[list[Rows]]):
     batch_size: int
     operations: tuple[int, int]
     rare: float
-    habit_steps: int
     left_out: float
     micro_batch_tokens: int
 
@@ -76,9 +74,8 @@ class Batches(Dataset[list[Rows]]):
         problems = [
             draw_problem(rng, num_operations=self._num_operations(rng), split="train") for _ in range(self.batch_size)
         ]
-        if index >= self.num_steps - self.habit_steps:
-            problems = [leave_out_lines(rng, problem, self.left_out) for problem in problems]
-        return rows_of(self.tokenizer, problems, micro_batch_tokens=self.micro_batch_tokens)
+        shortened = [leave_out_lines(rng, problem, self.left_out) for problem in problems]
+        return rows_of(self.tokenizer, shortened, micro_batch_tokens=self.micro_batch_tokens)
 
     def _num_operations(self, rng: random.Random) -> int:
         fewest, most = self.operations

@@ -50,10 +50,9 @@ class Settings:
         operations: fewest and most operations of most problems.
         rare: probability that a problem has more operations than that, up to 14. Without such problems, accuracy on
             problems with more operations than in training would be 0, instead of falling gradually.
-        habit_steps: steps at the end of the training that teach a habit: leaving out lines of solutions. The policy is
-            then wrong more often, and RL can improve it by what it has learnt before: writing all lines. Language
-            models that were pretrained on text have such habits, too. As many as ``steps`` or more: all steps.
-        left_out: probability that a line of a solution, except the last one, is left out in these steps.
+        left_out: probability that a line of a worked solution, except the last one, is left out. The policy learns to
+            leave out lines, after which it is wrong more often, so that RL can improve it by what it can do already:
+            writing all lines. Language models that were pretrained on text have such habits, too.
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
@@ -69,7 +68,6 @@ class Settings:
     batch_size: int = 512
     operations: tuple[int, int] = (2, 5)
     rare: float = 0.02
-    habit_steps: int = 400
     left_out: float = 0.4
     learning_rate: float = 1e-3
     warmup_steps: int = 100
@@ -86,8 +84,6 @@ class Settings:
         for name in ("rare", "left_out"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a probability, at least 0 and less than 1")
-        if self.habit_steps < 0:
-            raise ValueError(f"habit_steps is {self.habit_steps}; expected at least 0")
         if self.vocab_size < 320 or self.vocab_size % 64:
             raise ValueError(f"vocab_size is {self.vocab_size}; expected a multiple of 64, at least 320")
 
@@ -154,7 +150,7 @@ def train(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     done, spent = _restore(state, model, optimizer, settings, device)
-    complete, shortened = (_held_out(tokenizer, settings, share) for share in (0.0, settings.left_out))
+    held_out = _held_out(tokenizer, settings)
     loader = loader_of(batches_of(tokenizer, settings), done=done, num_workers=num_workers)
     progress = tqdm(loader, initial=done, total=settings.steps, desc="pretraining", unit="step", disable=None)
     began = saved_at = time.monotonic()
@@ -170,8 +166,7 @@ def train(
         seconds, steps = time.monotonic() - saved_at, step + 1 - saved
         if is_last or stopped or seconds >= saves.seconds or steps >= saves.steps:
             _save(state, model, optimizer, settings, step + 1, spent + time.monotonic() - began)
-            is_habit = step >= settings.steps - settings.habit_steps
-            held = mean_loss(model, shortened if is_habit else complete, device)
+            held = mean_loss(model, held_out, device)
             tqdm.write(f"step {step + 1}: loss {loss.item():.4f} nats per token, {held:.4f} on held-out problems")
             saved, saved_at = step + 1, time.monotonic()
         if stopped and not is_last:
@@ -189,7 +184,6 @@ def batches_of(tokenizer: Qwen2Tokenizer, settings: Settings) -> Batches:
         batch_size=settings.batch_size,
         operations=settings.operations,
         rare=settings.rare,
-        habit_steps=settings.habit_steps,
         left_out=settings.left_out,
         micro_batch_tokens=settings.micro_batch_tokens,
     )
@@ -234,11 +228,11 @@ def _unchanged(rows: list[Rows]) -> list[Rows]:
     return rows  # PyTorch would convert arrays to tensors
 
 
-def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings, left_out: float) -> list[Rows]:
+def _held_out(tokenizer: Qwen2Tokenizer, settings: Settings) -> list[Rows]:
     seed = derive_seed(settings.seed, "pretrain/held out")
     problems = draw_problems(128, seed=seed, split="validation", operations=settings.operations)
     rng = random.Random(seed)
-    shortened = [leave_out_lines(rng, problem, left_out) for problem in problems]
+    shortened = [leave_out_lines(rng, problem, settings.left_out) for problem in problems]
     return rows_of(tokenizer, shortened, micro_batch_tokens=settings.micro_batch_tokens)
 
 

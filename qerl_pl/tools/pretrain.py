@@ -90,10 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
     )
     parser.add_argument(
-        "--habit-steps", type=int, help="last steps, with lines of solutions left out (default: a tenth of the steps)"
-    )
-    parser.add_argument(
-        "--left-out", type=float, default=0.4, help="share of the lines that is left out there (default: 0.4)"
+        "--left-out", type=float, default=0.4, help="share of a solution's lines that is left out (default: 0.4)"
     )
     parser.add_argument(
         "--rl-operations",
@@ -130,7 +127,6 @@ def _settings(options: argparse.Namespace) -> Settings:
         batch_size=options.batch_size,
         operations=tuple(options.operations),
         rare=options.rare,
-        habit_steps=options.steps // 10 if options.habit_steps is None else options.habit_steps,
         left_out=options.left_out,
         learning_rate=options.learning_rate or LEARNING_RATES[options.size],
         warmup_steps=min(100, options.steps),

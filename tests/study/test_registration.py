@@ -92,8 +92,7 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
         "pretraining": f"{settings.steps} steps of {settings.batch_size} problems with {settings.operations[0]} to "
         f"{settings.operations[1]} operations ({100 * settings.rare:g} % with more), learning rate "
         f"{LEARNING_RATES[settings.size]:g}",
-        "habit": f"in the last {settings.habit_steps} steps, a line of a solution is left out with probability "
-        f"{settings.left_out:g}",
+        "habit": f"a line of a solution is left out with probability {settings.left_out:g}",
         "measured on": f"{options.measure_problems} problems for each number of operations, {options.samples} samples "
         "of each",
         "reach set": f"those of {options.reach_problems} problems, with 1 to {pretrain.REACH} operations more than "
