@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.base.digest import base_digest
 from qerl_pl.kernels import nvfp4_batch, nvfp4_decode
 from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.pretraining import fit
@@ -358,6 +359,25 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before
     assert command(pretrain(made, "--seed", "1")) == 1
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_training_may_start_from_another_policy(made, tmp_path):
+    output = tmp_path / "policy"
+    assert command(pretrain(output, "--start", str(made), "--learning-rate", "1e-9", "--left-out", "0.4")) == 0
+    start, end = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (made, output))
+    for name, weight in start.items():
+        torch.testing.assert_close(end[name], weight, rtol=0, atol=1e-7)
+    assert any(not torch.equal(end[name], weight) for name, weight in start.items())
+    assert (output / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    settings = json.loads((output / "pretrain.json").read_text())["settings"]
+    assert (settings["start"], settings["left_out"]) == (base_digest(made), 0.4)
+
+
+def test_a_start_that_is_no_policy_of_this_size_is_refused(made, tmp_path, capsys):
+    assert command(pretrain(tmp_path / "policy", "--start", str(tmp_path))) == 1
+    assert "which is no policy of `pretrain`: it has no pretrain.json" in capsys.readouterr().err
+    assert command(pretrain(tmp_path / "policy", "--start", str(made), "--size", "10m")) == 1
+    assert "a policy of size toy, but --size is 10m: choose the same size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ class Settings:
         operations: fewest and most operations of most problems.
         rare: probability that a problem has more operations than that, up to 14. Without such problems, accuracy on
             problems with more operations than in training would be 0, instead of falling gradually.
-        left_out: probability that a line of a worked solution, except the last one, is left out. The policy learns to
-            leave out lines, after which it is wrong more often, so that RL can improve it by what it can do already:
-            writing all lines. Language models that were pretrained on text have such habits, too.
+        left_out: probability that a line of a worked solution, except the last one, is left out. A policy that was
+            trained on complete solutions (``start``) gets the habit of leaving out lines by further training with this.
+            It is then wrong more often, and RL can improve it by what it has learnt before: writing all lines. Language
+            models that were pretrained on text have such habits, too.
+        start: digest of the weights that training starts from; None: random weights.
         learning_rate: highest learning rate; it falls linearly to 0 after the warm-up.
         warmup_steps: optimizer steps.
         vocab_size: vocabulary size of the tokenizer, including control tokens and tags.
@@ -68,7 +70,8 @@ class Settings:
     batch_size: int = 512
     operations: tuple[int, int] = (2, 5)
     rare: float = 0.02
-    left_out: float = 0.4
+    left_out: float = 0.0
+    start: str | None = None
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     vocab_size: int = 768

@@ -86,6 +86,12 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
     return model
 
 
+def read_policy(folder: Path) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """Read a policy that ``write_policy`` wrote; its weights are converted to fp32."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, Qwen2Tokenizer.from_pretrained(folder)
+
+
 def partial_folder(output: Path) -> Path:
     """Return the path of the temporary folder in which a policy is written, and which is renamed to ``output`` when
     complete."""

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from qerl_pl.base.digest import base_digest
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Saves, Settings, Stopped, new_policy, train
 from qerl_pl.pretraining.measure import (
@@ -40,7 +41,7 @@ from qerl_pl.pretraining.measure import (
     over,
     with_room,
 )
-from qerl_pl.pretraining.policy import FILES, check_place, write_policy
+from qerl_pl.pretraining.policy import FILES, check_place, read_policy, write_policy
 from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, check_operations
 from qerl_pl.tools.problems import record as line_of
 
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=called_as("pretrain"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
+    parser.add_argument("--start", type=Path, help="policy from which training starts (default: random weights)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")
     parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
     )
     parser.add_argument(
-        "--left-out", type=float, default=0.4, help="share of a solution's lines that is left out (default: 0.4)"
+        "--left-out", type=float, default=0.0, help="share of a solution's lines that is left out (default: 0)"
     )
     parser.add_argument(
         "--rl-operations",
@@ -129,9 +131,24 @@ def _settings(options: argparse.Namespace) -> Settings:
         rare=options.rare,
         left_out=options.left_out,
         learning_rate=options.learning_rate or LEARNING_RATES[options.size],
-        warmup_steps=min(100, options.steps),
+        start=None if options.start is None else base_digest(check_start(options.start, options.size)),
+        warmup_steps=min(100, max(1, options.steps // 10)),
         micro_batch_tokens=options.micro_batch_tokens,
     )
+
+
+def check_start(folder: Path, size: str) -> Path:
+    """Check that a folder holds a finished policy of a size; returns the folder.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not (folder / RECORD).is_file():
+        raise ValueError(f"--start is {folder}, which is no policy of `pretrain`: it has no {RECORD}")
+    found = json.loads((folder / RECORD).read_text())["settings"]["size"]
+    if found != size:
+        raise ValueError(f"--start is {folder}, a policy of size {found}, but --size is {size}: choose the same size")
+    return folder
 
 
 @contextmanager
@@ -170,7 +187,7 @@ def make(options: argparse.Namespace, settings: Settings, stop: Callable[[], boo
     cores = len(os.sched_getaffinity(0))
     workers = options.workers if options.workers is not None else min(12, cores - 1) if cores > 2 else 0
     state = options.output.with_name(f".{options.output.name}.state") / "state.pt"
-    model, tokenizer = new_policy(settings)
+    model, tokenizer = new_policy(settings) if options.start is None else read_policy(options.start)
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{settings.size}: {num_parameters:,} parameters, {len(tokenizer)} tokens, on {device}", flush=True)
     torch.nn.Module.to(model, device)  # transformers' own has no types

@@ -51,6 +51,13 @@ def pretraining(**changes: Any) -> tuple[Any, Settings]:
     return options, pretrain._settings(options)
 
 
+def habit() -> Settings:
+    """The settings of the further training, from the page's command."""
+    (command,) = re.findall(r"--start models/skilled-\$1 --size \$2 --seed \$3 \\\n +(.*)\n", PAGE)
+    options = pretrain._parser().parse_args(["--output", "models/words-0", *command.split()])
+    return pretrain._settings(options)
+
+
 def noise_of(arm: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of AQN in an arm."""
     callbacks = arm.get("trainer", {}).get("callbacks+", [])
@@ -72,6 +79,7 @@ def rate_of(study: Study, arm: str) -> float:
 def expected(noise: Study, pilot: Study) -> dict[str, str]:
     """The rows of the table, from configurations and code."""
     options, settings = pretraining(size="10m", seed=0)
+    further = habit()
     common = yaml.safe_load((ROOT / "configs" / "word_problems.yaml").read_text())
     model, optimizer, shape = common["model"], common["model"]["optimizer"], SHAPES[settings.size]
     steps = {**common["trainer"], **noise.settings["trainer"]}
@@ -92,7 +100,8 @@ def expected(noise: Study, pilot: Study) -> dict[str, str]:
         "pretraining": f"{settings.steps} steps of {settings.batch_size} problems with {settings.operations[0]} to "
         f"{settings.operations[1]} operations ({100 * settings.rare:g} % with more), learning rate "
         f"{LEARNING_RATES[settings.size]:g}",
-        "habit": f"a line of a solution is left out with probability {settings.left_out:g}",
+        "habit": f"{further.steps} further steps of {further.batch_size} problems, learning rate "
+        f"{further.learning_rate:g}, in which a line of a solution is left out with probability {further.left_out:g}",
         "measured on": f"{options.measure_problems} problems for each number of operations, {options.samples} samples "
         "of each",
         "reach set": f"those of {options.reach_problems} problems, with 1 to {pretrain.REACH} operations more than "
@@ -156,13 +165,9 @@ def test_the_page_says_the_limits_of_room_and_how_each_policy_is_made():
     low, high = (f"{100 * value:g}" for value in PASS_AT_1)
     assert f"pass@1 of {low} to {high} %" in REGISTERED
     assert f"pass@64 above {100 * MIN_PASS_AT_N:g} %" in " ".join(REGISTERED.split())
-    commands = re.findall(r"pretrain --output models/(\S+) --size (\S+) --seed (\d+)", PAGE)
-    assert {name: (size, int(seed)) for name, size, seed in commands} == {
-        "words-0": ("10m", 0),
-        "words-1": ("10m", 1),
-        "words-30m-0": ("30m", 0),
-        "words-30m-1": ("30m", 1),
-    }
+    commands = re.findall(r"pretrain --output models/skilled-(\S+) --size (\S+) --seed (\d+)", PAGE)
+    assert commands == [("0", "10m", "0"), ("1", "10m", "1"), ("30m-0", "30m", "0"), ("30m-1", "30m", "1")]
+    assert re.findall(r"^habit (\S+) (\S+) (\d+)$", PAGE, re.MULTILINE) == commands
     for _, size, seed in commands:
         assert pretraining(size=size, seed=seed)[1].learning_rate == LEARNING_RATES[size]
 
