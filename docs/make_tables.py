@@ -20,7 +20,7 @@ def filled(text: str) -> str:
 
 
 COLUMNS = {
-    "accuracy, held out": ("accuracy (held out, greedy), first", "accuracy (held out, greedy), last"),
+    "accuracy, held out": ("accuracy (held out), first", "accuracy (held out), last"),
     "entropy, nats per token": (
         "entropy (nats per token, mean of 5), first",
         "entropy (nats per token, mean of 5), last",

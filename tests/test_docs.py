@@ -161,7 +161,7 @@ def test_tables_are_what_their_script_makes_of_the_measurements():
 
 def test_a_table_has_a_row_per_run(tmp_path):
     lines = tmp_path / "runs.jsonl"
-    first = {"run": "a", "accuracy (held out, greedy), first": 0.12345, "accuracy (held out, greedy), last": 1.0}
+    first = {"run": "a", "accuracy (held out), first": 0.12345, "accuracy (held out), last": 1.0}
     lines.write_text(json.dumps(first) + "\n" + json.dumps({"run": "b", "seconds in RL steps": 123.4}) + "\n")
     text = filled(f"before\n<!-- table: {lines} -->\nold\n<!-- end -->\nafter\n")
     assert text.splitlines()[2].startswith("| run | accuracy, held out | entropy")

@@ -74,8 +74,8 @@ def test_a_card_has_what_the_run_measured_and_its_checks_found(tmp_path):
             writer.add_scalar("canary/tensors_checked", 21, step)
     assert export(run, tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| accuracy (held out, greedy), first | 0.25 |" in card
-    assert "| accuracy (held out, greedy), last | 0.75 |" in card
+    assert "| accuracy (held out), first | 0.25 |" in card
+    assert "| accuracy (held out), last | 0.75 |" in card
     assert "- Canary: After each of 3 rollouts 21 tensors were read back" in card
     assert "- Ledger: It did not run" in card
 

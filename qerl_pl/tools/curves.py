@@ -66,7 +66,7 @@ def summarize(curves: dict[str, Curve]) -> dict[str, float]:
             found[f"{name}, first"] = sum(values[:window]) / len(values[:window])
             found[f"{name}, last"] = sum(values[-window:]) / len(values[-window:])
 
-    ends("accuracy (held out, greedy)", "val/accuracy")
+    ends("accuracy (held out)", "val/accuracy")
     ends("reward (held out)", "val/reward")
     ends("reward (rollouts, mean of 5)", "train/reward", window=5)
     ends("entropy (nats per token, mean of 5)", "policy/entropy", window=5)
