@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.tools.event_files import Scalar, read_scalars
+from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import CUDA, DTYPE, emit, parser_with
 
 
@@ -43,27 +43,31 @@ def random_policy(folder: Path) -> Path:
     return folder
 
 
-def together(runs: Sequence[Sequence[Scalar]]) -> list[float]:
+def together(runs: Sequence[Curve]) -> list[float]:
     """Return the seconds of the rollouts that began after every run had done its first, and ended before any run had
-    done its last."""
-    began = max(steps[0].time for steps in runs)
-    ended = min(steps[-1].time for steps in runs)
-    return [step.value for steps in runs for step in steps if began <= step.time - step.value and step.time <= ended]
+    done its last.
+
+    Args:
+        runs: the curve of `time/step_s` of each run.
+    """
+    began, ended = max(run.times[0] for run in runs), min(run.times[-1] for run in runs)
+    return [
+        seconds
+        for run in runs
+        for seconds, end in zip(run.values, run.times, strict=True)
+        if began <= end - seconds and end <= ended
+    ]
 
 
 def measure(args: argparse.Namespace, jobs: int) -> None:
-    """Train so many seeds at the same time, and print a line."""
+    """Train ``jobs`` seeds at the same time, and print a line."""
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder, "study.yaml"), Path(folder, "study")
         file.write_text(yaml.safe_dump(study_of(args, jobs, output)))
         if command(["study", str(file), "--jobs", str(jobs)]):
             raise SystemExit(f"the study with {jobs} jobs failed")
-        events = [sorted(run.glob("events*")) for run in sorted(output.glob("runs/one/seed-*"))]
-        steps = [
-            [scalar for path in paths for scalar in read_scalars(path)[0] if scalar.tag == "time/step_s"]
-            for paths in events
-        ]
-    seconds = sorted(together(steps))
+        runs = [read_curves(run)["time/step_s"] for run in output.glob("runs/one/seed-*")]
+    seconds = sorted(together(runs))
     if not seconds:
         raise SystemExit(f"{jobs} runs never trained at the same time: set --rollouts higher")
     shape = {"policy": args.policy.name, "base": args.base_format or "bf16", "jobs": jobs}
