@@ -13,8 +13,6 @@ from typing import Any
 
 from qerl_pl.common.versions import TESTED
 
-_REPLACED: dict[tuple[Any, str], Any] = {}  # attributes that ``replace_once`` has replaced, with their new values
-
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
     """Set ``owner.name`` to ``new`` after checking the signature of its present value.
@@ -34,11 +32,13 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make`` of itself, as ``replace`` does; a second call changes nothing."""
+    """Replace the function ``owner.name`` by ``make`` of itself, as ``replace`` does; a second call changes nothing.
+
+    ``make`` must return a function that is defined in this project, by which a second call recognises it.
+    """
     found = getattr(owner, name, None)
-    if found is None or found is not _REPLACED.get((owner, name)):
-        _REPLACED[owner, name] = make(found)
-        replace(owner, name, _REPLACED[owner, name], takes=takes)
+    if not str(getattr(found, "__module__", "")).startswith("qerl_pl."):
+        replace(owner, name, make(found), takes=takes)
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
