@@ -1,4 +1,5 @@
-"""Supervised training of a policy from scratch; an interrupted training continues from its last saved state."""
+"""Supervised training of a policy, from random weights or those of another policy; an interrupted training continues
+from its last saved state."""
 
 from __future__ import annotations
 

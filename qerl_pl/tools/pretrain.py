@@ -1,4 +1,4 @@
-"""Train a policy from scratch on generated word problems and measure it.
+"""Train a policy on generated word problems, from scratch or (--start) from another such policy, and measure it.
 
 The policy is a model of the Qwen2 architecture with a small tokenizer of its own, in Hugging Face format, trained on
 problems with worked solutions (docs/word_problems.md). At the end, its pass rates are measured: reinforcement learning

@@ -24,8 +24,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     by vLLM's class.
 
     Before every forward pass vLLM writes an adapter index for each token, by which the kernels tell tokens with the
-    adapter from tokens without it; one CUDA graph therefore serves both kinds of requests. vLLM has separate graphs for
-    passes without any adapter; while these are captured, the flag ``no_lora`` is True and no LoRA kernel is launched.
+    adapter from tokens without it; one CUDA graph therefore serves both kinds of requests. A pass without any adapter
+    runs without a graph (``patches.graphs_with_adapter``); then the flag ``no_lora`` is True and no LoRA kernel is
+    launched.
     """
 
     def add_lora_linear(
