@@ -338,6 +338,10 @@ def _number(name: str, digits: int, scale: float = 1) -> Column:
     return lambda line: _digits(None if line.get(name) is None else scale * line[name], digits)
 
 
+def _of_base(base: str, name: str) -> Column:
+    return lambda line: _digits(line[base][name], 0)
+
+
 def _quarters(name: str, digits: int, scale: float = 1) -> Column:
     return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
 
@@ -363,6 +367,14 @@ TABLES = {
             "held, GiB": lambda line: _digits(taken_gib(line), 1) or "too small",
             "planned, GiB": lambda line: _digits(line.get("logged", {}).get("predicted_peak_gib"), 1),
             "step, s": _number("median_s", 1),
+        },
+    ),
+    "families": _rows(
+        partial(_latest, ["families/"]),
+        {
+            "family": _shape("family"),
+            **{f"rollout tokens/s, {base}": _of_base(base, "rollout_tokens_per_s") for base in ("nvfp4", "bf16")},
+            **{f"training tokens/s, {base}": _of_base(base, "training_tokens_per_s") for base in ("nvfp4", "bf16")},
         },
     ),
     "long_run": _rows(
@@ -410,10 +422,6 @@ TABLES = {
         },
     ),
     "linears": _pivot(["linears/"], _variant, _shape("tokens"), _number("device_s", 2, 1e3), "tokens"),
-    "dequantize": _rows(
-        partial(_latest, ["dequantize/"]),
-        {"format": _variant, "GB/s": _number("gb_per_s", 0), "kernels, us": _number("device_s", 0, 1e6)},
-    ),
     "logprobs": _rows(
         partial(_latest, ["logprobs/"]),
         {
