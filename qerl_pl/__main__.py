@@ -7,8 +7,12 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl_pl.common.os_errors import in_words
+
+if TYPE_CHECKING:
+    from qerl_pl.handover import Handover
 
 TRAINING = {
     "fit": "train a policy",
@@ -36,16 +40,21 @@ CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": 
 """Maps each folder of shipped configuration files to the title under which ``--help`` lists its files."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C."""
+def main(argv: list[str] | None = None, handover: Handover | None = None) -> int:
+    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C.
+
+    Args:
+        argv: the command line's words; None: those of this process.
+        handover: passes on the engine of the run before to a training or evaluation; None: it starts one.
+    """
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(sys.argv[1:] if argv is None else argv, handover)
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return 130
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], handover: Handover | None) -> int:
     commands = TRAINING | COMMANDS
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))
@@ -77,7 +86,7 @@ def _run(argv: list[str]) -> int:
             print(f"error: {fault}", file=sys.stderr)
             return 1
     if argv[0] in TRAINING:
-        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
+        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv, handover)
         if isinstance(status, str):
             print(status, file=sys.stderr)
             return 1

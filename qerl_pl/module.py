@@ -83,7 +83,9 @@ class QeRLModule(LightningModule):
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
-        self._built = described(engine, self.rewards)
+        self.built = described(engine, self.rewards)
+        self.closes_engine = True
+        """Whether the engine is closed when a run ends; ``qerl_pl.handover`` sets it to False."""
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +177,8 @@ class QeRLModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Close the engine and free its memory."""
-        self.engine.close()
+        if self.closes_engine:
+            self.engine.close()
 
     def cpu(self) -> Self:
         """Move only the trained parameters to the CPU. Lightning calls this when a run ends.
@@ -261,7 +264,7 @@ class QeRLModule(LightningModule):
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def _evaluation_identity(self) -> dict[str, Any]:
-        return evaluation_identity(self.policy, self.settings.evaluation, run=self._identity, built=self._built)
+        return evaluation_identity(self.policy, self.settings.evaluation, run=self._identity, built=self.built)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -270,8 +273,7 @@ class QeRLModule(LightningModule):
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        """Return the number of optimizer steps per rollout. It must not change when a run is resumed, because the
-        rollout index is computed from the number of optimizer steps."""
+        # must not change when a run is resumed: the rollout index is computed from the number of optimizer steps
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -284,11 +286,8 @@ class QeRLModule(LightningModule):
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the checkpoint's adapter into the policy.
-
-        Raises:
-            ValueError: the checkpoint was written with another base, seed or other adapter settings.
-        """
+        """Load the checkpoint's adapter into the policy; raises ValueError if the checkpoint was written with another
+        base, seed or other adapter settings."""
         current = self._identity
         if self.trainer.state.fn == TrainerFn.FITTING:
             current = current | self._rollout_identity

@@ -1,4 +1,5 @@
-"""Execute the runs of a study as processes, several at a time; an interrupted run continues from its checkpoint."""
+"""Execute the runs of a study, a process each and several at a time; an interrupted run continues from its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import torch
 
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
+from qerl_pl.study.process import words_of
 from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_commands
-from qerl_pl.study.study_file import FIT, Command, Run, Study, commands_of, program
+from qerl_pl.study.study_file import FIT, Command, Run, Study, commands_of
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0  # without a message, after which one says how far the trainings are
@@ -36,10 +39,20 @@ class Slot:
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
     run: Run | None = None
     lock: IO[str] | None = None
-    command: str = ""
     process: subprocess.Popen[bytes] | None = None
+    commands: tuple[str, ...] = ()
+    """Names of the commands that the process executes, in order."""
     started: float = 0.0
     attempts: int = 0
+    """Starts of the command that is executed."""
+
+    def running(self) -> tuple[str, float]:
+        """Return the name of the command that the slot's process executes, and its seconds so far."""
+        assert self.run is not None
+        done = state.seconds_done(self.run)
+        earlier = sum(done[name] for name in self.commands if name in done)
+        name = next((name for name in self.commands if name not in done), self.commands[-1])
+        return name, max(0.0, time.monotonic() - self.started - earlier)
 
 
 class Outcome(Exception):
@@ -75,7 +88,8 @@ class Runner:
         runs: runs that this process executes; each job of a cluster's job array has other ones.
         slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
-        words: function that converts a command to the words of its command line.
+        words: function that makes the words of the command line of a process which executes commands of a run, given
+            the run's folder and the commands. The process records each command that succeeds (``state.succeeded``).
     """
 
     def __init__(
@@ -84,7 +98,7 @@ class Runner:
         runs: Sequence[Run],
         slots: list[Slot],
         minutes: float | None = None,
-        words: Callable[[Command], list[str]] = program,
+        words: Callable[[Path, Sequence[Command]], list[str]] = words_of,
     ) -> None:
         self.study, self.slots, self.words = study, slots, words
         self.total = len(runs)
@@ -119,8 +133,7 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """If a slot's process has ended, start the next command (training or evaluation) of its run, or the next
-        run."""
+        """If a slot's process has ended, start another for what is left of its run, or take the next run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -129,7 +142,7 @@ class Runner:
             done = state.seconds_done(slot.run)
             left = [command for command in commands_of(self.study, slot.run) if command.name not in done]
             if left:
-                self._start(slot, slot.run, left[0])
+                self._start(slot, slot.run, left)
             else:
                 name = slot.run.name
                 self._free(slot)
@@ -148,16 +161,16 @@ class Runner:
                 lock.close()
             self.waiting.append(run)
 
-    def _start(self, slot: Slot, run: Run, command: Command) -> None:
+    def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.slots))
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | os.environ
         if slot.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.gpu
-        log = state.log_of(run, command.name)
+        log = state.log_of(run.folder, commands[0].name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             slot.process = subprocess.Popen(
-                self.words(command),
+                self.words(run.folder, commands),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -166,23 +179,26 @@ class Runner:
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
-        slot.command, slot.started = command.name, time.monotonic()
+        slot.commands, slot.started = tuple(command.name for command in commands), time.monotonic()
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int) -> None:
-        """Record the exit status of a slot's process; a run that failed ``study.attempts`` times is given up."""
-        run, name, seconds = slot.run, slot.command, time.monotonic() - slot.started
+        """Record the exit status of a slot's process; a run of which a command failed ``study.attempts`` times is given
+        up."""
+        run = slot.run
         assert run is not None
+        name, seconds = slot.running()
         slot.process = None
-        spent = state.seconds_spent(run)
-        seconds += spent.pop(name, 0.0)
         if status == 0:
-            state.keep(run, done=state.seconds_done(run) | {name: seconds}, spent=spent, failure=None)
             slot.attempts = 0
             return
-        state.keep(run, spent=spent | {name: seconds})
+        if name != slot.commands[0]:
+            slot.attempts = 1  # commands before it succeeded, so this was its first start
+        spent = state.seconds_spent(run)
+        state.keep(run, spent=spent | {name: spent.get(name, 0.0) + seconds})
         if not self._signal and slot.attempts >= self.study.attempts:
-            lines = state.log_of(run, name).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            log = state.log_of(run.folder, name)
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n" + "\n".join(
                 lines
             )
@@ -233,11 +249,12 @@ class Runner:
         """List the running trainings that have done a rollout."""
         found = []
         for slot in self.slots:
-            if slot.run is not None and slot.process is not None and slot.command == FIT:
-                done = rollouts_of(state.log_of(slot.run, FIT))
-                if done is not None:
-                    seconds = time.monotonic() - slot.started + state.seconds_spent(slot.run).get(FIT, 0.0)
-                    found.append(Training(*done, seconds))
+            if slot.run is None or slot.process is None:
+                continue
+            name, seconds = slot.running()
+            done = rollouts_of(state.log_of(slot.run.folder, FIT)) if name == FIT else None
+            if done is not None:
+                found.append(Training(*done, seconds + state.seconds_spent(slot.run).get(FIT, 0.0)))
         return found
 
     def _seconds_left(self) -> float | None:
@@ -253,7 +270,7 @@ class Runner:
             over = state.seconds_done(run)
             names = [command.name for command in commands_of(self.study, run) if command.name not in over]
             total += sum(mean.get(name, fallback) for name in names)
-        total -= sum(time.monotonic() - slot.started for slot in self.slots if slot.process is not None)
+        total -= sum(slot.running()[1] for slot in self.slots if slot.run is not None and slot.process is not None)
         return max(total, 0.0) / min(len(self.slots), max(1, len(unfinished)))
 
 

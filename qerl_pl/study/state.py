@@ -17,17 +17,17 @@ LOCK = ".study.lock"
 
 def seconds_done(run: Run) -> dict[str, float]:
     """Return the seconds that each successful command of a run took over all of its starts, by name of the command."""
-    return _read(run).get("done", {})
+    return _read(run.folder).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
     """Return the seconds that a run's failed or stopped starts took, by name of the command."""
-    return _read(run).get("spent", {})
+    return _read(run.folder).get("spent", {})
 
 
 def failure(run: Run) -> str | None:
     """Return the reason why the last attempt of a run failed; None if it did not fail."""
-    return _read(run).get("failure")
+    return _read(run.folder).get("failure")
 
 
 def is_finished(study: Study, run: Run) -> bool:
@@ -37,7 +37,15 @@ def is_finished(study: Study, run: Run) -> bool:
 
 def keep(run: Run, **changes: Any) -> None:
     """Change some fields of the run's state."""
-    write_whole(run.folder / STATE, json.dumps(_read(run) | changes, indent=2) + "\n")
+    _keep(run.folder, **changes)
+
+
+def succeeded(folder: Path, name: str, seconds: float) -> None:
+    """Record that a command of a run succeeded, in so many seconds of its last start; removes an earlier failure."""
+    found = _read(folder)
+    spent = found.get("spent", {})
+    done = found.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}
+    _keep(folder, done=done, spent=spent, failure=None)
 
 
 def write_files(study: Study, run: Run) -> None:
@@ -87,11 +95,15 @@ def lock(run: Run) -> IO[str] | None:
     return file
 
 
-def log_of(run: Run, command: str) -> Path:
-    """Return the path of the log file to which the output of all starts of a run's command is written."""
-    return run.folder / "study" / f"{command}.log"
+def log_of(folder: Path, command: str) -> Path:
+    """Return the path of the log file to which the output of all starts of a command is written, in a run's folder."""
+    return folder / "study" / f"{command}.log"
 
 
-def _read(run: Run) -> dict[str, Any]:
-    path = run.folder / STATE
+def _keep(folder: Path, **changes: Any) -> None:
+    write_whole(folder / STATE, json.dumps(_read(folder) | changes, indent=2) + "\n")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,34 +24,39 @@ from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
 from qerl_pl.study.study_file import Command, Study
 
 WORK = """
-import signal, sys, time
+import json, signal, sys, time
 from pathlib import Path
-folder, behaviour = Path(sys.argv[1]), sys.argv[2]
-folder.mkdir(parents=True, exist_ok=True)
+from qerl_pl.study.state import succeeded
+run, behaviour = Path(sys.argv[1]), sys.argv[2]
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-place = folder / "steps"  # the checkpoint: steps done, as a run keeps them
-with (folder / "starts").open("a") as file:
-    file.write("x")
-while (done := len(place.read_text()) if place.exists() else 0) < 5:
-    time.sleep(0.02 if behaviour != "slow" else 0.1)
-    if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
-        sys.exit("it broke")
-    place.write_text("x" * (done + 1))
-    print(f"rollout {done + 1} of 5: reward 0.5", flush=True)
-    if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
-        sys.exit("it broke")
-    if stopped:
-        sys.exit(143)
+for name, folder in json.loads(sys.argv[3]):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / "steps"  # the checkpoint: steps done, as a run keeps them
+    with (folder / "starts").open("a") as file:
+        file.write("x")
+    began = time.monotonic()
+    while (done := len(place.read_text()) if place.exists() else 0) < 5:
+        time.sleep(0.02 if behaviour != "slow" else 0.1)
+        if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
+            sys.exit("it broke")
+        place.write_text("x" * (done + 1))
+        print(f"rollout {done + 1} of 5: reward 0.5", flush=True)
+        if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
+            sys.exit("it broke")
+        if stopped:
+            sys.exit(143)
+    succeeded(run, name, time.monotonic() - began)
 """
-"""Does 5 steps with a checkpoint after each, and stops after a step on SIGTERM, as ``fit`` does."""
+"""Does 5 steps of each command with a checkpoint after each, and stops after a step on SIGTERM, as runs do."""
 
 
-def words(command: Command) -> list[str]:
+def words(run: Path, commands: Sequence[Command]) -> list[str]:
     """Replace training by a small program whose behaviour is chosen by the arm's name."""
-    folder = Path(command.arguments[command.arguments.index("--run_dir") + 1])
-    behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in folder.parts)
-    return [sys.executable, "-c", WORK, str(folder), behaviour.replace("-", " ")]
+    behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in run.parts)
+    folders = [(name, arguments[arguments.index("--run_dir") + 1]) for name, arguments in commands]
+    return [sys.executable, "-c", WORK, str(run), behaviour.replace("-", " "), json.dumps(folders)]
 
 
 def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:

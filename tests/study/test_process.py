@@ -1,0 +1,85 @@
+"""A run's commands in one process: the evaluations use the engine of the training, with the results of processes of
+their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_pl.study import process, state
+from qerl_pl.study.study_file import Command
+from qerl_pl.tools.tiny import make_tiny
+from tests.program import ROOT
+
+TOY = ["-c", "tests/integration/toy.yaml"]
+TAKEN_OVER = "this run uses the rollout engine of the run before it"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    make_tiny(folder, seed=0, sft_steps=0)
+    return folder
+
+
+def commands(base: Path, folder: Path, *more: str) -> list[Command]:
+    """A training, an evaluation of its policy with the engine of the training, and one that needs a longer context."""
+    common = [*TOY, "--model.base", str(base), *more]
+    last = str(folder / "checkpoints" / "last.ckpt")
+
+    def evaluation(name: str, num: int, max_tokens: int) -> Command:
+        sampling = json.dumps({"num_completions": num, "max_tokens": max_tokens, "temperature": 1.0})
+        words = [*common, "--model.val_sampling", sampling, "--run_dir", str(folder / "evaluations" / name)]
+        return Command(name, ["test", *words, "--ckpt_path", last])
+
+    fit = Command("fit", ["fit", *common, "--run_dir", str(folder), "--ckpt_path", "last"])
+    return [fit, evaluation("many", 3, 4), evaluation("long", 1, 40)]
+
+
+def execute(words: list[str]) -> int:
+    return subprocess.run(words, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    """Results of an evaluation."""
+    (path,) = (folder / "evaluations" / name).rglob("test.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "qerl_pl.rollout.hf.TransformersEngine",
+        pytest.param("qerl_pl.rollout.vllm.VLLMEngine", marks=[pytest.mark.long, pytest.mark.vllm]),
+    ],
+)
+def test_an_evaluation_after_a_training_equals_one_in_a_process_of_its_own(base, tmp_path, engine):
+    together = commands(base, tmp_path, "--model.engine", engine)
+    assert execute(process.words_of(tmp_path, together)) == 0
+    done = json.loads((tmp_path / state.STATE).read_text())["done"]
+    assert list(done) == ["fit", "many", "long"]
+    assert all(seconds > 0 for seconds in done.values())
+    logs = {name: state.log_of(tmp_path, name).read_text() for name in done}
+    assert [TAKEN_OVER in text for text in logs.values()] == [False, True, False], "the last needs a longer context"
+
+    apart = tmp_path / "apart"
+    alone = Command(
+        "many", [str(apart / "evaluations") if "evaluations" in each else each for each in together[1].arguments]
+    )
+    assert execute(process.words_of(apart, [alone])) == 0
+    assert result(tmp_path, "many") == result(apart, "")
+    assert TAKEN_OVER not in state.log_of(apart, "many").read_text()
+
+
+def test_a_command_that_fails_ends_the_process_and_is_not_recorded(base, tmp_path):
+    fit, *_ = commands(base, tmp_path)
+    wrong = Command("reach", ["test", *TOY, "--model.base", str(tmp_path / "nowhere")])
+    assert execute(process.words_of(tmp_path, [wrong, fit])) == 1
+    assert "nowhere" in state.log_of(tmp_path, "reach").read_text()
+    assert not (tmp_path / state.STATE).exists()
+    assert not (tmp_path / "checkpoints").exists()
