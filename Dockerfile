@@ -3,7 +3,7 @@
 #   docker build -t qerl-pl .
 #   docker run --gpus all --ipc=host -v $PWD/runs:/work/runs -v qerl-hub:/home/qerl/.cache/huggingface qerl-pl doctor
 #   docker run --gpus all --ipc=host -v $PWD/runs:/work/runs -v qerl-hub:/home/qerl/.cache/huggingface qerl-pl \
-#       fit -c gsm8k -c qwen2.5-7b -c nvfp4_aqn --ckpt_path last
+#       fit -c gsm8k -c qwen2.5-7b -c nvfp4 --ckpt_path last
 #
 # vLLM's wheel brings the CUDA libraries; the devel image brings the compiler that Triton and Humming call.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
