@@ -146,6 +146,21 @@ def test_while_vllm_loads_it_has_a_copy_of_its_own():
     assert small.total("start") >= SHAPES["7B"].base_bytes + SHAPES["7B"].fitting_bytes
 
 
+@pytest.mark.parametrize("size", ["7B", "32B"])
+@pytest.mark.parametrize("one_copy", [False, True])
+def test_the_cache_takes_what_rollouts_leave_whatever_vllm_needs_while_it_loads(size, one_copy):
+    engine = EngineMemory(one_copy=one_copy)
+    run = replace(PAPER, rows=32, engine=engine)
+    least, wanted = (cache_bytes(SHAPES[size], run, engine, num_sequences=num) for num in (1, 32))
+    seen = set()
+    for gib in range(8, 72):
+        found = fitted(SHAPES[size], run, gib * GIB)
+        if least < found.kv_cache_bytes < wanted:
+            assert found.total("rollout") == pytest.approx(usable(gib * GIB), abs=2**20)
+        seen.add(found.kv_cache_bytes)
+    assert len(seen) > 3, "some cards hold some of the sequences"
+
+
 def test_an_engine_that_dequantises_has_a_dense_copy_of_its_widest_linear():
     def largest(*, dequantises: bool) -> int:
         engine = EngineMemory(kv_cache_bytes=GIB, dequantises=dequantises)
