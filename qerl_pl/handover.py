@@ -31,6 +31,8 @@ class Handover:
             return
         if reads_checkpoint and same_engine(last, module):
             module.policy, module.engine = last.policy, last.engine
+            # a new plan would count the memory of the running engine as that of another process
+            module.memory_plan, module.micro_batch_tokens = last.memory_plan, last.micro_batch_tokens
             rank_zero_info("this run uses the rollout engine of the run before it")
         else:
             release(last)

@@ -85,7 +85,7 @@ class QeRLModule(LightningModule):
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self.built = described(engine, self.rewards)
         self.closes_engine = True
-        """Whether the engine is closed when a run ends; ``qerl_pl.handover`` sets it to False."""
+        """Whether the engine is closed when a run ends. ``qerl_pl.handover`` sets it to False."""
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class QeRLModule(LightningModule):
                 batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
             )
             check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
-        if self.trainer.strategy.root_device.type == "cuda":
+        if self.trainer.strategy.root_device.type == "cuda" and (self.closes_engine or self.memory_plan is None):
             self._plan_memory(stage)
         tokenizer = AutoTokenizer.from_pretrained(self.settings.folder)
         self.loop = RolloutLoop(

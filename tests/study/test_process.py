@@ -76,6 +76,17 @@ def test_an_evaluation_after_a_training_equals_one_in_a_process_of_its_own(base,
     assert TAKEN_OVER not in state.log_of(apart, "many").read_text()
 
 
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_on_a_gpu_the_memory_of_a_run_is_planned_once_per_engine(base, tmp_path):
+    more = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine", "--model.dtype", "bfloat16")
+    together = commands(base, tmp_path, *more)
+    assert execute(process.words_of(tmp_path, together)) == 0
+    logs = [state.log_of(tmp_path, name).read_text() for name, _ in together]
+    assert ["memory plan: " in text for text in logs] == [True, False, True]
+    assert [TAKEN_OVER in text for text in logs] == [False, True, False]
+
+
 def test_a_command_that_fails_ends_the_process_and_is_not_recorded(base, tmp_path):
     fit, *_ = commands(base, tmp_path)
     wrong = Command("reach", ["test", *TOY, "--model.base", str(tmp_path / "nowhere")])
