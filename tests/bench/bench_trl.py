@@ -6,6 +6,9 @@ log-probabilities once more before the update (``logprob``). ``train`` is what t
 token does not end a completion. There is a line after each step, of all steps so far; the last one counts. ``measured``
 is how many steps it has beside the first, and a run that was stopped is measured again. Without TRL nothing is
 measured: ``pip install trl`` (1.16; it warns of vLLM 0.32, and runs).
+
+``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: completions are as long as a recipe's, each with the
+limit that it has there, and a step is a rollout with all of its updates.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,18 +29,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.vllm.setup import prepare_environment
-from tests.bench.bench_grpo import GROUP, PROMPT_TOKENS, coin, peak_memory
+from tests.bench.bench_grpo import GROUP, PROMPT_TOKENS, coin, lengths, peak_memory
 from tests.bench.harness import CUDA, DEVICE, RANK, emit, keep, kept, now, parser_with, run_apart
 from tests.random_checkpoints import written_apart
 
-NAME = "grpo/trl"
 PACKAGES = ("trl", "vllm", "transformers", "peft")
 
 
@@ -48,17 +51,18 @@ def reward(completion_ids: list[list[int]], **others: Any) -> list[float | None]
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Settings of TRL's GRPOConfig where they are not its defaults."""
-    rows = GROUP * args.prompts
+    rows = args.group * args.prompts
     return {
         "output_dir": str(folder),
         "model_init_kwargs": {"dtype": "bfloat16"},
         "bf16": True,
         "use_cpu": not CUDA,
         "gradient_checkpointing": True,
-        "max_steps": args.steps,
+        "max_steps": args.steps * args.updates,
+        "num_iterations": args.updates,
         "per_device_train_batch_size": args.rows,
         "gradient_accumulation_steps": rows // args.rows,
-        "num_generations": GROUP,
+        "num_generations": args.group,
         "max_completion_length": args.completion,
         "temperature": 1.0,
         "logging_steps": 1,
@@ -95,17 +99,34 @@ def run(args: argparse.Namespace, base: str) -> None:
             callbacks=[lines],
         )
         lines.time_phases(trainer)
+        if args.mean:
+            limit_each(trainer.vllm_generation.llm, args.mean)
         trainer.train()
 
 
+def limit_each(llm: Any, mean: int) -> None:
+    """Make a vLLM engine give each request of a call its own limit, see ``bench_grpo.lengths``."""
+    whole = llm.generate
+
+    def limited(prompts: list[Any], *, sampling_params: Any, **others: Any) -> Any:
+        params = [copy(sampling_params) for _ in prompts]
+        for each, limit in zip(params, lengths(mean, sampling_params.max_tokens, len(prompts)), strict=True):
+            each.max_tokens = limit
+        return whole(prompts, sampling_params=params, **others)
+
+    llm.generate = limited
+
+
 class Lines(TrainerCallback):
-    """Times steps and their phases, and prints a line of those so far after each."""
+    """Times steps (rollouts with their updates) and their phases, and prints a line of those so far after each."""
 
     def __init__(self, args: argparse.Namespace, peak: Mapping[str, int]) -> None:
         self._args, self._peak, self._began = args, peak, now()
         self._others = others_bytes(torch.device(DEVICE)) if CUDA else 0
         self._watch = Stopwatch()
         self._step_began = 0.0
+        self._is_new = False
+        self._logs: dict[str, float] = {}
         self._steps: list[float] = []
         self._phases: list[dict[str, float]] = []
 
@@ -127,11 +148,15 @@ class Lines(TrainerCallback):
 
         setattr(owner, name, timed)
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._watch.seconds.clear()
-        self._step_began = now()
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._args.updates == 0:
+            self._watch.seconds.clear()
+            self._step_began = now()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._is_new = state.global_step % self._args.updates == 0
+        if not self._is_new:
+            return
         step = now() - self._step_began
         phases = {phase: self._watch.seconds[phase] for phase in ("sync", "rollout", "reward", "logprob")}
         phases["rollout"] -= phases["sync"]
@@ -139,20 +164,21 @@ class Lines(TrainerCallback):
         self._phases.append({**phases, "train": step - sum(phases.values())})
 
     def on_log(self, *args: Any, logs: Mapping[str, float], **kwargs: Any) -> None:
-        if "completions/mean_length" not in logs:  # the summary at the end
+        self._logs |= logs  # what is of a rollout is logged at its first update
+        if not self._is_new or "train_runtime" in logs:  # an update that is not the last, or the summary at the end
             return
         timed = self._phases[1:] or self._phases
         used = used_bytes(torch.device(DEVICE)) - self._others if CUDA else 0
         emit(
-            NAME,
+            name_of(self._args),
             shape_of(self._args),
             "bfloat16",
             sorted(self._steps[1:]),
             measured=len(self._steps) - 1,
             first_s=self._steps[0],
             phases_s={phase: median(phases[phase] for phases in timed) for phase in timed[0]},
-            tokens=logs["completions/mean_length"] * GROUP * self._args.prompts,
-            gap=logs.get("sampling/sampling_logp_difference/mean"),
+            tokens=self._logs["completions/mean_length"] * self._args.group * self._args.prompts,
+            gap=self._logs.get("sampling/sampling_logp_difference/mean"),
             peak_bytes=self._peak["bytes"],
             logged={"peak_gib": max(used, self._peak["bytes"]) / 2**30},
             total_s=now() - self._began,
@@ -160,9 +186,16 @@ class Lines(TrainerCallback):
         )
 
 
+def name_of(args: argparse.Namespace) -> str:
+    """Return the name of the lines."""
+    return "recipe/trl" if args.mean else "grpo/trl"
+
+
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """Make the settings by which lines are told apart."""
     names = "size", "prompts", "completion", "steps", "rows", "utilization", "sleep"
+    if args.mean:
+        names += "group", "mean", "updates"
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
     return {**shape, "base": "bf16", "aqn": False}
 
@@ -172,7 +205,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_with(__doc__, "--size", "--folder", "--output")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--completion", type=int, default=2048 if CUDA else 32)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--group", type=int, default=GROUP, help="completions per prompt")
+    parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
+    parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts")
     parser.add_argument("--rows", type=int, default=GROUP, help="completions of a micro-batch")
     parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
     parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory back during updates")
@@ -184,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("trl") is None:
         print("nothing measured: trl is not installed", file=sys.stderr)
         return
-    before = [line for line in kept(args.output) if (line["name"], line["shape"]) == (NAME, shape_of(args))]
+    before = [line for line in kept(args.output) if (line["name"], line["shape"]) == (name_of(args), shape_of(args))]
     if any(line["measured"] == args.steps - 1 for line in before):
         return
     base = written_apart(args.folder, args.size, "bf16")
