@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
@@ -149,6 +150,8 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
         "",
         f"{len(runs) - len(left)} of {len(runs)} runs are finished. Interquartile means over seeds with 95 % intervals "
         "(stratified bootstrap); differences are means over pairs of equal seeds.",
+        "",
+        _times([run for run in runs if run.name not in left]),
     ]
     if left:
         lines += ["", f"Left out, {len(left)} runs that are not finished:", ""]
@@ -163,6 +166,20 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
     lines += ["", "## Other readouts, not decided by", ""]
     lines += _comparisons([each for each in judged if each.readout != study.analysis.metric])
     return "\n".join(lines) + "\n"
+
+
+def _times(runs: Sequence[Run]) -> str:
+    """Say how long the commands of finished runs took, all together and in the median run."""
+    done = [state.seconds_done(run) for run in runs]
+    hours: dict[str, float] = {}
+    for seconds in done:
+        for name, each in seconds.items():
+            hours[name] = hours.get(name, 0.0) + each / 3600
+    parts = ", ".join(f"{name} {total:.2f}" for name, total in hours.items())
+    usual = median(sum(seconds.values()) for seconds in done)
+    return (
+        f"Their processes took {sum(hours.values()):.2f} hours in all ({parts}), and {usual:.0f} s in the median run."
+    )
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:

@@ -111,6 +111,7 @@ def test_what_is_not_finished_is_left_out_and_named(study):
     groups = gather(study)
     text = tables(study, groups, compared(study, groups, "final reward"))
     assert "17 of 18 runs are finished" in text
+    assert "took 0.11 hours in all (fit 0.09, reach 0.01), and 23 s in the median run" in text
     assert "- nvfp4+aqn/seed-5: reach ended with status 1" in text
     assert "| seeds | 6 | 6 | 5 |" in text
     [judged] = [each for each in compared(study, groups, "final reward") if each.one.arm == "nvfp4+aqn"]
