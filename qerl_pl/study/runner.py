@@ -187,22 +187,22 @@ class Runner:
         up."""
         run = slot.run
         assert run is not None
-        name, seconds = slot.running()
         slot.process = None
         if status == 0:
             slot.attempts = 0
             return
+        name, seconds = slot.running()
         if name != slot.commands[0]:
             slot.attempts = 1  # commands before it succeeded, so this was its first start
         spent = state.seconds_spent(run)
-        state.keep(run, spent=spent | {name: spent.get(name, 0.0) + seconds})
+        state.keep(run.folder, spent=spent | {name: spent.get(name, 0.0) + seconds})
         if not self._signal and slot.attempts >= self.study.attempts:
             log = state.log_of(run.folder, name)
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n" + "\n".join(
                 lines
             )
-            state.keep(run, failure=text)
+            state.keep(run.folder, failure=text)
             self.failed.append(run)
             self._free(slot)
             self._say(f"{run.name} FAILED: {text}")

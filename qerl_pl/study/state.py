@@ -35,9 +35,9 @@ def is_finished(study: Study, run: Run) -> bool:
     return set(seconds_done(run)) >= {command.name for command in commands_of(study, run)}
 
 
-def keep(run: Run, **changes: Any) -> None:
-    """Change some fields of the run's state."""
-    _keep(run.folder, **changes)
+def keep(folder: Path, **changes: Any) -> None:
+    """Change some fields of the state of the run in a folder."""
+    write_whole(folder / STATE, json.dumps(_read(folder) | changes, indent=2) + "\n")
 
 
 def succeeded(folder: Path, name: str, seconds: float) -> None:
@@ -45,7 +45,7 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
     found = _read(folder)
     spent = found.get("spent", {})
     done = found.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}
-    _keep(folder, done=done, spent=spent, failure=None)
+    keep(folder, done=done, spent=spent, failure=None)
 
 
 def write_files(study: Study, run: Run) -> None:
@@ -98,10 +98,6 @@ def lock(run: Run) -> IO[str] | None:
 def log_of(folder: Path, command: str) -> Path:
     """Return the path of the log file to which the output of all starts of a command is written, in a run's folder."""
     return folder / "study" / f"{command}.log"
-
-
-def _keep(folder: Path, **changes: Any) -> None:
-    write_whole(folder / STATE, json.dumps(_read(folder) | changes, indent=2) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def finish(study: Study, run: Run) -> None:
         },
     )
     log(run.folder / "evaluations" / "reach" / "test" / "words-last", {"test/accuracy": [0.1], "test/pass@4": [0.3]})
-    state.keep(run, done={"fit": 20.0, "reach": 3.0})
+    state.keep(run.folder, done={"fit": 20.0, "reach": 3.0})
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_paired_difference_is_found_although_seeds_differ_by_more(study):
 
 def test_what_is_not_finished_is_left_out_and_named(study):
     missing = study.runs()[-1]
-    state.keep(missing, done={"fit": 1.0}, failure="reach ended with status 1\nmore")
+    state.keep(missing.folder, done={"fit": 1.0}, failure="reach ended with status 1\nmore")
     groups = gather(study)
     text = tables(study, groups, compared(study, groups, "final reward"))
     assert "17 of 18 runs are finished" in text
@@ -128,7 +128,7 @@ def test_options_that_are_strata_are_taken_together(tmp_path):
     )
     for run in study.runs():
         finish(study, run)
-        state.keep(run, done={"fit": 1.0})
+        state.keep(run.folder, done={"fit": 1.0})
     groups = gather(study)
     assert [(group.name, len(group.runs)) for group in groups] == [("bf16 lr=1", 6), ("nvfp4 lr=1", 6)]
     assert [len(values) for values in groups[0].strata("final reward")] == [3, 3]
@@ -145,7 +145,7 @@ def test_the_best_point_of_a_grid_is_named_for_each_arm(tmp_path):
     for run in study.runs():
         height = 0.4 if run.point["model.optimizer.init_args.lr"] == best[run.arm] else 0.3 + 0.05 * run.seed
         log(run.folder, {"val/accuracy": [0.0, height]})
-        state.keep(run, done={"fit": 1.0})
+        state.keep(run.folder, done={"fit": 1.0})
     groups = gather(study)
     text = tables(study, groups, [])
     assert "- bf16: lr=0.0003 (mean 0.2; 3 points)\n- nvfp4: lr=0.0009 (mean 0.2; 3 points)\n" in text
