@@ -28,18 +28,16 @@ def words_of(folder: Path, commands: Sequence[Command]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Execute the commands; returns the exit status."""
     folder, commands = Path(argv[0]), [Command(*each) for each in json.loads(argv[1])]
-    handover = None
+    began = time.monotonic()
+    handover = importlib.import_module("qerl_pl.handover").Handover()  # takes seconds, which are the first command's
     for command in commands:
-        began = time.monotonic()
         _write_to(state.log_of(folder, command.name))
-        # this import takes seconds, which belong to the first command
-        handover = handover or importlib.import_module("qerl_pl.handover").Handover()
         status = program(command.arguments, handover)
         if status:
             return status
         state.succeeded(folder, command.name, time.monotonic() - began)
-    if handover is not None:
-        handover.end()
+        began = time.monotonic()
+    handover.end()
     return 0
 
 
