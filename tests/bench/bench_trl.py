@@ -125,7 +125,6 @@ class Lines(TrainerCallback):
         self._others = others_bytes(torch.device(DEVICE)) if CUDA else 0
         self._watch = Stopwatch()
         self._step_began = 0.0
-        self._is_new = False
         self._logs: dict[str, float] = {}
         self._steps: list[float] = []
         self._phases: list[dict[str, float]] = []
@@ -154,8 +153,7 @@ class Lines(TrainerCallback):
             self._step_began = now()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._is_new = state.global_step % self._args.updates == 0
-        if not self._is_new:
+        if state.global_step % self._args.updates:
             return
         step = now() - self._step_began
         phases = {phase: self._watch.seconds[phase] for phase in ("sync", "rollout", "reward", "logprob")}
@@ -163,9 +161,14 @@ class Lines(TrainerCallback):
         self._steps.append(step)
         self._phases.append({**phases, "train": step - sum(phases.values())})
 
-    def on_log(self, *args: Any, logs: Mapping[str, float], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        assert logs is not None
         self._logs |= logs  # what is of a rollout is logged at its first update
-        if not self._is_new or "train_runtime" in logs:  # an update that is not the last, or the summary at the end
+        if (
+            state.global_step % self._args.updates or "train_runtime" in logs
+        ):  # an update that is not the last, or the summary at the end
             return
         timed = self._phases[1:] or self._phases
         used = used_bytes(torch.device(DEVICE)) - self._others if CUDA else 0
