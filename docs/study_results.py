@@ -141,7 +141,7 @@ def page() -> str:
         "largest": f"{max(each['seen_from'] for each in decided):.3f}",
         "arms": _arms(readouts),
         "others": _differences(others, readout=True),
-        "noise": f"{_mean(readouts, 'nvfp4+aqn', 'gap, noise'):.2g}",
+        "noise": f"{_estimate(readouts, 'nvfp4+aqn', 'gap, noise').value:.2g}",
         "rate": " and ".join(dict.fromkeys(rates().values())),
         "cost": _wrapped(cost()),
     }
@@ -216,10 +216,6 @@ def _compared() -> list[Row]:
 
 def _estimate(readouts: list[Row], arm: str, name: str) -> Estimate:
     return interquartile_mean([[float(row[name]) for row in readouts if row["arm"] == arm and row[name]]])
-
-
-def _mean(readouts: list[Row], arm: str, name: str) -> float:
-    return _estimate(readouts, arm, name).value
 
 
 def _arms(readouts: list[Row]) -> str:

@@ -85,7 +85,8 @@ class QeRLModule(LightningModule):
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self.built = described(engine, self.rewards)
         self.closes_engine = True
-        """Whether the engine is closed when a run ends. ``qerl_pl.handover`` sets it to False."""
+        """Whether the engine is closed when a run ends. ``qerl_pl.handover`` sets it to False, and passes on the memory
+        plan of a run whose engine the next run uses."""
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
