@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.memory.parts import adapter_values, kv_token_bytes
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
-from qerl_pl.policy.policy import Policy, make_policy
-from qerl_pl.quant.formats import Format
+from qerl_pl.policy.policy import Policy, load_policy, make_policy
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -34,21 +33,24 @@ from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
 from tests.bench.together import is_together, turn
 from tests.random_checkpoints import FORMATS, written_apart
-from tests.random_models import SIZES, model_config, pack_linears
+from tests.random_models import SIZES, model_config
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
 DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
 
 
-def shell_policy(base: str, size: str, rank: int, fmt: Format | None) -> Policy:
-    """Make what an engine needs of a policy: its adapter, and a base on the meta device in a format (None: dense)."""
-    assert fmt in (None, NVFP4)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(size), dtype=DTYPE)
-    if fmt:
-        pack_linears(model, DTYPE, "meta")
+def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
+    """Make what an engine needs of a policy: a base, on the meta device if it is not packed, and a random adapter.
+
+    A packed base is loaded, because an engine on Hopper computes with the trainer's copy of it.
+    """
     lora = LoraSettings(rank=rank, alpha=rank)
-    policy = make_policy(model.requires_grad_(False), base=base, dtype=DTYPE, lora=lora, seed=0)
+    if base == "nvfp4":
+        policy = load_policy(path, dtype=DTYPE, lora=lora, seed=0, device=DEVICE)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config(size), dtype=DTYPE)
+        policy = make_policy(model.requires_grad_(False), base=path, dtype=DTYPE, lora=lora, seed=0)
     for module in policy.modules():
         if isinstance(module, LoraLinear):
             for matrix in (module.lora_A["default"], module.lora_B["default"]):
@@ -61,7 +63,7 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
     """Start one engine and print its lines."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
     dummy = args.path.endswith(DUMMY)
-    policy = shell_policy(args.path, size, args.rank, format_of(base))
+    policy = policy_of(args.path, size, base, args.rank)
     kernel = harness.decoding_kernel(args.decoding_kernel, base, DTYPE)
     engine = VLLMEngine(max_num_seqs=max(args.sequences), kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
     if dummy:
@@ -136,14 +138,9 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
     }
 
 
-def format_of(base: str) -> Format | None:
-    """Return the format of a packed base; None is dense."""
-    return NVFP4 if base == "nvfp4" else None
-
-
 def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> float:
     """Bytes that a decoding step has to read, halfway through: blocks, head, keys and values, and the adapter."""
-    shape = config_shape(model_config(size), format_of(base), DTYPE)
+    shape = config_shape(model_config(size), NVFP4 if base == "nvfp4" else None, DTYPE)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
     values = adapter_values(shape, rank=args.rank, targets=PROJECTIONS, train_norms=False) if adapter else 0

@@ -15,7 +15,7 @@ import warnings
 import torch
 
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.bench.bench_rollout import checkpoint, format_of, shell_policy
+from tests.bench.bench_rollout import checkpoint, policy_of
 from tests.bench.harness import DTYPE, RANK, check, decoding_kernel, emit, keep, parser_with, run_apart
 from tests.random_checkpoints import FORMATS
 
@@ -27,7 +27,7 @@ def start(args: argparse.Namespace, kind: str) -> None:
     """Start an engine and print the line."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
     sequences, tokens = SETTINGS[kind]
-    policy = shell_policy(args.path, args.size, RANK, format_of(args.base))
+    policy = policy_of(args.path, args.size, args.base, RANK)
     engine = VLLMEngine(max_num_seqs=sequences)
     begin = time.perf_counter()
     engine.start(policy, max_model_len=tokens)
