@@ -217,7 +217,7 @@ class TransformersEngine:
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
         norms = noisy_norms(self._clean_norms(adapter=adapter), noise, dtype=noise.kept_in(policy.dtype))
-        changed = [name for name, tensor in wanted.items() if not torch.equal(live[name], tensor)]
+        changed = _different(live, wanted)
         kept = {name: live[name].clone() for name in changed}
         modes = [(module, module.training) for module in policy.modules()]
         generation_config = policy.causal_lm.generation_config
@@ -275,6 +275,14 @@ class SampledLogprobs(LogitsProcessor):
     def _note(self, input_ids: Tensor) -> None:
         if self._distribution is not None:
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
+
+
+def _different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors in ``wanted`` that differ from those in ``live``; waits for the device once."""
+    if not wanted:
+        return []
+    differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
+    return [name for name, each in zip(wanted, differ.tolist(), strict=True) if each]
 
 
 @contextmanager
