@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -88,6 +88,7 @@ class Runner:
         runs: runs that this process executes; each job of a cluster's job array has other ones.
         slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
+        variables: environment variables of the processes.
         words: function that makes the words of the command line of a process which executes commands of a run, given
             the run's folder and the commands. The process records each command that succeeds (``state.succeeded``).
     """
@@ -98,9 +99,11 @@ class Runner:
         runs: Sequence[Run],
         slots: list[Slot],
         minutes: float | None = None,
+        variables: Mapping[str, str] | None = None,
         words: Callable[[Path, Sequence[Command]], list[str]] = words_of,
     ) -> None:
         self.study, self.slots, self.words = study, slots, words
+        self.variables = dict(variables or {})
         self.total = len(runs)
         self.waiting = deque(run for run in runs if not state.is_finished(study, run))
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -163,7 +166,8 @@ class Runner:
 
     def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.slots))
-        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | os.environ
+        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {**os.environ, **self.variables}
         if slot.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.gpu
         log = state.log_of(run.folder, commands[0].name)

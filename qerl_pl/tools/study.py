@@ -12,9 +12,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from qerl_pl.common.program import CommandParser, called_as
+from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
@@ -84,8 +86,10 @@ def _run(study: Study, options: argparse.Namespace) -> int:
     runs = study.runs()[options.task :: options.of]
     slots = slots_for(study, options.jobs)
     print(f"{len(runs)} runs, {len(slots)} at a time, in {study.output}", flush=True)
+    share = any(slot.gpu is not None and slot.gpu == slots[0].gpu for slot in slots[1:])
     try:
-        Runner(study, runs, slots, options.minutes).work()
+        with gpus_shared() if share else nullcontext({}) as variables:
+            Runner(study, runs, slots, options.minutes, variables).work()
     except Outcome as outcome:
         print(outcome)
         return outcome.status

@@ -64,7 +64,7 @@ def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
 
 
 def work(study: Study, *, jobs: int = 3, minutes: float | None = None) -> Runner:
-    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], minutes, words)
+    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], minutes, words=words)
     runner.work()
     return runner
 
@@ -93,6 +93,17 @@ def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, c
     assert [starts(run.folder) for run in evaluated.runs()] == [1] * 6, "a study that shares runs trains none again"
     assert all(starts(run.folder / "evaluations" / "other") == 1 for run in evaluated.runs())
     assert all(state.is_finished(study, run) for study in (more, evaluated) for run in study.runs())
+
+
+def test_processes_have_the_variables_that_the_runner_was_given(tmp_path):
+    code = "import os, sys; from pathlib import Path; from qerl_pl.study.state import succeeded; "
+    code += (
+        "folder = Path(sys.argv[1]); (folder / 'found').write_text(os.environ['GIVEN']); succeeded(folder, 'fit', 1)"
+    )
+    study = replace(study_of(tmp_path, "good", seeds=1), evaluations={})
+    slots, variables = [Slot(None)], {"GIVEN": "this"}
+    Runner(study, study.runs(), slots, None, variables, lambda run, _: [sys.executable, "-c", code, str(run)]).work()
+    assert (study.runs()[0].folder / "found").read_text() == "this"
 
 
 def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_path, capsys):
