@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from qerl_pl.memory import parts
-from qerl_pl.memory.plan import Plan, plan, shared_base
+from qerl_pl.memory.plan import Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.memory.speed import time_per_token
@@ -47,22 +47,12 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     run = replace(run, micro_batch_tokens=chosen.tokens)
     engine = run.engine
     if engine is not None and engine.kv_cache_bytes is None:
-        room = _room_for_cache(shape, run, engine, gpu_bytes)
+        empty = plan(shape, replace(run, engine=replace(engine, kv_cache_bytes=0)))
+        room = usable(gpu_bytes) - max(empty.total("start"), empty.total("rollout"))
         wanted = cache_bytes(shape, run, engine, num_sequences=min(engine.max_num_seqs, run.rows))
         least = cache_bytes(shape, run, engine, num_sequences=1)
         run = replace(run, engine=replace(engine, kv_cache_bytes=max(least, min(wanted, room))))
     return replace(plan(shape, run), why=why)
-
-
-def _room_for_cache(shape: ModelShape, run: RunMemory, engine: EngineMemory, gpu_bytes: int) -> int:
-    """Return the bytes of GPU memory that the KV cache may take.
-
-    An engine that will use the trainer's copy of the base has one of its own while it loads, but no cache yet, so a
-    cache as large as this copy leaves the copy's memory out of the sum.
-    """
-    cache = shared_base(shape, run)
-    filled = plan(shape, replace(run, engine=replace(engine, kv_cache_bytes=cache)))
-    return usable(gpu_bytes) - max(filled.total("start"), filled.total("rollout")) + cache
 
 
 class Option(NamedTuple):

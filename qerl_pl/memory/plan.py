@@ -125,12 +125,8 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     common = shared_base(shape, run)
-    # Even if vLLM ends up using the trainer's copy of the base, it has its own copy while it loads. At that time it has
-    # no KV cache and makes no forward pass, so the copy adds only the bytes by which it is larger than these two.
-    loading = {"start": max(0, common - engine.kv_cache_bytes - largest)}
     return {
         "engine's base": _at(base - common, *weights),
-        "engine's copy while it loads": loading,
         "engine's adapter": _at(slots, *weights),
         "KV cache": _at(engine.kv_cache_bytes, *awake),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
