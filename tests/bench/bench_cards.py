@@ -3,7 +3,8 @@
 For each card the plan of a run with vLLM asleep beside the trainer chooses gradient checkpointing and the micro-batch;
 then a batch of packed rows goes forward and backward in such micro-batches, while torch may take no more than the card
 would leave it. ``peak_bytes`` is against ``predicted_bytes``, what the plan says of the trainer at its largest moment
-without the sleeping engine, the optimizer's state and the CUDA context, none of which is here.
+without the sleeping engine, the optimizer's state and the CUDA context, none of which is here. ``allocator_retries`` is
+how often torch's allocator had to free everything it had cached, which waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import median
 import torch
 
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.kernels import hopper
 from qerl_pl.memory.fitting import fitted
 from qerl_pl.memory.settings import EngineMemory, RunMemory
 from qerl_pl.memory.shape import config_shape
@@ -43,7 +45,7 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
         rank=RANK,
         gradient_checkpointing="auto",
         fused=fused,
-        engine=EngineMemory(),
+        engine=EngineMemory(one_copy=CUDA and hopper.is_available(torch.device(DEVICE))),
     )
     found = fitted(config_shape(config, NVFP4, DTYPE), run, gib * GIB)
     moment = max(("head", "block"), key=found.total)
@@ -70,7 +72,9 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
                 step(policy, batch[rows, :width], mask[rows, :width])
 
         name = f"cards/{found.run.gradient_checkpointing}"
-        seconds = timed({name: passes}, repeats=repeats, warmups=1)[name]
+        passes()  # a warm-up
+        retries = torch.cuda.memory_stats()["num_alloc_retries"] if CUDA else 0
+        seconds = timed({name: passes}, repeats=repeats, warmups=0)[name]
         emit(
             name,
             {"model": size, "card_gib": gib, "tokens": tokens, "rank": RANK},
@@ -83,6 +87,7 @@ def measure(size: str, gib: int, tokens: int, repeats: int) -> None:
             peak_bytes=torch.cuda.max_memory_allocated(),
             predicted_bytes=room,
             resident_bytes=held,
+            allocator_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries if CUDA else None,
         )
     except torch.OutOfMemoryError as error:
         print(f"{chosen}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
