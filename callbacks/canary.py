@@ -242,7 +242,7 @@ def score_gaps(
 
 
 def probe_adapter_gap(
-    engine: RolloutEngine, oracle: RolloutEngine, adapter: Mapping[str, Tensor], tokens: list[int]
+    engine: RolloutEngine, oracle: TransformersEngine, adapter: Mapping[str, Tensor], tokens: list[int]
 ) -> tuple[float, float]:
     """Sample one token after each of several prefixes of ``tokens``; compare its log-probability in engine and oracle.
 
@@ -257,11 +257,11 @@ def probe_adapter_gap(
     engine.generate(prompts[:1], ONE_TOKEN, SEED)  # caches prefixes under the old adapter; must be dropped
     engine.load_adapter(adapter)
     completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, SEED)]
-    rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
-    usual = [row[-1:] for row in oracle.score(rows)]
+    lengths, sampled = [len(prompt) for prompt in prompts], [completion.tokens[0] for completion in completions]
+    usual = oracle.score_next(tokens, lengths, sampled)
     oracle.load_adapter(adapter)
-    scores = [row[-1:] for row in oracle.score(rows)]
-    return _mean_gap([completion.logprobs for completion in completions], scores), _mean_gap(usual, scores)
+    scores = oracle.score_next(tokens, lengths, sampled)
+    return _mean_gap([completion.logprobs for completion in completions], [scores]), _mean_gap([usual], [scores])
 
 
 def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:

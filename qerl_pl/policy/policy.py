@@ -168,9 +168,10 @@ class Policy(nn.Module):
         """Format of the packed linears; None for a dense base."""
         return next((linear.fmt for linear in self.packed_linears().values()), None)
 
-    def token_stats(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> TokenStats:
-        """Compute log-probabilities and entropies of the tokens that the mask selects, differentiable with respect to
-        the adapter.
+    def token_stats(
+        self, tokens: Tensor, mask: Tensor, *, temperature: float, targets: Tensor | None = None
+    ) -> TokenStats:
+        """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
         Rows are packed, so padding and tokens after a row's last masked token are not processed. The language-model
         head is applied only to hidden states from which a masked token is predicted.
@@ -179,10 +180,12 @@ class Policy(nn.Module):
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
+            targets: [N] int64, tokens scored in place of the masked ones, which stay the model's input; None: those.
         """
         wanted, hidden = self._predicting(tokens, mask)
+        targets = tokens[wanted] if targets is None else targets
         logprobs, entropy = token_logprobs(
-            hidden, self._head, tokens[wanted], temperature=temperature * self._divisor, logit_cap=self._logit_cap
+            hidden, self._head, targets, temperature=temperature * self._divisor, logit_cap=self._logit_cap
         )
         zeros = logprobs.new_zeros(mask.shape)
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))

@@ -1,5 +1,5 @@
 """Helpers of the two rollout engines (vLLM and transformers): check prompts, derive seeds, find end-of-sequence tokens,
-get trained norms from an adapter."""
+get trained norms from an adapter, compare tensors, pad rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
@@ -105,3 +106,24 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the trained norm weights in an adapter, by their names in the model without PEFT; empty if norms are not
     trained."""
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in adapter.items() if ".lora_" not in name}
+
+
+def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors in ``wanted`` that differ from those in ``live``; waits for the device once."""
+    if not wanted:
+        return []
+    differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
+    return [name for name, each in zip(wanted, differ.tolist(), strict=True) if each]
+
+
+def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool that is True for tokens that are not
+    padding."""
+    longest = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    real = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        place = slice(longest - len(row), longest) if left else slice(0, len(row))
+        tokens[index, place] = torch.tensor(row)
+        real[index, place] = True
+    return tokens.to(device), real.to(device)

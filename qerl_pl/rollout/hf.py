@@ -25,7 +25,7 @@ from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.logprobs import fp32_logits
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
-from qerl_pl.rollout.common import check_prompts, end_tokens, trained_norms
+from qerl_pl.rollout.common import check_prompts, different, end_tokens, padded, trained_norms
 from qerl_pl.rollout.isolation import preserved_rng
 from qerl_pl.rollout.stop import StopStrings, tokenizer_of
 
@@ -100,12 +100,31 @@ class TransformersEngine:
         scores: list[list[float]] = [[] for _ in sequences]
         with self._in_place(policy, adapter=adapter):
             for batch in self._batches([len(sequence) for sequence in sequences]):
-                tokens, real = _padded([sequences[row] for row in batch], left=False, device=policy.causal_lm.device)
+                tokens, real = padded([sequences[row] for row in batch], left=False, device=policy.causal_lm.device)
                 real[:, 0] = False  # no token precedes the first, so it has no log-probability
                 logprobs = policy.token_stats(tokens, real, temperature=1.0).logprobs
                 for row, values, mask in zip(batch, logprobs, real, strict=True):
                     scores[row] = values[mask].tolist()
         return scores
+
+    @torch.no_grad()
+    def score_next(self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int]) -> list[float]:
+        """Compute the log-probability, in nats, of one token after each of several prefixes of a sequence, in one pass
+        over the sequence.
+
+        Args:
+            tokens: the sequence.
+            lengths: tokens of each prefix, all different, from 1 to one less than the sequence has.
+            following: the token after each prefix, which need not be the sequence's own.
+        """
+        policy = self._check([tokens], max_tokens=0)
+        device, ascending = policy.causal_lm.device, sorted(zip(lengths, following, strict=True))
+        row, mask = torch.tensor([tokens], device=device), torch.zeros(1, len(tokens), dtype=torch.bool, device=device)
+        mask[0, list(lengths)] = True
+        targets = torch.tensor([token for _, token in ascending], device=device)
+        with self._in_place(policy, adapter=True):
+            found = policy.token_stats(row, mask, temperature=1.0, targets=targets).logprobs
+        return found[0, list(lengths)].tolist()
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
         """Compute log-probabilities as ``Policy.alternative_logprobs`` does, with this engine's adapter and noise."""
@@ -173,7 +192,7 @@ class TransformersEngine:
         return batches
 
     def _sample(self, policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        tokens, real = _padded(prompts, left=True, device=policy.causal_lm.device)
+        tokens, real = padded(prompts, left=True, device=policy.causal_lm.device)
         recorder = SampledLogprobs(sampling)
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
@@ -217,7 +236,7 @@ class TransformersEngine:
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
         norms = noisy_norms(self._clean_norms(adapter=adapter), noise, dtype=noise.kept_in(policy.dtype))
-        changed = _different(live, wanted)
+        changed = different(live, wanted)
         kept = {name: live[name].clone() for name in changed}
         modes = [(module, module.training) for module in policy.modules()]
         generation_config = policy.causal_lm.generation_config
@@ -277,14 +296,6 @@ class SampledLogprobs(LogitsProcessor):
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
 
 
-def _different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from those in ``live``; waits for the device once."""
-    if not wanted:
-        return []
-    differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
-    return [name for name, each in zip(wanted, differ.tolist(), strict=True) if each]
-
-
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
     """Make the model compute logits in fp32 within this context, as in training, even if its compute dtype has 16
@@ -314,16 +325,3 @@ def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
             module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))
             found[name] = getattr(module, "original_module", module)
     return found
-
-
-def _padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool that is True for tokens that are not
-    padding."""
-    longest = max(len(row) for row in rows)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-    real = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        place = slice(longest - len(row), longest) if left else slice(0, len(row))
-        tokens[index, place] = torch.tensor(row)
-        real[index, place] = True
-    return tokens.to(device), real.to(device)

@@ -44,6 +44,20 @@ def assert_same(before, after):
         assert torch.equal(tensor, after[0][name]), name
 
 
+def test_a_token_after_a_prefix_scores_as_at_the_end_of_its_own_row(policy):
+    engine = start(policy)
+    engine.load_adapter(random_adapter(policy, seed=2))
+    engine.set_norm_noise(NormNoise(0.1, 3))
+    [tokens] = some_prompts(40)
+    lengths, following = [39, 7, 20, 1], [5, tokens[7], 0, 9]
+    rows = [[*tokens[:length], token] for length, token in zip(lengths, following, strict=True)]
+    expected = [row[-1] for row in engine.score(rows)]
+    assert engine.score_next(tokens, lengths, following) == pytest.approx(expected, abs=1e-5)
+    before = snapshot(policy)
+    engine.score_next(tokens, lengths, following)
+    assert_same(before, snapshot(policy))
+
+
 @pytest.mark.parametrize("adapter", [True, False])
 def test_the_policy_is_given_back_bit_for_bit(policy, adapter):
     engine = start(policy)
