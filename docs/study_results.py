@@ -24,6 +24,7 @@ from qerl_pl.study.statistics import ALPHA, Estimate, interquartile_mean  # noqa
 from qerl_pl.tools.curves import read_curves  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "noise-words-0"
+SPEEDS = ROOT / "docs" / "results" / "study_speed.jsonl"
 PAGE, README = ROOT / "docs" / "study_results.md", ROOT / "README.md"
 DECIDING = "area under accuracy"
 SHOWN = (
@@ -202,7 +203,18 @@ def cost() -> str:
             f"{median(seconds):.0f} s a run (median), with the start of its engine and its evaluations; on average "
             f"{sum(seconds) / span / head['gpus']:.0f} ran at a time on each GPU."
         )
-    return f"On {head['gpus']} {head['device']}: {' '.join(said)}"
+    return f"On {head['gpus']} {head['device']}: {' '.join(said)} {_together()}"
+
+
+def _together() -> str:
+    """Say how fast several runs on one GPU are."""
+    alone, *several = sorted(map(json.loads, SPEEDS.read_text().splitlines()), key=lambda line: line["shape"]["jobs"])
+    rates = ", ".join(f"{line['shape']['jobs']} together {line['rollouts_per_s']:.2f}" for line in several)
+    return (
+        f"On one {alone['device']}, one run makes {alone['rollouts_per_s']:.2f} rollouts per second, {rates} "
+        f"(`tests/bench/bench_study.py`, arm {alone['shape']['base']}, {alone['commit']}). So small a policy leaves "
+        "most of a GPU idle. A run alone also has all CPU threads, which may slow it down: that was not examined."
+    )
 
 
 def _readouts() -> list[Row]:
