@@ -146,12 +146,41 @@ def whole_steps(lines: list[Line]) -> list[Line]:
 
 def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
     """Fastest step of bf16 in the same setting and at the same commit, over this run's; None where there is none."""
+    names = "model", "prompts", "completion", "steps", "group", "mean", "updates"
 
     def setting(run: Line) -> tuple[object, ...]:
-        return run["commit"], *(run["shape"].get(name) for name in ("model", "prompts", "completion", "steps"))
+        return run["commit"], *(run["shape"].get(name) for name in names)
 
-    dense = {setting(run): run["spread_s"][0] for run in runs if (run["name"], _base(run)) == ("grpo/step", "bf16")}
+    dense = {
+        setting(run): run["spread_s"][0]
+        for run in runs
+        if run["name"] in ("grpo/step", "recipe/step") and _base(run) == "bf16" and not run["shape"].get("plain")
+    }
     return dense[setting(line)] / line["spread_s"][0] if setting(line) in dense else None
+
+
+def recipes(lines: list[Line]) -> list[Line]:
+    """Choose the last run of each recipe's shape, model and policy, those of one shape together."""
+    names = "mean", "group", "updates", "model"
+
+    def setting(line: Line) -> tuple[Any, ...]:
+        return *(line["shape"][name] for name in names), _policy(line)
+
+    return sorted(_last(_of_kind("recipe/", lines), setting), key=lambda line: setting(line)[: len(names)])
+
+
+def recipes_table(lines: list[Line]) -> str:
+    """Seconds of a recipe's steps by phase."""
+    columns: dict[str, Column] = {
+        "completions": lambda line: f"{line['shape']['prompts']} x {line['shape']['group']}",
+        "mean": _shape("mean"),
+        "updates": _shape("updates"),
+        "policy": _policy,
+        "step, s": _median(1),
+        "speed-up": lambda line: _digits(times_bf16(line, lines), 2),
+        **{phase: _phase(phase) for phase in ("rollout", "check", "logprob", "train", "between")},
+    }
+    return rows_table(columns, lines)
 
 
 def steps_table(lines: list[Line]) -> str:
@@ -285,10 +314,11 @@ def _base(line: Line) -> str:
 
 
 def _policy(line: Line) -> str:
-    if line["name"] == "grpo/trl":
+    if line["name"] in ("grpo/trl", "recipe/trl"):
         return f"TRL {line['versions']['trl']}, bf16"
-    kernel = _kernel(line)
-    return _base(line) + (f" ({kernel})" if kernel else "") + (", AQN" if line["shape"]["aqn"] else "")
+    shape, kernel = line["shape"], _kernel(line)
+    parts = [_base(line) + (f" ({kernel})" if kernel else ""), "AQN" if shape["aqn"] else ""]
+    return ", ".join(filter(None, [*parts, "plain" if shape.get("plain") else ""]))
 
 
 def _speed_up(pair: tuple[Line, Line] | None) -> str:
@@ -357,6 +387,7 @@ def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, lab
 TABLES = {
     "rollouts": Table(rollouts, rollouts_table),
     "steps": Table(whole_steps, steps_table),
+    "recipes": Table(recipes, recipes_table),
     "memory": _rows(
         cards,
         {
@@ -419,17 +450,6 @@ TABLES = {
             "tokens/s": _number("tokens_per_s", 0),
             "peak, GB": _number("peak_bytes", 1, 1e-9),
             "planned, GB": _number("predicted_bytes", 1, 1e-9),
-        },
-    ),
-    "linears": _pivot(["linears/"], _variant, _shape("tokens"), _number("device_s", 2, 1e3), "tokens"),
-    "logprobs": _rows(
-        partial(_latest, ["logprobs/"]),
-        {
-            "variant": _variant,
-            "tokens": _shape("tokens"),
-            "vocabulary": _shape("vocabulary"),
-            "time, ms": _median(1e3),
-            "peak, MiB": _number("peak_bytes", 0, 2**-20),
         },
     ),
     "exact": _pivot(
