@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.rollout.vllm import patches
+from qerl_pl.rollout.vllm import patches, setup
 from qerl_pl.rollout.vllm.replacing import replace, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
@@ -161,3 +161,14 @@ def test_packed_weights_are_created_in_host_memory_only_within_the_context(monke
     with patches.packed_weights_on_host():
         assert device() == torch.device("cpu")
     assert device() == torch.device("meta")
+
+
+@pytest.mark.vllm
+def test_the_class_of_a_model_is_inspected_in_this_process(monkeypatch, tmp_path):
+    registry: Any = import_module("vllm.model_executor.models.registry")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda _: pytest.fail("another process was started"))
+    setup.inspect_here(["Qwen2ForCausalLM", "NoModelOfThisName"])
+    known = registry.ModelRegistry.models
+    assert known["Qwen2ForCausalLM"].inspect_model_cls().is_text_generation_model
+    assert "NoModelOfThisName" not in known

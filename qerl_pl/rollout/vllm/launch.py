@@ -69,6 +69,7 @@ def launch(
             from qerl_pl.rollout.vllm import base_weights, loader
 
         plugin.register()
+        setup.inspect_here(policy.config.architectures or ())
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
         prompts = setup.prompt_kernel(deterministic=deterministic)
