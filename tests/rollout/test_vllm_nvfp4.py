@@ -12,6 +12,7 @@ from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         return [(0, 8, {"few": 1}), (8, 256, {"some": 1}), (256, 264, BLOCKS[0]), (264, 2**30, BLOCKS[1])]
 
     hummings = {
+        "humming.kernel.humming": SimpleNamespace(HummingKernel=SimpleNamespace(prepare_kernels=lambda *_: None)),
         "humming.ops": SimpleNamespace(humming_gemm=humming),
         "humming.tune": SimpleNamespace(get_heuristics_config=schedules),
     }
@@ -154,6 +156,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(lora_hopper, "shrink", shrink)
     vllm_nvfp4.prepare.cache_clear()
     vllm_nvfp4.prompt_schedules.cache_clear()
+    vllm_nvfp4.compiling.cache_clear()
     monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(native, name))
@@ -190,6 +193,37 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     calls.clear()
     skipped = vllm_nvfp4.apply_weights(kernel, layer, x[:200].view(2, 100, K))
     assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hummings_kernels_are_compiled_once_per_shape_before_they_are_called(monkeypatch, calls, fails):
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+
+    begun, may_end, given = Event(), Event(), []
+
+    def prepare_kernels(*arguments: Any) -> None:
+        given.append(arguments)
+        begun.set()
+        assert may_end.wait(10)
+        calls.append(("compiled", 0))
+        if fails:
+            raise RuntimeError("no compiler")
+
+    kernels: Any = vllm_nvfp4.import_module("humming.kernel.humming").HummingKernel
+    monkeypatch.setattr(kernels, "prepare_kernels", prepare_kernels)
+    layers = [prepared(), prepared()]
+    assert begun.wait(10), "without being called"
+    calls.clear()
+    vllm_nvfp4.apply_weights(Kernel(Config()), layers[0], torch.randn(8, K).bfloat16())
+    assert calls == [("decode", 8)], "a native kernel does not wait"
+    Timer(0.1, may_end.set).start()
+    for layer in layers:
+        vllm_nvfp4.apply_weights(Kernel(Config()), layer, torch.randn(300, K).bfloat16())
+    assert calls[1:] == [("compiled", 0), ("humming", 300), ("humming", 300)]
+    first: Any = layers[0]
+    _, layer_config, compute_config = first.decoding
+    schedules = vllm_nvfp4.prompt_schedules(layer_config, compute_config)
+    assert given == [(layer_config, compute_config, schedules, torch.device("cpu"))], "what the call will ask for"
 
 
 def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128)) -> Any:

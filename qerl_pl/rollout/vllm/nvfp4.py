@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,13 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
 
 def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Convert a linear's weights to Humming's layout. If the native kernels support the linear, compile them for its
-    shape, and use the trainer's copy of the weights instead of vLLM's if it has the same layout."""
+    shape, start compiling Humming's kernels for prompts, and use the trainer's copy of the weights instead of vLLM's if
+    it has the same layout."""
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
         layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
+        compiling(*layer.decoding[1:], layer.weight.device)
         base_weights.adopt(layer)
 
 
@@ -152,6 +155,7 @@ def nvfp4_linear(
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         y = dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
     else:
+        compiling(layer_config, compute_config, x.device).join()
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
             compute_config=compute_config,
@@ -199,6 +203,26 @@ def prompt_schedules(layer_config: str, compute_config: str) -> str:
     schedules = import_module("humming.tune").get_heuristics_config(about, **json.loads(compute_config))
     native = partial(_native_linear, outputs=about["shape_n"], inputs=about["shape_k"])
     return json.dumps(without_served(schedules, native))
+
+
+@cache
+def compiling(layer_config: str, compute_config: str, device: torch.device) -> Thread:
+    """Return the thread that compiles Humming's kernels for the linears of one shape; the first call starts it.
+
+    Humming compiles the kernels of a linear when it is called, which takes seconds for each shape. The threads do this
+    for all shapes at once, while vLLM compiles its graphs. If one fails, the call compiles the kernels, and says why
+    that fails.
+    """
+    schedules = prompt_schedules(layer_config, compute_config)
+
+    def compile_all() -> None:
+        with suppress(Exception):
+            kernels = import_module("humming.kernel.humming").HummingKernel
+            kernels.prepare_kernels(layer_config, compute_config, schedules, device)
+
+    thread = Thread(target=compile_all, daemon=True)
+    thread.start()
+    return thread
 
 
 class _NativeLinear(NamedTuple):
