@@ -30,6 +30,14 @@ def test_no_two_micro_batches_would_fit_into_one(lengths, max_tokens):
     assert len(sums) < 2 or sums[0] + sums[1] > max_tokens
 
 
+@settings(deadline=None)
+@given(lengths=LENGTHS, max_tokens=st.integers(60, 300))
+def test_each_micro_batch_has_at_most_the_tokens_of_the_one_before(lengths, max_tokens):
+    rows = torch.tensor(lengths, dtype=torch.int64)
+    sums = [int(rows[batch].sum()) for batch in micro_batches(rows, max_tokens)]
+    assert sums == sorted(sums, reverse=True)
+
+
 def test_rows_are_packed_so_padding_is_free():
     assert len(micro_batches(torch.tensor([90, 5, 3, 2]), 100)) == 1
 
