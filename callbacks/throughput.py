@@ -13,6 +13,8 @@ from typing_extensions import override
 from qerl_pl.common.metrics import largest, over_ranks, total
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.shared_prompts import reused_tokens
+from qerl_pl.rollout.loop import Rollout
+from qerl_pl.rollout.vllm import memory
 from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 
 
@@ -22,7 +24,8 @@ class Throughput(Callback):
     ``time/step_s`` is measured from the end of the previous step, without validation. The part of it that no phase
     covers is ``time/between_s``: data, logs, copying a checkpoint. The first step counts only its phases.
 
-    Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks.
+    Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
+    GPU is what torch has allocated there in this process, without what a sleeping engine has given back.
 
     ``throughput/mfu`` is the share of the GPU's dense bf16 peak that the training phase reached: operations of the
     forward and backward passes of the rows with a gradient, without what backward recomputes, over ``time/train_s``. It
@@ -39,6 +42,7 @@ class Throughput(Callback):
         self._validation_start = 0.0
         self._size: ModelSize | None = None
         self._peak: float | None = None
+        self._rollout_bytes = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -46,6 +50,11 @@ class Throughput(Callback):
         self._size = ModelSize.of(pl_module.policy)
         if pl_module.device.type == "cuda":
             self._peak = peak_flops(torch.cuda.get_device_name(pl_module.device))
+            pl_module.loop.observers.append(self._after_rollout)
+
+    def _after_rollout(self, rollout: Rollout) -> None:
+        self._rollout_bytes = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -72,7 +81,8 @@ class Throughput(Callback):
         costs = {f"time/{phase}_s": value for phase, value in seconds.items()}
         costs |= {"time/between_s": step - in_phases, "time/step_s": step}
         if pl_module.device.type == "cuda":
-            costs["memory/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(pl_module.device))
+            update = torch.cuda.max_memory_allocated(pl_module.device) - memory.given_back()
+            costs["memory/gpu_peak_bytes"] = float(max(self._rollout_bytes, update))
         else:
             costs["memory/process_bytes"] = float(psutil.Process().memory_info().rss)
         rollout, report = outputs["rollout"], outputs["update"]

@@ -64,9 +64,11 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
     awake = used()
     engine.sleep()
     assert awake - used() >= 0.95 * CACHE_BYTES
+    assert vllm_memory.given_back() >= 0.95 * CACHE_BYTES
     with pytest.raises(RuntimeError, match="asleep"):
         engine.generate(PROMPTS, SAMPLING, 5)
     engine.wake()
+    assert vllm_memory.given_back() == 0
     assert engine.fingerprint() == held
     assert engine.generate(PROMPTS, SAMPLING, 5) == samples
     assert abs(used() - awake) < 2**26

@@ -103,6 +103,12 @@ def left() -> int:
     return sum(data.handle[1] for address, data in _left.items() if held.get(address) is data)
 
 
+def given_back() -> int:
+    """Return the bytes in vLLM's pool that a sleeping engine has given back; torch still counts them as allocated."""
+    pool = allocator()
+    return sum(data.handle[1] for data in pool.pointer_to_data.values() if data.is_asleep) if pool else 0
+
+
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
     """Make vLLM ignore memory of ended engines when it checks, before loading weights, that its pool is empty.
