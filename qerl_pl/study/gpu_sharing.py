@@ -68,4 +68,4 @@ def _run(words: list[str], environment: Mapping[str, str], given: str = "") -> s
 
 
 def _say(why: str) -> None:
-    print(f"runs that share a GPU take turns, because MPS cannot be used ({why}); they are slower so", flush=True)
+    print(f"runs that share a GPU take turns, which is slower, because MPS cannot be used ({why})", flush=True)
