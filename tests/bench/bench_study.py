@@ -2,7 +2,8 @@
 
 Without ``--policy``, a random one is made, whose completions are as long as they may be. For each number of ``--jobs``,
 so many seeds of configs/word_problems.yaml are trained at the same time by the command ``study``. A line has the median
-seconds of a rollout (a whole step, while all runs are training), and the rollouts per second of all runs together.
+seconds of a rollout (a whole step, while all runs are training) and of its phases, and the rollouts per second of all
+runs together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import yaml
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.tools.curves import Curve, read_curves
-from tests.bench.harness import CUDA, DTYPE, emit, parser_with
+from tests.bench.harness import CUDA, DTYPE, PHASES, emit, parser_with
 
 
 def study_of(args: argparse.Namespace, jobs: int, output: Path) -> dict[str, Any]:
@@ -66,13 +67,18 @@ def measure(args: argparse.Namespace, jobs: int) -> None:
         file.write_text(yaml.safe_dump(study_of(args, jobs, output)))
         if command(["study", str(file), "--jobs", str(jobs)]):
             raise SystemExit(f"the study with {jobs} jobs failed")
-        runs = [read_curves(run)["time/step_s"] for run in output.glob("runs/one/seed-*")]
-    seconds = sorted(together(runs))
+        runs = [read_curves(run) for run in output.glob("runs/one/seed-*")]
+    seconds = sorted(together([run["time/step_s"] for run in runs]))
     if not seconds:
         raise SystemExit(f"{jobs} runs never trained at the same time: set --rollouts higher")
     shape = {"policy": args.policy.name, "base": args.base_format or "bf16", "jobs": jobs}
     rate = jobs / median(seconds)
-    emit("study/speed", shape, str(DTYPE)[6:], seconds, output=args.output, rollouts_per_s=rate)
+    names = {phase: f"time/{phase}_s" for phase in PHASES}
+    values = {
+        phase: [each for run in runs if name in run for each in run[name].values] for phase, name in names.items()
+    }
+    phases = {phase: median(found) for phase, found in values.items() if found}
+    emit("study/speed", shape, str(DTYPE)[6:], seconds, output=args.output, rollouts_per_s=rate, phases_s=phases)
 
 
 def main(argv: list[str] | None = None) -> None:
