@@ -138,6 +138,8 @@ def nvfp4_linear(
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
+    if layer_config:
+        compiling(layer_config, compute_config, x.device).join()
     adapter = None
     if indices is not None and no_lora is not None and not no_lora.item():
         adapter = slots(a), slots(b), indices
@@ -155,7 +157,6 @@ def nvfp4_linear(
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         y = dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
     else:
-        compiling(layer_config, compute_config, x.device).join()
         y = import_module("humming.ops").humming_gemm(
             layer_config=layer_config,
             compute_config=compute_config,
@@ -211,7 +212,8 @@ def compiling(layer_config: str, compute_config: str, device: torch.device) -> T
 
     Humming compiles the kernels of a linear when it is called, which takes seconds for each shape. The threads do this
     for all shapes at once, while vLLM compiles its graphs. If one fails, the call compiles the kernels, and says why
-    that fails.
+    that fails. A linear waits for its thread whichever kernel computes it, so that no thread loads kernels into the GPU
+    while a CUDA graph is captured; vLLM runs the model before it captures one.
     """
     schedules = prompt_schedules(layer_config, compute_config)
 
