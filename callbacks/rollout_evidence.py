@@ -21,6 +21,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
+from qerl_pl.rollout.common import padded
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import Rollout
 
@@ -248,11 +249,9 @@ def _alternative_logprobs(
     on the CPU, in nats. Column 0 has the reported way of sampling, the others have ``ALTERNATIVES``."""
     starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
     lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens[row, : lengths[row]] = torch.tensor(prompt.tokens + completion.tokens)
-    column = torch.arange(tokens.shape[1])
-    sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
+    sequences = [prompt.tokens + completion.tokens for prompt, completion in zip(prompts, completions, strict=True)]
+    tokens, real = padded(sequences, left=False, device=torch.device("cpu"))
+    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     oracle, noise = TransformersEngine(), pl_module.norm_noise
     oracle.start(pl_module.policy, max_model_len=pl_module.settings.max_model_len)
