@@ -50,6 +50,7 @@ class Throughput(Callback):
         self._size = ModelSize.of(pl_module.policy)
         if pl_module.device.type == "cuda":
             self._peak = peak_flops(torch.cuda.get_device_name(pl_module.device))
+            # other callbacks have added theirs in on_fit_start, so the memory of their checks is counted
             pl_module.loop.observers.append(self._after_rollout)
 
     def _after_rollout(self, rollout: Rollout) -> None:

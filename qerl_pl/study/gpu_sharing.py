@@ -44,15 +44,15 @@ def gpus_shared() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         variables = {PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         # the service offers all GPUs; a process selects its own by CUDA_VISIBLE_DEVICES
-        everything = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
         try:
-            failed = _run([CONTROL, "-d"], everything | variables)
-            failed = failed or _run([sys.executable, "-c", MAKE_CONTEXT], everything | variables)
+            failed = _run([CONTROL, "-d"], environment)
+            failed = failed or _run([sys.executable, "-c", MAKE_CONTEXT], environment)
             if failed:
                 _say(failed)
             yield {} if failed else variables
         finally:
-            _run([CONTROL], everything | variables, given="quit\n")
+            _run([CONTROL], environment, given="quit\n")
 
 
 def _run(words: list[str], environment: Mapping[str, str], given: str = "") -> str:

@@ -167,7 +167,7 @@ class Runner:
     def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.slots))
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {**os.environ, **self.variables}
+        environment |= os.environ | self.variables
         if slot.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.gpu
         log = state.log_of(run.folder, commands[0].name)
