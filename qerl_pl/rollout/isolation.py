@@ -36,3 +36,19 @@ def preserved_torch_settings() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def any_algorithm() -> Iterator[None]:
+    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false; the setting
+    is restored at the end of the context.
+
+    It is the trainer's setting. vLLM has operations that would raise under it, and whether its results are repeatable
+    is decided by the engine setting ``deterministic``.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)

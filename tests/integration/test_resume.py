@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qerl_pl.tools.curves import read_curves
+from tests.bench import bench_resume
 from tests.integration.conftest import IN_BACKGROUND, VLLM, assert_same_run, launch, load_last
 
 KILLS = 2  # each costs the start of a process
@@ -56,6 +57,13 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     assert max(quiet) < 1e-4, "sampler and trainer disagree in fp32 without noise"
     assert max(curves["gap/max"].values) > 1e-4, "noise did not reach the sampler"
     assert set(curves["aqn/noisy_norms"].values) == {0.0, 4.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_on_a_gpu_a_deterministic_run_that_was_killed_equals_the_straight_run_too(tmp_path, capsys):
+    bench_resume.main(["--size", "tiny", "--completion", "64", "--folder", str(tmp_path), "--kills", "update"])
+    assert "resume/equal-bits" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -52,6 +52,17 @@ def own_scores(policy, tokens):
 
 
 @pytest.mark.vllm
+def test_the_trainers_deterministic_mode_is_not_vllms(started):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not started._call(lambda worker: torch.are_deterministic_algorithms_enabled())
+        assert started.generate(PROMPTS, SAMPLING, seed=1)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.vllm
 @pytest.mark.timeout(60)
 def test_a_call_that_fails_inside_vllm_does_not_hang_the_next_one(started):
     expected = started.generate(PROMPTS, SAMPLING, seed=1)

@@ -19,7 +19,7 @@ from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.isolation import preserved_rng
+from qerl_pl.rollout.isolation import any_algorithm, preserved_rng
 from qerl_pl.rollout.stop import tokenizer_of
 from qerl_pl.rollout.vllm import memory, requests, setup, worker
 from qerl_pl.rollout.vllm.launch import launch
@@ -62,10 +62,10 @@ class VLLMEngine:
         decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (this project's,
             `docs/kernels.md`) or "humming" (the kernel that vLLM chooses; on Hopper that is Humming's, which is
             slower). "auto": native if it can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
-        deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case), also in a run that
-            was resumed. An NVFP4 base then needs the native kernels; steps of more than 256 tokens, that is, with
-            prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimated
-            cost: 5 % of a long prompt's time, more in steps of 257 to 1000 tokens, none in decoding.
+        deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case); with
+            ``trainer.deterministic: true`` a resumed run does, too. An NVFP4 base then needs the native kernels; steps
+            of more than 256 tokens, that is, with prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and
+            use cuBLAS instead of Humming. Estimated cost: 5 % of a long prompt's time, none in decoding.
 
     Raises:
         ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.
@@ -300,13 +300,14 @@ class VLLMEngine:
         check_prompts(prompts, vocab_size=vocab_size, max_model_len=self._max_model_len, max_tokens=max_tokens)
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
-        return self._running().collective_rpc(function, args=args)[0]
+        with any_algorithm():
+            return self._running().collective_rpc(function, args=args)[0]
 
     def _run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, adapter: bool
     ) -> list[RequestOutput]:
         lora = self._lora_request if adapter else None
-        with preserved_rng(), self._norms_of(adapter):
+        with preserved_rng(), any_algorithm(), self._norms_of(adapter):
             return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu)
 
     @contextmanager
@@ -323,8 +324,7 @@ class VLLMEngine:
 
     def _write_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         live = self._call(worker.live_norms)
-        kept_in = self._noise.kept_in(self._running().model_config.dtype)
-        noisy = noisy_norms(clean, self._noise, dtype=kept_in)
+        noisy = noisy_norms(clean, self._noise, dtype=self._noise.kept_in(self._running().model_config.dtype))
         for name, weight in noisy.items():
             live[name].copy_(weight)
         return noisy

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
+from qerl_pl.rollout.isolation import any_algorithm, preserved_rng, preserved_torch_settings
 from qerl_pl.rollout.vllm import memory, patches, plugin, setup
 from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments, recurrent_arguments
 
@@ -61,7 +61,7 @@ def launch(
     """
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
-    with preserved_rng(), preserved_torch_settings(), quietly:
+    with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:
         with watch.phase("imports"):
             from vllm import LLM
             from vllm.platforms import current_platform
