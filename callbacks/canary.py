@@ -1,4 +1,4 @@
-"""Check in every step that the rollout engine holds and uses the trainer's policy."""
+"""Check that the rollout engine holds and uses the trainer's policy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from qerl_pl.common.due import is_due
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
@@ -39,24 +40,26 @@ CHANGE = "what that adapter changes in the trainer's own scores of the samples"
 class SyncCanary(Callback):
     """Stops the run when the rollout engine does not hold the current policy.
 
-    The checks run after every training rollout, before the update, and before every batch of an evaluation:
+    The checks run after training rollouts, before the update, and before batches of an evaluation:
 
-    1. Checksums. The engine's adapter slots and norms are read back and compared with the trainer's adapter and its
-       norms with the current noise. This is exact in every dtype, however small the last update was. With vLLM, one row
-       of each NVFP4 linear of the base is compared with the trainer's too; where engine and trainer share one copy of
-       the base, its digest is compared with the digest at the start of the run.
-    2. Samples under a probe adapter. An engine may hold the right tensors and compute with others: with cached prefixes
-       of an older policy, or without any adapter. Early in a run the adapter's matrix B is near 0, so log-probabilities
-       cannot tell such policies apart. Therefore a few tokens are sampled, a random adapter is loaded, tokens are
-       sampled again after the same prompts, and their log-probabilities must be those of the trainer's model with that
-       adapter. The difference may be at most half of what the adapter changes there (``canary/probe_share`` is the
-       share). Then the policy is loaded again.
-    3. Scores, less often. Fixed tokens are scored by the engine and by the trainer's model, with and without the
+    1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
+       and its norms with the current noise. This is exact in every dtype, however small the last update was. With vLLM,
+       one row of each NVFP4 linear of the base is compared with the trainer's too; where engine and trainer share one
+       copy of the base, its digest is compared with the digest at the start of the run.
+    2. Samples under a probe adapter, less often. An engine may hold the right tensors and compute with others: with
+       cached prefixes of an older policy, or without any adapter. Early in a run the adapter's matrix B is near 0, so
+       log-probabilities cannot tell such policies apart. Therefore a few tokens are sampled, a random adapter is
+       loaded, tokens are sampled again after the same prompts, and their log-probabilities must be those of the
+       trainer's model with that adapter. The difference may be at most half of what the adapter changes there
+       (``canary/probe_share`` is the share). Then the policy is loaded again.
+    3. Scores, still less often. Fixed tokens are scored by the engine and by the trainer's model, with and without the
        adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
 
     Afterwards the engine is in the same state as before.
 
     Args:
+        sample_every: rollouts, or batches of an evaluation, from one check of samples to the next. The first four of a
+            run or an evaluation all have one, and so has the first rollout after a start.
         score_every: rollouts from one check of scores to the next. The first rollout after a start has one, and so has
             the first batch of an evaluation.
         num_tokens: number of fixed tokens, cut to the engine's longest sequence. It should exceed a block of the
@@ -72,15 +75,19 @@ class SyncCanary(Callback):
         trainer:
           callbacks+:
             - class_path: callbacks.canary.SyncCanary
-              init_args: {score_every: 10}
+              init_args: {sample_every: 8, score_every: 16}
     """
 
-    def __init__(self, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None) -> None:
-        for name, value, least in (("score_every", score_every, 1), ("num_tokens", num_tokens, 2 * NUM_PROMPTS)):
+    def __init__(
+        self, sample_every: int = 1, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None
+    ) -> None:
+        smallest = {"sample_every": (sample_every, 1), "score_every": (score_every, 1)}
+        for name, (value, least) in {**smallest, "num_tokens": (num_tokens, 2 * NUM_PROMPTS)}.items():
             if value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
         if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance is {tolerance}; expected more than 0 nats, or null for the dtype's own")
+        self.sample_every = sample_every
         self.score_every = score_every
         self.num_tokens = num_tokens
         self.tolerance = tolerance
@@ -97,25 +104,35 @@ class SyncCanary(Callback):
         self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         seed = derive_seed(SEED, "canary/evaluation", batch_idx)
-        self._check(pl_module, NormNoise(), seed=seed, with_scores=batch_idx == 0)
+        due = is_due(batch_idx, self.sample_every)
+        self._check(pl_module, NormNoise(), seed=seed, with_samples=due, with_scores=batch_idx == 0)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # pyright: ignore[reportAssignmentType]
 
     def _check_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        index = pl_module.rollout_index
-        is_due = index % self.score_every == 0
-        seed = derive_seed(SEED, "canary/rollout", index)
-        gaps = self._check(pl_module, pl_module.norm_noise, seed=seed, with_scores=is_due or self._is_first)
+        index, first = pl_module.rollout_index, self._is_first
+        samples_due, scores_due = is_due(index, self.sample_every), index % self.score_every == 0
+        gaps = self._check(
+            pl_module,
+            pl_module.norm_noise,
+            seed=derive_seed(SEED, "canary/rollout", index),
+            with_samples=samples_due or first,
+            with_scores=scores_due or first,
+        )
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
-        # Scores that were compared only because the process is new are not logged, so that a resumed run logs the same
-        # values as an uninterrupted one.
-        change = gaps.pop(CHANGE)
-        pl_module.log("canary/score_gap", max(gaps.values()) if is_due else gaps[PROBE])
-        pl_module.log("canary/probe_share", gaps[PROBE] / max(change, 1e-9))
+        # What was compared only because the process is new is not logged, so that a resumed run logs the same values as
+        # an uninterrupted one.
+        logged = [*((PROBE,) if samples_due else ()), *((WITH_ADAPTER, WITHOUT_ADAPTER) if scores_due else ())]
+        if logged:
+            pl_module.log("canary/score_gap", max(gaps[what] for what in logged))
+        if samples_due:
+            pl_module.log("canary/probe_share", gaps[PROBE] / max(gaps[CHANGE], 1e-9))
 
-    def _check(self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_scores: bool) -> dict[str, float]:
-        """Run all checks; returns mean |engine - trainer| in nats by the name of the check, see ``score_gaps``.
+    def _check(
+        self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_samples: bool, with_scores: bool
+    ) -> dict[str, float]:
+        """Run the checks that are due; returns mean |engine - trainer| in nats by check, see ``score_gaps``.
 
         Raises:
             RuntimeError: the engine does not hold the policy, or does not compute with it.
@@ -128,7 +145,8 @@ class SyncCanary(Callback):
             raise RuntimeError(f"the rollout engine does not hold the current policy: {fault}")
         self._held_before = held
         num_tokens = min(self.num_tokens, pl_module.settings.max_model_len - 1)
-        gaps = score_gaps(loop, policy, noise, fixed_tokens(policy, num_tokens), seed=seed, with_scores=with_scores)
+        tokens, due = fixed_tokens(policy, num_tokens), {"with_samples": with_samples, "with_scores": with_scores}
+        gaps = score_gaps(loop, policy, noise, tokens, seed=seed, **due) if any(due.values()) else {}
         tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
         if wrong := too_far(gaps, tolerance):
             found = "; ".join(f"{what}, by {gaps[what]:.2g} nats per token" for what in wrong)
@@ -200,18 +218,26 @@ def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
     adapter both grow with the number of layers.
     """
     limits = {what: tolerance for what in gaps if what != CHANGE}
-    half = gaps[CHANGE] / 2
-    limits[PROBE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
+    if CHANGE in gaps:
+        half = gaps[CHANGE] / 2
+        limits[PROBE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
     return {what: limit for what, limit in limits.items() if not gaps[what] <= limit}
 
 
 def score_gaps(
-    loop: RolloutLoop, policy: Policy, noise: NormNoise, tokens: list[int], *, seed: int, with_scores: bool
+    loop: RolloutLoop,
+    policy: Policy,
+    noise: NormNoise,
+    tokens: list[int],
+    *,
+    seed: int,
+    with_samples: bool = True,
+    with_scores: bool,
 ) -> dict[str, float]:
     """Compare log-probabilities of engine and trainer; returns mean |engine - trainer| in nats by check.
 
-    The entry ``CHANGE`` is the mean change in nats that the probe adapter makes to the trainer's log-probabilities. The
-    current adapter and noise are loaded into the engine again afterwards.
+    With samples, the entry ``CHANGE`` is the mean change in nats that the probe adapter makes to the trainer's
+    log-probabilities. The current adapter and noise are loaded into the engine again afterwards.
 
     Args:
         loop: rollout loop whose engine holds the policy with the noise.
@@ -219,7 +245,8 @@ def score_gaps(
         noise: noise of the current rollout; the trainer's model gets the same noise during the call.
         tokens: fixed tokens that are scored, and whose prefixes are the prompts of the samples.
         seed: seed of the probe adapter; it must differ from the previous check's, whose prefixes may still be cached.
-        with_scores: compare the scores of ``tokens`` as well as the sampled tokens.
+        with_samples: compare sampled tokens.
+        with_scores: compare the scores of ``tokens``.
     """
     engine, adapter = loop.engine, policy.adapter_state()
     oracle = TransformersEngine()
@@ -232,12 +259,14 @@ def score_gaps(
             gaps[WITHOUT_ADAPTER] = _mean_gap(
                 engine.score([tokens], adapter=False), oracle.score([tokens], adapter=False)
             )
-        scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
-        probe = probe_adapter(adapter, scale=scale, seed=seed)
-        gaps[PROBE], gaps[CHANGE] = probe_adapter_gap(engine, oracle, probe, tokens)
+        if with_samples:
+            scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
+            probe = probe_adapter(adapter, scale=scale, seed=seed)
+            gaps[PROBE], gaps[CHANGE] = probe_adapter_gap(engine, oracle, probe, tokens)
     finally:
         oracle.close()
-    loop.sync(adapter, noise)
+    if with_samples:
+        loop.sync(adapter, noise)
     return gaps
 
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.due import is_due
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
@@ -33,8 +34,8 @@ SURE_SIGMAS = 6.0
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    Every training rollout is checked before the update. Some rows, chosen by the seed, go through the trainer's model
-    once, with the noise of the rollout. This gives the log-probability of each token under the policy, and under the
+    Training rollouts are checked before the update. Some rows, chosen by the seed, go through the trainer's model once,
+    with the noise of the rollout. This gives the log-probability of each token under the policy, and under the
     same logits sampled in other ways. Then:
 
     - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
@@ -63,6 +64,8 @@ class RolloutEvidence(Callback):
         silent_rollouts: warn after every this many consecutive rollouts without a signal (every group's rewards were
             equal).
         remembered: number of most recent completions that new completions are compared with.
+        every: rollouts from one comparison of log-probabilities to the next, after the first four of a run, which are
+            all compared. Copies are looked for in every rollout.
 
     Raises:
         ValueError: a value is out of range.
@@ -71,7 +74,7 @@ class RolloutEvidence(Callback):
         trainer:
           callbacks+:
             - class_path: callbacks.rollout_evidence.RolloutEvidence
-              init_args: {warn_jump: 3.0, max_jump: 30.0}
+              init_args: {every: 8, warn_jump: 3.0, max_jump: 30.0}
     """
 
     def __init__(
@@ -84,9 +87,10 @@ class RolloutEvidence(Callback):
         window: int = 20,
         silent_rollouts: int = 5,
         remembered: int = 4096,
+        every: int = 1,
     ) -> None:
         least = {"max_tokens": (max_tokens, 1), "window": (window, 2), "silent_rollouts": (silent_rollouts, 1)}
-        for name, (value, smallest) in {**least, "remembered": (remembered, 0)}.items():
+        for name, (value, smallest) in {**least, "remembered": (remembered, 0), "every": (every, 1)}.items():
             if value < smallest:
                 raise ValueError(f"{name} is {value}; expected at least {smallest}")
         if not 0 < false_alarm < 1:
@@ -104,6 +108,7 @@ class RolloutEvidence(Callback):
         self.window = window
         self.silent_rollouts = silent_rollouts
         self.remembered = remembered
+        self.every = every
         self._evidence: dict[str, Tensor] = {}
         self._gaps: list[float] = []
         self._silent = 0
@@ -132,10 +137,11 @@ class RolloutEvidence(Callback):
         """Check a rollout before the update; raises RuntimeError if its completions are no samples from the current
         policy."""
         self._check_copies(pl_module, rollout)
-        gap, evidence = self._measure(pl_module, rollout)
-        pl_module.log("evidence/gap", gap)
-        self._check_gap(gap, pl_module)
-        self._check_sampling(evidence, pl_module)
+        if is_due(pl_module.rollout_index, self.every):
+            gap, evidence = self._measure(pl_module, rollout)
+            pl_module.log("evidence/gap", gap)
+            self._check_gap(gap, pl_module)
+            self._check_sampling(evidence, pl_module)
         self._count_silence(rollout)
 
     def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Tensor]:

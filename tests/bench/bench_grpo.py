@@ -34,6 +34,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
+from qerl_pl.common.due import EARLY
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.tools.curves import Curve, read_curves
@@ -44,6 +45,7 @@ from tests.random_checkpoints import written_apart
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
+CHECKS_PERIOD = 8  # rollouts; configs/base.yaml
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
 
 
@@ -167,6 +169,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         sorted(steps),
         output=args.output,
         phases_s={phase: median(values) for phase, values in phases.items()},
+        check_share=check_share(curves),
         tokens=curves["rollout/completion_tokens"].values[-1] * args.group * args.prompts,
         gap=curves["gap/mean_abs"].values[-1],
         peak_bytes=peak["bytes"],
@@ -217,6 +220,14 @@ def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]
             process.kill()
         time.sleep(0.5)
     return found
+
+
+def check_share(curves: Mapping[str, Curve]) -> float | None:
+    """Share of the time of checks in the last steps, as many as checks that are not made in every one have a period of,
+    after the first ones, which have all checks; None for shorter runs."""
+    check, step = (curves[f"time/{name}_s"].values[EARLY:] for name in ("check", "step"))
+    whole = len(step) // CHECKS_PERIOD * CHECKS_PERIOD
+    return sum(check[:whole]) / sum(step[:whole]) if whole else None
 
 
 def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, list[float]]:
