@@ -75,6 +75,10 @@ def _run(argv: list[str], handover: Handover | None) -> int:
         # Add the current folder to the import path, so that the user's own reward and callback modules there can be
         # imported.
         sys.path.append(str(Path.cwd()))
+    # Passes of different sizes leave torch's allocator with memory in pieces, none of which may hold the next tensor.
+    # Expandable segments join them. torch reads the variable when it first allocates GPU memory.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Progress bars of libraries would fill a log file. tqdm reads TQDM_DISABLE when it is imported.
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
