@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common.due import is_due
+from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
@@ -123,11 +124,11 @@ class SyncCanary(Callback):
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
         # What was compared only because the process is new is not logged, so that a resumed run logs the same values as
         # an uninterrupted one.
-        logged = [*((PROBE,) if samples_due else ()), *((WITH_ADAPTER, WITHOUT_ADAPTER) if scores_due else ())]
-        if logged:
-            pl_module.log("canary/score_gap", max(gaps[what] for what in logged))
+        compared = [*([PROBE] if samples_due else []), *([WITH_ADAPTER, WITHOUT_ADAPTER] if scores_due else [])]
+        values = {"canary/score_gap": max(gaps[what] for what in compared)} if compared else {}
         if samples_due:
-            pl_module.log("canary/probe_share", gaps[PROBE] / max(gaps[CHANGE], 1e-9))
+            values["canary/probe_share"] = gaps[PROBE] / max(gaps[CHANGE], 1e-9)
+        log_at(pl_module.trainer.loggers, values, step=index)
 
     def _check(
         self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_samples: bool, with_scores: bool

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.loggers import log_at
 from qerl_pl.common.metrics import over_ranks
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
@@ -111,9 +112,8 @@ class MismatchLedger(Callback):
         statistics = over_ranks(self._gap, log_ratio[self._sampled])
         del statistics["count"]
         values = {f"ledger/{cause}/{name}": float(value) for name, value in statistics.items()}
-        # Lightning's ``log`` would repeat the values at rollouts that are not measured
-        for logger in pl_module.trainer.loggers:
-            logger.log_metrics(values, step=self._rollout)
+        assert self._rollout is not None
+        log_at(pl_module.trainer.loggers, values, step=self._rollout)
 
 
 def spread(num_rows: int, num_chosen: int) -> Tensor:

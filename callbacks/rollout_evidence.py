@@ -17,6 +17,7 @@ from typing_extensions import override
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.due import is_due
+from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
@@ -139,7 +140,7 @@ class RolloutEvidence(Callback):
         self._check_copies(pl_module, rollout)
         if is_due(pl_module.rollout_index, self.every):
             gap, evidence = self._measure(pl_module, rollout)
-            pl_module.log("evidence/gap", gap)
+            log_at(pl_module.trainer.loggers, {"evidence/gap": gap}, step=pl_module.rollout_index)
             self._check_gap(gap, pl_module)
             self._check_sampling(evidence, pl_module)
         self._count_silence(rollout)
@@ -182,7 +183,7 @@ class RolloutEvidence(Callback):
         evidence."""
         self._evidence[name] = accumulated(self._evidence.get(name, torch.full_like(evidence, -math.inf)), evidence)
         log_p = log_false_alarm(self._evidence[name])
-        pl_module.log(f"evidence/{name}", -log_p)
+        log_at(pl_module.trainer.loggers, {f"evidence/{name}": -log_p}, step=pl_module.rollout_index)
         return math.exp(log_p)
 
     def _check_gap(self, gap: float, pl_module: QeRLModule) -> None:

@@ -19,6 +19,13 @@ COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "fi
 BINS = 60  # number of bins of a histogram
 
 
+def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
+    """Log scalars at one step. Lightning's ``log`` would repeat their values at later steps, until they are logged
+    again."""
+    for logger in loggers:
+        logger.log_metrics(dict(values), step=step)
+
+
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
     """Log sampled completions with their rewards: as a text in TensorBoard, a table in Weights & Biases, and a file
     (artifact) of the run in MLflow.

@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
+from qerl_pl.common.due import EARLY
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
@@ -220,6 +221,12 @@ def test_a_fault_of_vllm_stops_the_run_too(run, tmp_path, fault, at, stopped, sa
 
 
 @pytest.mark.slow
+def test_a_fault_that_begins_later_is_found_when_samples_are_next_compared(run, tmp_path):
+    longer = ("--trainer.max_steps", "10", "--trainer.limit_val_batches", "0")  # an evaluation would find it, too
+    assert_stops(run, tmp_path, longer, "unused_adapter", 5, 8, "another adapter was loaded")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("subcommand", "fault", "said"),
     [
@@ -243,7 +250,8 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
     run("fit", run_dir, "--trainer.max_steps", "6", *engine)
     curves = read_curves(run_dir)
     assert set(curves["canary/tensors_checked"].values) == {28 + 4}
-    assert curves["canary/score_gap"].steps == list(range(6))
+    assert curves["canary/tensors_checked"].steps == list(range(6))
+    assert curves["canary/score_gap"].steps == list(range(EARLY))
     assert 0 < max(curves["canary/score_gap"].values) < canary.TOLERANCE[torch.float32]
     assert max(curves["aqn/sigma"].values) > 0
 

@@ -146,8 +146,8 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
     assert last["global_step"] == 3
     assert any(tensor.abs().max() > 0 for name, tensor in last["state_dict"].items() if "lora_B" in name)
     support.seen(family, "train")
-    assert metrics["canary/score_gap"] < gap  # with the same noise in trainer and engine
     curves = read_curves(folder / "run")
+    assert max(curves["canary/score_gap"].values) < gap  # with the same noise in trainer and engine
     assert curves["ledger/kernel/mean_abs"].values[0] < gap  # with the engine's norms clean
     assert curves["ledger/decode/mean_abs"].values[0] < gap
     support.seen(family, "vLLM rollout")
