@@ -65,7 +65,8 @@ format: $(STAMP) ## format the code and sort imports
 	$(BIN)/ruff check --fix .
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
-	$(PYTEST) -n 4 --dist loadfile -m gpu
+	$(PYTEST) -n 4 --dist loadgroup -m "gpu and not alone"
+	$(PYTEST) -m "gpu and alone" tests/rollout tests/integration
 
 # The environment is made anew each time, so that no older release of a package remains in it. What vLLM's own list
 # requires beyond requirements-vllm-cpu.txt is installed as well, and printed before and after the tests.

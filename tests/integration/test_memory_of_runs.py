@@ -64,6 +64,7 @@ def test_the_command_plans_what_a_run_plans(more, bases, run, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.vllm
 def test_a_run_on_a_gpu_plans_its_memory_and_logs_what_came_of_it(run, tmp_path):
     choose = ("--model.micro_batch_tokens", "null", "--model.gpu_memory", "12")

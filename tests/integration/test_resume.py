@@ -61,9 +61,9 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.vllm
-def test_on_a_gpu_a_deterministic_run_that_was_killed_equals_the_straight_run_too(tmp_path, capsys):
+def test_on_a_gpu_a_deterministic_run_that_was_killed_equals_the_straight_run_too(tmp_path, capfd):
     bench_resume.main(["--size", "tiny", "--completion", "64", "--folder", str(tmp_path), "--kills", "update"])
-    assert "resume/equal-bits" in capsys.readouterr().out
+    assert "resume/equal-bits" in capfd.readouterr().out
 
 
 @pytest.mark.slow

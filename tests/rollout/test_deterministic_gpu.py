@@ -28,6 +28,7 @@ from tests.rollout.conftest import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
+    pytest.mark.xdist_group("deterministic"),  # one process has the engine
     pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
 ]
 SEQUENCES = [1, 8, 64, 250]

@@ -26,6 +26,7 @@ from tests.rollout.leaks import held_in_vllms_pool
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
+    pytest.mark.xdist_group("one_copy"),  # one process has the engine
     pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
 ]
 PROMPTS = some_prompts(1, 40, 70)

@@ -29,6 +29,7 @@ from tests.rollout.leaks import held_in_vllms_pool
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
+    pytest.mark.xdist_group("vllm_gpu"),  # one process has the engine
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 CACHE_BYTES = 2**30
@@ -56,6 +57,7 @@ def used() -> int:
     return total - free
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("level", [0, 1])
 def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level):
     engine.sleep_level = level
@@ -74,6 +76,7 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
     assert abs(used() - awake) < 2**26
 
 
+@pytest.mark.alone
 def test_a_hundred_nights_leave_no_memory_behind(engine):
     engine.sleep_level = 0
     engine.generate(PROMPTS, SAMPLING, 0)
