@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.program import use_expandable_segments
 
 if TYPE_CHECKING:
     from qerl_pl.handover import Handover
@@ -75,10 +76,7 @@ def _run(argv: list[str], handover: Handover | None) -> int:
         # Add the current folder to the import path, so that the user's own reward and callback modules there can be
         # imported.
         sys.path.append(str(Path.cwd()))
-    # Passes of different sizes leave torch's allocator with memory in pieces, none of which may hold the next tensor.
-    # Expandable segments join them. torch reads the variable when it first allocates GPU memory.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    use_expandable_segments()
     # Progress bars of libraries would fill a log file. tqdm reads TQDM_DISABLE when it is imported.
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

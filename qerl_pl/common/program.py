@@ -1,8 +1,9 @@
-"""The parser of commands' options, the arguments of the process, and how the user calls this program."""
+"""The parser of commands' options, arguments and environment of the process, and how the user calls this program."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,17 @@ def restored_arguments() -> Iterator[None]:
         yield
     finally:
         sys.argv = arguments
+
+
+def use_expandable_segments() -> None:
+    """Let torch allocate GPU memory in expandable segments, unless the environment has settings of its allocator.
+
+    Passes of different sizes otherwise leave its cache in pieces, none of which may hold the next tensor: a run that
+    was planned at 75 of 79 GiB ran out of memory with 9 GiB in pieces. torch reads the variable when it first allocates
+    GPU memory.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -32,6 +32,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 import torch
+import yaml
 from lightning.pytorch import Callback
 
 from qerl_pl.common.due import EARLY
@@ -45,6 +46,8 @@ from tests.random_checkpoints import written_apart
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
+ROOT = Path(__file__).parents[2]
+LIMITS = {"callbacks.canary.SyncCanary": "tolerance", "callbacks.rollout_evidence.RolloutEvidence": "max_gap"}
 CHECKS_PERIOD = 8  # rollouts; configs/base.yaml
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
 
@@ -113,7 +116,8 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     trainer = {"max_steps": args.steps * args.updates, "limit_val_batches": 0}
     own = [{"class_path": "tests.bench.bench_grpo.Lengths", "init_args": {"mean": args.mean}}] if args.mean else []
     turn = [{"class_path": "tests.bench.together.Turn"}]
-    trainer["callbacks+"] = [*own, *(aqn if args.aqn else []), *(turn if is_together() else [])]
+    more = [*own, *(aqn if args.aqn else []), *(turn if is_together() else [])]
+    trainer["callbacks"] = [*usual_callbacks(args.tolerance), *more]
     return {
         "run_dir": str(folder / "run"),
         "trainer": trainer,
@@ -125,6 +129,15 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
             "max_prompt_tokens": PROMPT_TOKENS,
         },
     }
+
+
+def usual_callbacks(tolerance: float | None) -> list[dict[str, Any]]:
+    """Read the callbacks of configs/base.yaml, and give those that compare log-probabilities this limit, in nats."""
+    found = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    for callback in found:
+        if tolerance and (name := LIMITS.get(callback["class_path"])):
+            callback["init_args"][name] = tolerance
+    return found
 
 
 def run(args: argparse.Namespace, base: str, folder: Path) -> None:
@@ -302,6 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)
     parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of an NVFP4 base")
+    parser.add_argument("--tolerance", type=float, help="nats; random weights of 80 layers differ by more than 0.3")
     parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
     if args.aqn and args.steps < STAGES:

@@ -76,7 +76,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path, kill: Kill | Non
     found["trainer"]["deterministic"] = True
     found["ckpt_path"] = "last"
     if kill is not None:
-        found["trainer"]["callbacks+"].append(
+        found["trainer"]["callbacks"].append(
             {"class_path": "tests.bench.bench_resume.KillsItself", "init_args": kill._asdict()}
         )
     return found
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     usual = {"base": "nvfp4", "aqn": True, "prompts": 2, "group": 8, "mean": None, "updates": 1, "plain": False}
     usual |= {"steps": STEPS, "cap": None, "memory": None, "sleep_level": 0, "decoding_kernel": "auto"}
-    usual |= {"micro_batch_tokens": None}
+    usual |= {"micro_batch_tokens": None, "tolerance": None}
     vars(args).update(usual)
     base = str(written_apart(args.folder, args.size, args.base))
     with tempfile.TemporaryDirectory() as name:

@@ -19,10 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qerl_pl.common.program import use_expandable_segments
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.random_models import SIZES
 
+use_expandable_segments()  # as the program does
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # of policies that a vLLM engine samples from
