@@ -90,9 +90,8 @@ class VLLMEngine:
         if deterministic and decoding_kernel == "humming":
             raise ValueError("deterministic is true and decoding_kernel 'humming', which adds in any order: use 'auto'")
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
-        self.sleep_level = sleep_level
+        self.sleep_level, self.deterministic = sleep_level, deterministic
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
-        self.deterministic = deterministic
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
@@ -106,7 +105,7 @@ class VLLMEngine:
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
-        """Seconds of each phase of the last start: imports, vLLM, adapter (reserving slots and compiling kernels)."""
+        """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""
         self._fp32_norms = self._fp32_head = True  # only benchmarks set False, to measure what fp32 costs
         self._llm: LLM | None = None
         self._asleep = False
@@ -168,11 +167,12 @@ class VLLMEngine:
         setup.log_kernels(self._call(worker.linear_kernels))
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
-        with watch.phase("adapter"):
+        with watch.phase("adapter slots"):
             self._call(worker.reserve_adapter, self._lora_request)
+        with watch.phase("adapter kernels"):
             if not self._on_cpu:
                 self._call(worker.compile_adapter_kernels)
-            self.load_adapter(self._policy.adapter_state())
+        self.load_adapter(self._policy.adapter_state())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
