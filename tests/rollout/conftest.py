@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -261,3 +261,14 @@ def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], s
             apart.append((torch.tensor(completion.logprobs) - own.detach().cpu()).abs())
     assert torch.cat(apart).mean() < 0.1
     assert torch.cat(apart).max() < 1.5
+
+
+def rewrite(base: Path, name: str, write: Callable[[torch.Tensor], object]) -> None:
+    """Change one tensor of a checkpoint in place."""
+    for file in base.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            write(tensors[name])
+            save_file(tensors, file, metadata={"format": "pt"})
+            return
+    raise AssertionError(name)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,7 +21,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
 from qerl_pl.rollout.vllm import VLLMEngine, memory
 from qerl_pl.rollout.vllm import setup as vllm_setup
-from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts
+from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, rewrite, some_prompts
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 LinearBase = pytest.importorskip("vllm.model_executor.layers.linear").LinearBase
@@ -41,7 +39,7 @@ def test_a_base_that_changes_between_trainer_and_engine_stops_the_start(checkpoi
     shutil.copytree(checkpoints["nvfp4"], base)
     policy = make_policy(str(base))
     name, write = CHANGES[change]
-    _rewrite(base, name, write)
+    rewrite(base, name, write)
     engine = make_engine("vllm")
     with pytest.raises(ValueError, match=rf"base has changed.*{name.split('.')[2]}.*start the run again"):
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
@@ -199,6 +197,37 @@ def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
     assert not hasattr(other, "trainers_weight")
 
 
+class Read(LinearBase):
+    """A linear of vLLM before it reads its weights."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        nn.Module.__init__(self)
+        codes, scales = torch.zeros(outputs, inputs // 2), torch.zeros(outputs, inputs // 16)
+        self.weight_packed = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
+        self.weight_scale = nn.Parameter(scales.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainers_weight():
+    linears = {"out": packed(256, 128), "small": packed(128, 128)}
+    codes, scales = linears["out"].codes.clone(), linears["out"].block_scale.clone()
+    base_weights.put_in_tile_order(linears)
+    model = nn.Module()
+    model.out, model.small = out, small = Read(256, 128), Read(128, 128)
+    unread = base_weights.unread(model, linears)
+    assert unread == {"out": ["out"]}, "the other one is in row order"
+    base_weights.lend(model, linears, unread=unread)
+    assert [each.weight_packed.untyped_storage().nbytes() for each in (out, small)] == [1, 128 * 64]
+    assert (out.weight_packed.shape, out.weight_scale.shape) == (codes.shape, scales.shape)
+    with pytest.raises(RuntimeError, match="converted out with a kernel that is not this project's"):
+        base_weights.place(model, linears, torch.device("cpu"))
+    for each in (out, small):
+        base_weights.give(each)
+    assert torch.equal(out.weight_packed, codes)
+    assert torch.equal(out.weight_scale.view(torch.uint8), scales)
+    assert not small.weight_packed.any()
+    base_weights.place(model, linears, torch.device("cpu"))
+
+
 class Adopted(NamedTuple):
     """A worker whose model has one fused linear, and the trainer's two linears, of which it uses the memory."""
 
@@ -263,13 +292,3 @@ def test_an_engine_that_ends_leaves_the_trainers_memory_as_it_is(adopted):
     assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
     base_weights.put_in_tile_order(adopted.linears)  # as the next engine does before it starts
     assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
-
-
-def _rewrite(base: Path, name: str, write) -> None:
-    for file in base.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            write(tensors[name])
-            save_file(tensors, file, metadata={"format": "pt"})
-            return
-    raise AssertionError(name)

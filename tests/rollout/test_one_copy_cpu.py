@@ -5,6 +5,7 @@ The native kernels do not run here, so every step is dequantised, as steps with 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from tests.rollout.conftest import (
     assert_sampled_by_its_policy,
     make_policy,
     random_adapter,
+    rewrite,
     some_prompts,
 )
 
@@ -35,13 +37,15 @@ SAMPLING = Sampling(num_completions=2, max_tokens=6)
 def hoppers_linears() -> Iterator[None]:
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
 
-    from qerl_pl.rollout.vllm import cpu, nvfp4
+    from qerl_pl.rollout.vllm import cpu, loader, nvfp4
 
+    register = loader.register_loader
     with pytest.MonkeyPatch.context() as patch, arguments.without_humming():
         scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
         patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
         patch.setattr(nvfp4, "prepare", lambda *shape: None)
         patch.setattr(nvfp4, "_native_linear", lambda *shape, **options: None)
+        patch.setattr(loader, "register_loader", lambda *given, **more: register(*given, **{**more, "one_copy": True}))
         yield
 
 
@@ -126,6 +130,24 @@ def test_closing_and_failed_starts_leave_the_trainers_base_where_it_is(engine, p
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert_shared(engine, policy)
     assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+
+
+@pytest.mark.parametrize("change", ["weight_packed", "weight_scale", "weight_global_scale"])
+def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine, unpadded, tmp_path, change):
+    engine.close()
+    shutil.copytree(unpadded, tmp_path / "base")
+    other = make_policy(str(tmp_path / "base"))
+    base_weights.put_in_tile_order(other.packed_linears())
+    rewrite(tmp_path / "base", f"model.layers.1.mlp.up_proj.{change}", lambda tensor: tensor.view(torch.uint8).zero_())
+    another = VLLMEngine(block_size=32, max_num_seqs=8, kv_cache_bytes=2**20, deterministic=True)
+    if change == "weight_global_scale":
+        with pytest.raises(ValueError, match=r"base has changed.*layers\.1\.mlp\.gate_up_proj"):
+            another.start(other, max_model_len=MAX_MODEL_LEN)
+        return
+    another.start(other, max_model_len=MAX_MODEL_LEN)
+    assert_shared(another, other)
+    assert_sampled_by_its_policy(another, PROMPTS, SAMPLING)
+    another.close()
 
 
 def _out_of_memory(*args: object) -> None:

@@ -29,6 +29,7 @@ def llm_arguments(
     max_model_len: int,
     kernel: Literal["native", "humming"],
     prompts: Literal["humming", "dequantised"],
+    one_copy: bool,
     on_cpu: bool,
     fp32_norms: bool,
     fp32_head: bool,
@@ -44,6 +45,7 @@ def llm_arguments(
             ("humming").
         prompts: how NVFP4 linears are computed for more than 256 tokens if ``kernel`` is "native": by Humming's
             kernels, or dequantised and multiplied by cuBLAS.
+        one_copy: do not read packed weights that the engine can take from the trainer.
         on_cpu: whether vLLM's platform is a CPU.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
@@ -55,7 +57,13 @@ def llm_arguments(
     arguments["additional_config"]["prompts"] = prompts
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
-    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, fp32_norms=fp32_norms)
+    arguments["load_format"] = register_loader(
+        policy.embedding_weights(),
+        unpacked,
+        packed,
+        one_copy=one_copy,
+        fp32_norms=fp32_norms,
+    )
     arguments["hf_overrides"] = overrides = query_scaling(policy.config)
     if fp32_head and dtype != torch.float32:
         overrides["head_dtype"] = "float32"

@@ -2,14 +2,15 @@
 
 The one copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps,
 closes, fails to start or starts again. Before vLLM loads, the trainer's weights are put into the order that the native
-decoding kernels read (``put_in_tile_order``). After vLLM has loaded and converted a linear, the linear's parameters are
-set to the trainer's memory if both hold the same bits, and vLLM's own memory for them is freed (``adopt``). Otherwise
-trainer and engine each keep a copy.
+decoding kernels read (``put_in_tile_order``). vLLM then does not read these weights from the checkpoint: before it
+converts a linear, it gets a copy of the trainer's weight (``give``), and afterwards the linear's parameters are set to
+the trainer's memory if both hold the same bits, and the copy is freed (``adopt``). Otherwise trainer and engine each
+keep a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ class Fused(NamedTuple):
 
     name: str
     layer: Any
+    members: list[str]
+    """Names of ``parts`` in the trainer's model."""
     parts: list[FrozenLinear]
 
 
@@ -51,10 +54,23 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
         parent, dot, leaf = name.removesuffix(".base_layer").rpartition(".")
         names = [f"{parent}{dot}{member}" for member in members.get(leaf, [leaf])]
         if all(member in linears for member in names):
-            yield Fused(name, layer, [linears[member] for member in names])
+            yield Fused(name, layer, names, [linears[member] for member in names])
 
 
-def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base: str) -> int:
+def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> dict[str, list[str]]:
+    """Find the linears of vLLM whose codes and block scales it need not read, because the trainer's weight is in tile
+    order.
+
+    Returns:
+        Names of the trainer's linears that a linear of vLLM consists of, by the name of that.
+    """
+    found = fused_linears(model, linears)
+    return {each.name: each.members for each in found if whole_of([part.packed for part in each.parts]) is not None}
+
+
+def check_same_base(
+    model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
+) -> int:
     """Compare the NVFP4 weights that vLLM has read with the trainer's, before vLLM converts them to the layout of its
     kernels.
 
@@ -62,6 +78,7 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
         model: vLLM's model.
         linears: the trainer's packed linears by name.
         base: folder from which both have loaded the base, for the error message.
+        unread: names of vLLM's linears of which it has read the tensor scales only.
 
     Returns:
         Number of the trainer's linears that were compared.
@@ -70,9 +87,9 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
         ValueError: a weight differs.
     """
     compared = 0
-    for name, layer, parts in fused_linears(model, linears):
-        codes = getattr(layer, "weight_packed", getattr(layer, "weight", None))
-        if parts[0].fmt is not NVFP4 or codes is None or codes.dtype != torch.uint8:
+    for name, layer, _, parts in fused_linears(model, linears):
+        codes = _codes(layer)
+        if parts[0].fmt is not NVFP4 or codes is None:
             continue
         rows = [part.out_features for part in parts]
         if sum(rows) != len(codes):
@@ -82,7 +99,7 @@ def check_same_base(model: nn.Module, linears: Mapping[str, FrozenLinear], base:
         read = zip(codes.split(rows), layer.weight_scale.view(torch.uint8).split(rows), strict=True)
         factors = _factors(layer, len(parts))
         same = [
-            _is_same(part.packed, own_codes, own_scales, factor)
+            _is_same_scale(part.packed, factor) and (name in unread or _is_same(part.packed, own_codes, own_scales))
             for part, (own_codes, own_scales), factor in zip(parts, read, factors, strict=True)
         ]
         if not all(same):
@@ -115,11 +132,32 @@ def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
         torch.cuda.empty_cache()
 
 
-def lend(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> None:
+def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str] = ()) -> None:
     """Store in each linear of vLLM a reference to the trainer's weight, if that is in tile order (as the native
-    decoding kernels read it). ``adopt`` uses this reference."""
-    for _, layer, parts in fused_linears(model, linears):
-        layer.trainers_weight = whole_of([part.packed for part in parts])
+    decoding kernels read it). ``give`` and ``adopt`` use this reference.
+
+    Args:
+        model: vLLM's model.
+        linears: the trainer's packed linears by name.
+        unread: names of vLLM's linears that ``give`` fills. Until then their parameters are on the trainer's device and
+            take no memory, so vLLM copies nothing between devices before and after it converts them.
+    """
+    for name, layer, _, parts in fused_linears(model, linears):
+        layer.trainers_weight = whole = whole_of([part.packed for part in parts])
+        if name in unread and whole is not None:
+            layer.is_empty = True
+            for parameter in (_codes(layer), layer.weight_scale):
+                empty = torch.empty(1, dtype=parameter.dtype, device=whole.codes.device)
+                parameter.data = empty.expand(parameter.shape)
+
+
+def give(layer: Any) -> None:
+    """Fill the parameters of a linear that vLLM has not read with a copy of the trainer's weight in row order, as they
+    are in the checkpoint; called right before vLLM converts them."""
+    if vars(layer).pop("is_empty", False):
+        rows = to_row_order(layer.trainers_weight)
+        codes, scales = _codes(layer), layer.weight_scale
+        codes.data, scales.data = rows.codes, rows.block_scale.view(scales.dtype)
 
 
 def adopt(layer: Any) -> bool:
@@ -153,8 +191,16 @@ def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.d
         model: vLLM's model.
         linears: the trainer's packed linears by name.
         device: device that vLLM computes on.
+
+    Raises:
+        RuntimeError: a linear that vLLM has not read was not filled by ``give``.
     """
-    for _, layer, parts in fused_linears(model, linears):
+    for name, layer, _, parts in fused_linears(model, linears):
+        if hasattr(layer, "is_empty"):
+            raise RuntimeError(
+                f"vLLM has converted {name} with a kernel that is not this project's, before it had its weights; set "
+                "decoding_kernel to 'humming'"
+            )
         weight = whole_of([part.packed for part in parts]) if hasattr(layer, "weight_digest") else None
         if weight is not None:
             layer.weight.data = weight.codes
@@ -200,7 +246,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
         RuntimeError: a linear differs from the trainer's, or has changed since it was loaded.
     """
     same = {}
-    for name, layer, parts in fused_linears(worker.get_model(), linears):
+    for name, layer, _, parts in fused_linears(worker.get_model(), linears):
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "weight_digest"):
             whole = whole_of([part.packed for part in parts])
@@ -257,8 +303,18 @@ def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
     return divisors.detach().flatten().split([divisors.numel() - count + 1, *[1] * (count - 1)])
 
 
-def _is_same(weight: PackedWeight, codes: Tensor, block_scale: Tensor, divisor: Tensor | None) -> bool:
+def _codes(layer: Any) -> Any:
+    """Return the parameter with a linear's codes in row order, by the name that it has in the checkpoint's format; None
+    if it has none."""
+    codes = getattr(layer, "weight_packed", getattr(layer, "weight", None))
+    return codes if codes is not None and codes.dtype == torch.uint8 else None
+
+
+def _is_same_scale(weight: PackedWeight, divisor: Tensor | None) -> bool:
+    return divisor is None or bool((divisor == scale_divisor(weight.global_scale).item()).all())
+
+
+def _is_same(weight: PackedWeight, codes: Tensor, block_scale: Tensor) -> bool:
     weight = to_row_order(weight) if is_in_tile_order(weight) else weight
     own, device = (weight.codes, weight.block_scale), weight.codes.device  # on a GPU, where comparing is faster
-    same = all(map(torch.equal, own, (codes.to(device), block_scale.to(device))))
-    return same and (divisor is None or bool((divisor == scale_divisor(weight.global_scale).item()).all()))
+    return all(map(torch.equal, own, (codes.to(device), block_scale.to(device))))

@@ -76,6 +76,7 @@ def launch(
         on_cpu = current_platform.is_cpu()
         if deterministic and not on_cpu:
             setup.check_deterministic(policy.packed_format, compute, kernel)
+        one_copy = setup.ONE_COPY and kernel == "native"
         arguments = llm_arguments(
             policy,
             sizes,
@@ -83,13 +84,13 @@ def launch(
             max_model_len=max_model_len,
             kernel=kernel,
             prompts=prompts,
+            one_copy=one_copy,
             on_cpu=on_cpu,
             fp32_norms=fp32_norms,
             fp32_head=fp32_head,
         )
         if not on_cpu:
             setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
-        one_copy = setup.ONE_COPY and kernel == "native"
         if one_copy:
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()

@@ -1,5 +1,4 @@
-"""Model loader for vLLM: the weights of decoder blocks are read from the checkpoint, and embeddings are shared with the
-trainer.
+"""Model loader for vLLM that takes from the trainer what both can share, and reads the rest from the checkpoint.
 
 If vLLM has no kernels for the base's 4-bit format, the loader dequantises the trainer's packed linears and gives vLLM
 the dequantised weights. This module imports vLLM, so it is imported only when the engine starts.
@@ -22,6 +21,8 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.vllm import base_weights, norms
 
 LOAD_FORMAT = "with_trainer"
+MATRICES = ".weight_packed", ".weight", ".weight_scale"
+"""Endings of the names of an NVFP4 linear's codes and block scales, in compressed-tensors' and ModelOpt's formats."""
 
 
 def register_loader(
@@ -29,6 +30,7 @@ def register_loader(
     unpacked: Mapping[str, FrozenLinear],
     packed: Mapping[str, FrozenLinear] | None = None,
     *,
+    one_copy: bool = False,
     fp32_norms: bool = True,
 ) -> str:
     """Register a model loader with vLLM that takes some weights from the trainer and the rest from safetensors files.
@@ -41,6 +43,8 @@ def register_loader(
             dequantised form.
         packed: the trainer's packed linears by name. vLLM reads the same linears from the checkpoint, and the loader
             checks that they are equal; then vLLM uses the trainer's memory if its kernels can read it.
+        one_copy: do not read the linears among these that are in tile order. vLLM's kernels for them must be this
+            project's, which call ``base_weights.give`` and ``base_weights.adopt``.
         fp32_norms: keep the weights of the norms that AQN adds noise to (``Family.noise_norms``) in fp32 for every
             compute dtype.
 
@@ -51,11 +55,17 @@ def register_loader(
     class WithTrainerLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:
             super().__init__(replace(load_config, load_format="safetensors"))
+            self._unread: dict[str, list[str]] = {}
 
         def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             waiting = dict(unpacked)
+            self._unread = base_weights.unread(model, packed or {}) if one_copy else {}
+            linears = [name for members in self._unread.values() for name in members]
+            known = {f"{name}{matrix}" for name in linears for matrix in MATRICES} | _shared_by(model, shared).keys()
             for name, tensor in super().get_all_weights(model_config, model):
                 linear = name.partition(".weight")[0]
+                if name in known:
+                    continue
                 if linear not in unpacked:
                     yield name, tensor
                 elif linear in waiting:
@@ -70,15 +80,12 @@ def register_loader(
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
-            base_weights.check_same_base(model, packed or {}, model_config.model)
-            base_weights.lend(model, packed or {})
+            base_weights.check_same_base(model, packed or {}, model_config.model, unread=self._unread)
+            base_weights.lend(model, packed or {}, unread=self._unread)
             if fp32_norms:
                 norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
-            parameters = dict(model.named_parameters())
-            for name, tensor in shared.items():
-                own = parameters.get(name)  # vLLM has no parameter for a head that uses the embedding's weight
-                if own is not None and _are_alike(own, tensor):
-                    own.data = tensor.detach()
+            for name, own in _shared_by(model, shared).items():
+                own.data = shared[name].detach()
 
     register_model_loader(LOAD_FORMAT)(WithTrainerLoader)
     return LOAD_FORMAT
@@ -88,6 +95,12 @@ def forget() -> None:
     """Register a loader without references to the trainer's tensors, because vLLM never releases the loader class that
     was registered last."""
     register_loader({}, {})
+
+
+def _shared_by(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Find the parameters of vLLM's model that can be set to the trainer's tensors of the same names."""
+    own = dict(model.named_parameters())  # without the head if it uses the embedding's weight
+    return {name: own[name] for name, tensor in shared.items() if name in own and _are_alike(own[name], tensor)}
 
 
 def _are_alike(left: Tensor, right: Tensor) -> bool:

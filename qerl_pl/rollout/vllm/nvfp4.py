@@ -59,6 +59,7 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     """Convert a linear's weights to Humming's layout. If the native kernels support the linear, compile them for its
     shape, start compiling Humming's kernels for prompts, and use the trainer's copy of the weights instead of vLLM's if
     it has the same layout."""
+    base_weights.give(layer)
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
