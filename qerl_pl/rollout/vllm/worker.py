@@ -50,11 +50,14 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     """Reserve vLLM's adapter slots for the adapter of a LoRA request, and fill them with 0.
 
     vLLM treats the id of the request as a loaded adapter from then on, and does not read the file that the request
-    names.
+    names. The adapter that is registered has no matrices: vLLM's ``add_dummy_lora`` would allocate two pinned tensors
+    for each linear and copy their zeros.
     """
-    manager = _manager(worker)
-    manager.add_dummy_lora(request, rank=1)
-    manager._adapter_manager.activate_adapter(request.adapter_id)
+    from vllm.lora.lora_model import LoRAModel
+
+    manager, index = _manager(worker)._adapter_manager, request.adapter_id
+    manager._registered_adapters[index] = LoRAModel(index, rank=1, loras={})
+    manager.activate_adapter(index)
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
