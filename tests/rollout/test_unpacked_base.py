@@ -34,7 +34,7 @@ def test_vllm_samples_from_the_policy_on_a_base_that_it_cannot_read(
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
     setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
     assert f"no kernels for {form} here" in caplog.text
-    assert re.search(r"vLLM started in [\d.]+ s: imports [\d.]+, vLLM [\d.]+, adapter [\d.]+", caplog.text)
+    assert re.search(r"vLLM started in [\d.]+ s: imports [\d.]+, vLLM [\d.]+, adapter slots [\d.]+", caplog.text)
     assert engine.fingerprint() == setup.expected_fingerprint()
     prompts = some_prompts(9, 40)
     for with_adapter in (True, False):
