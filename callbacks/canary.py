@@ -128,7 +128,8 @@ class SyncCanary(Callback):
         values = {"canary/score_gap": max(gaps[what] for what in compared)} if compared else {}
         if samples_due:
             values["canary/probe_share"] = gaps[PROBE] / max(gaps[CHANGE], 1e-9)
-        log_at(pl_module.trainer.loggers, values, step=index)
+        if values:
+            log_at(pl_module.trainer.loggers, values, step=index)
 
     def _check(
         self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_samples: bool, with_scores: bool
