@@ -236,8 +236,8 @@ def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]
 
 
 def check_share(curves: Mapping[str, Curve]) -> float | None:
-    """Share of the time of checks in the last steps, as many as checks that are not made in every one have a period of,
-    after the first ones, which have all checks; None for shorter runs."""
+    """Share of the steps' time that checks take, over whole periods of ``CHECKS_PERIOD`` steps after the first
+    ``EARLY`` ones, all of which have every check; None if the run has no whole period."""
     check, step = (curves[f"time/{name}_s"].values[EARLY:] for name in ("check", "step"))
     whole = len(step) // CHECKS_PERIOD * CHECKS_PERIOD
     return sum(check[:whole]) / sum(step[:whole]) if whole else None

@@ -42,8 +42,8 @@ class WithoutHumming(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert the parameters of a linear to tile order if its shape fits: ``weight`` [N, K / 2]
-        uint8, ``weight_scale`` [N, K / 16] e4m3, and ``weight_global_scale`` [] fp32, the tensor scale."""
+        """Convert the parameters of a linear to tile order if its shape fits: ``weight`` [N, K / 2] uint8,
+        ``weight_scale`` [N, K / 16] e4m3, and ``weight_global_scale`` [] fp32, the tensor scale."""
         base_weights.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
