@@ -79,6 +79,11 @@ FULL_WAVE = 0.75
 decode GEMM to run it with 33 to 64 tokens.
 
 Otherwise another kernel runs the linear. Threshold: `bench_schedules`."""
+FETCHED_AHEAD = 12 * 2**20
+"""Most bytes of the next linear's weight that the decode GEMM fetches to L2, which has 50 MiB.
+
+From a sweep of 4 to 40 MiB over layers of Qwen2.5-7B on an H100: 8 MiB are best for 8 tokens, and 16 MiB for 32. The
+gain is `bench_layer`, ``together`` against ``unfetched``."""
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}

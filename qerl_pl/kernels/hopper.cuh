@@ -130,6 +130,10 @@ FUNCTION uint4 load_16_or_zero(const u16 *from, bool load) {
 
 FUNCTION void prefetch_to_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+FUNCTION void prefetch_to_l2(const void *from, u32 bytes) {  // address and size: multiples of 16
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 FUNCTION void mma(float &c0, float &c1, float &c2, float &c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -6,12 +6,26 @@
 // and the tokens from shared memory. The thread blocks that compute the same 256 outputs over different parts of the
 // inputs form a cluster, which adds up its sums in shared memory.
 
+struct Next {  // the start of the weight that the next GEMM reads
+  const char *weight;  // null to fetch nothing
+  int parts, stride;  // parts into which that GEMM divides the inputs, and the bytes from one to the next
+  int blocks, bytes;  // thread blocks that fetch, and the bytes that each of them fetches
+};
+
+FUNCTION void fetch_to_l2(const Next &next) {  // this thread block's bytes; called by one thread
+  const int block = blockIdx.y * gridDim.x + blockIdx.x;
+  if (next.weight && block < next.blocks)
+    prefetch_to_l2(next.weight + (size_t)(block % next.parts) * next.stride + (block / next.parts) * next.bytes,
+                   next.bytes);
+}
+
 // Shared memory: STAGES times [x: boxes of 64 inputs, [TOKENS][128 bytes]; per warp K_BLOCKS x 512 bytes of weights and
 // K_BLOCKS x 64 bytes of scales], then for each warp K_BLOCKS x 128 bytes of bf16 scales. At the end the sums overwrite
 // all.
 template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
-                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Adapter adapter) {
+                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Next next,
+                           Adapter adapter) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_K_BLOCKS = K_BLOCKS * GROUPS;
   constexpr int X_TILE_BYTES = TOKENS * 128, X_BYTES = STAGE_K_BLOCKS / 4 * X_TILE_BYTES, WARP_BYTES = K_BLOCKS * 576;
@@ -153,6 +167,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
   }
   let_next_kernel_start();  // the next kernel waits until this one has ended before it reads y
+  if (thread == 0) fetch_to_l2(next);  // memory would be idle until the next GEMM
+  __syncwarp();  // instructions of wgmma need all lanes
   const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);

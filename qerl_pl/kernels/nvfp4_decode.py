@@ -23,7 +23,8 @@ from qerl_pl.kernels import costs, hopper, lora_hopper
 
 FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
 BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma and per block scale;
-MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run
+MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run;
+CACHE_LINE = 128  # bytes
 
 
 class Variant(NamedTuple):
@@ -96,8 +97,10 @@ def kernel(variant: Variant) -> hopper.Kernel:
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
     {name}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias, u16 *y,
-    int tokens, int N, int K, int splits, {lora_hopper.PARAMETERS}) {{
-  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits, {lora_hopper.ADAPTER});
+    int tokens, int N, int K, int splits, const char *next, int parts, int stride, int blocks,
+    int bytes, {lora_hopper.PARAMETERS}) {{
+  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits,
+                             Next{{next, parts, stride, blocks, bytes}}, {lora_hopper.ADAPTER});
 }}
 """
     return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
@@ -119,6 +122,7 @@ def decode_linear(
     schedule: Schedule,
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
+    next_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once.
 
@@ -132,6 +136,9 @@ def decode_linear(
         out: [T, N] bf16, contiguous, to write the result to; None allocates it.
         update: the adapter, or None. ``lora_hopper.shrink``, which computed its h, must be the previous kernel of the
             stream, and x must have been complete before it started.
+        next_weight: weight in the same order that the next call will multiply by, or None. The kernel starts to fetch
+            ``costs.FETCHED_AHEAD`` bytes of it to L2 as soon as it has read its own weight, so that memory is not idle
+            until the next call. No result depends on this.
 
     Returns:
         [T, N] bf16.
@@ -140,7 +147,10 @@ def decode_linear(
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     y = x.new_empty(num_tokens, outputs) if out is None else out
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits]
-    arguments += lora_hopper.arguments(update)
+    arguments += [
+        *_fetched(next_weight, num_tokens, outputs // BLOCK_OUTPUTS * schedule.splits),
+        *lora_hopper.arguments(update),
+    ]
     hopper.launch(
         kernel(schedule.variant),
         grid=(outputs // BLOCK_OUTPUTS, schedule.splits, 1),
@@ -151,6 +161,30 @@ def decode_linear(
         pdl=update is not None,
     )
     return y
+
+
+def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
+    """Choose what thread blocks fetch to L2 of the next weight: of each part into which its GEMM will divide K, the
+    same number of bytes from the start of the part on.
+
+    Args:
+        weight: [K / 16, 2 N] int32, or None.
+        num_tokens: T.
+        blocks: number of thread blocks.
+
+    Returns:
+        The weight, the number of parts, the bytes from one part to the next, the number of thread blocks that fetch,
+        and the bytes that each fetches.
+    """
+    if weight is None:
+        return None, 1, 0, 0, 0
+    k_blocks, words = weight.shape
+    schedule = choose_schedule(num_tokens, words // 2, k_blocks * K_BLOCK)
+    parts = schedule.splits if schedule else 1
+    stride = k_blocks // parts * words * weight.element_size()
+    of_part = max(1, blocks // parts)
+    size = min(costs.FETCHED_AHEAD // parts, stride) // of_part // CACHE_LINE * CACHE_LINE
+    return weight, parts, stride, of_part * parts if size else 0, size
 
 
 def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 What a change of their kernels is worth in place, in seconds and without an engine: layers one after another in a CUDA
 graph, NVFP4 weights and the engine's kernels, elementwise kernels where norms and attention would be. Nothing is
 measured without Humming and vLLM. ``together`` is what the engine does: the base's kernel adds the adapter where it
-can. ``apart`` adds it afterwards, with the kernels for other bases, ``matmul`` with cuBLAS, and ``none`` not at all.
+can, and fetches the next weight to L2; ``unfetched`` leaves this out. ``apart`` adds the adapter afterwards, with the
+kernels for other bases, ``matmul`` with cuBLAS, and ``none`` not at all.
 """
 
 from __future__ import annotations
@@ -47,8 +48,18 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
         config, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
         import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, locks.device)
-        layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE), a, b)
+        layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE, None), a, b)
     return layer
+
+
+def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
+    """Tell each linear the weight that comes after its own."""
+    weights = iter([linear.operands[0] for layer in layers for linear in layer.values()][1:])
+
+    def told(linear: Linear) -> Linear:
+        return linear._replace(operands=(*linear.operands[:-1], next(weights, None)))
+
+    return [{name: told(linear) for name, linear in layer.items()} for layer in layers]
 
 
 def variants() -> dict[str, Add]:
@@ -66,13 +77,17 @@ def variants() -> dict[str, Add]:
         a, b = ([matrix[None, None] for matrix in matrices] for matrices in (linear.a, linear.b))
         return native.nvfp4_linear(x, *linear.operands, a, b, indices, no_lora)
 
+    def unfetched(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
+        return together(linear._replace(operands=(*linear.operands[:-1], None)), x, indices)
+
     def after(linear: Linear, x: Tensor, indices: Tensor, *, add: Callable[..., None]) -> Tensor:
         y = none(linear, x, indices)
         add(y, x, linear.a, linear.b, indices)
         return y
 
     matmul = partial(after, add=lora.add_lora_by_matmul)
-    return {"none": none, "together": together, "apart": partial(after, add=lora.add_lora), "matmul": matmul}
+    own = {"none": none, "together": together, "unfetched": unfetched}
+    return {**own, "apart": partial(after, add=lora.add_lora), "matmul": matmul}
 
 
 def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Tensor) -> Tensor:
@@ -98,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     locks, adds = torch.zeros(LOCKS, dtype=torch.int32, device="cuda"), variants()
     for size in args.sizes:
-        layers = [random_layer(size, locks) for _ in range(args.layers)]
+        layers = in_turn([random_layer(size, locks) for _ in range(args.layers)])
         for tokens in args.tokens:
             x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
             indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")

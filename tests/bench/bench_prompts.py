@@ -32,7 +32,7 @@ def by_humming(config: str, locks: Tensor, x: Tensor, linear: dict[str, Tensor])
     from qerl_pl.rollout.vllm.nvfp4 import nvfp4_linear
 
     weights = linear["weight"], linear["weight_scale"], linear["weight_scale_2"]
-    return nvfp4_linear(x, *weights, None, locks, config, COMPUTE, [], [], None, None)
+    return nvfp4_linear(x, *weights, None, locks, config, COMPUTE, None, [], [], None, None)
 
 
 def dequantised(x: Tensor, linear: dict[str, Tensor]) -> Tensor:

@@ -27,7 +27,13 @@ RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.
 GIB = 2**30
 HEADLINE = (8, 32, 128, 256)
 KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
-LAYER_NAMES = {"none": "no adapter", "together": "fused", "apart": "separate", "matmul": "cuBLAS"}
+LAYER_NAMES = {
+    "none": "no adapter",
+    "together": "fused",
+    "unfetched": "fused, not fetched",
+    "apart": "separate",
+    "matmul": "cuBLAS",
+}
 PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 
 

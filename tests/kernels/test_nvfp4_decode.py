@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper, nvfp4_decode
+from qerl_pl.kernels import costs, hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
     FEW_BLOCKS,
     MANY_BLOCKS,
@@ -98,6 +100,40 @@ def test_the_kernel_finds_the_bias_in_hummings_order():
     for n in range(0, 128, 4):  # as the source has it
         at = (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2
         assert [ordered[at + i].item() for i in (0, 1, 8, 9)] == [n, n + 1, n + 2, n + 3]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
+@pytest.mark.parametrize("blocks", [1, 3, 112, 592])
+def test_what_is_fetched_ahead_lies_in_the_next_weight(shape, tokens, blocks):
+    outputs, inputs = shape
+    weight = torch.empty(inputs // 16, 2 * outputs, dtype=torch.int32, device="meta")
+    _, parts, stride, fetching, size = nvfp4_decode._fetched(weight, tokens, blocks)
+    assert fetching * size <= costs.FETCHED_AHEAD
+    assert parts * stride <= weight.nbytes
+    places = sorted(block % parts * stride + block // parts * size for block in range(fetching))  # as the source has it
+    assert all(one + size <= other for one, other in pairwise(places)), "nothing is fetched twice"
+    assert all(place % 16 == 0 and place + size <= weight.nbytes for place in places)
+    if (schedule := choose_schedule(tokens, outputs, inputs)) and blocks > 100 and weight.nbytes > 2**20:
+        assert {place // stride for place in places} == set(range(schedule.splits)), "the start of each part"
+        assert fetching * size > 0.8 * min(costs.FETCHED_AHEAD, parts * stride)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+def test_fetching_the_next_weight_ahead_changes_no_bit(tokens):
+    shape = 768, 2176
+    codes, scales = random_linear(*shape, "cuda")
+    weight, ordered = fragments(codes, scales)
+    one, x = torch.ones(1, device="cuda"), torch.randn(tokens, shape[1], device="cuda").bfloat16()
+    schedule = choose_schedule(tokens, *shape)
+    assert schedule is not None
+    y = decode_linear(x, weight, ordered, one, None, schedule)
+    for outputs, inputs in SHAPES:
+        following = torch.zeros(inputs // 16, 2 * outputs, dtype=torch.int32, device="cuda")
+        assert torch.equal(y, decode_linear(x, weight, ordered, one, None, schedule, next_weight=following))
+        assert not following.any()
 
 
 @on_gpu

@@ -110,8 +110,11 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         bias: Tensor | None,
         schedule: Any,
         update: lora_hopper.Update | None = None,
+        next_weight: Tensor | None = None,
     ) -> Tensor:
         found.append((name, len(x)))
+        if next_weight is not None:
+            found.append(("next", len(next_weight)))
         y = product(x, bias)
         if update is not None:
             parts = y.split([len(matrix) for matrix in update.b], dim=1)
@@ -195,6 +198,22 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
     assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
 
 
+def test_each_linear_is_told_the_weight_after_its_own(calls):
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.rollout.vllm.loader import tell_next_weights
+
+    first, last = prepared(), prepared()
+    tell_next_weights(nn.ModuleDict({"first": first, "without": nn.Linear(2, 2), "last": last}))
+    calls.clear()
+
+    def run(x: Tensor) -> Tensor:
+        return vllm_nvfp4.call(first, x, None)[:, :1] + vllm_nvfp4.call(last, x, None)
+
+    x = torch.randn(8, K).bfloat16()
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+    assert calls == 2 * [("decode", 8), ("next", K // 16), ("decode", 8)], "compiled or not"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_hummings_kernels_are_compiled_once_per_shape_before_they_are_called(monkeypatch, calls, fails):
     from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
@@ -219,7 +238,7 @@ def test_hummings_kernels_are_compiled_once_per_shape_before_they_are_called(mon
         vllm_nvfp4.apply_weights(Kernel(Config()), layer, torch.randn(tokens, K).bfloat16())
     assert calls == [("compiled", 0), ("decode", 8), ("humming", 300)], "native kernels wait, too"
     first: Any = layers[0]
-    _, layer_config, compute_config = first.decoding
+    _, layer_config, compute_config, _ = first.decoding
     schedules = vllm_nvfp4.prompt_schedules(layer_config, compute_config)
     assert given == [(layer_config, compute_config, schedules, torch.device("cpu"))], "what the call will ask for"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ def register_loader(
             # Before it loads a model, vLLM has replaced the device "auto", which its settings allow, by a real device.
             device: Any = vllm_config.device_config.device
             base_weights.place(model, packed or {}, device)
+            tell_next_weights(model)
             return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -89,6 +91,14 @@ def register_loader(
 
     register_model_loader(LOAD_FORMAT)(WithTrainerLoader)
     return LOAD_FORMAT
+
+
+def tell_next_weights(model: nn.Module) -> None:
+    """Tell each linear that this project's native kernels compute which weight the next such linear has. The kernel
+    fetches it to the GPU's L2 cache while the layers between the two linears run."""
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "decoding")]
+    for linear, following in pairwise(linears):
+        linear.decoding = *linear.decoding[:-1], following.weight
 
 
 def forget() -> None:

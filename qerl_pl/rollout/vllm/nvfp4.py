@@ -63,8 +63,8 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
     _process(self, layer)
     if _is_plain(layer, self.layer_config, self.compute_config):
         prepare(self.layer_config.shape_n, self.layer_config.shape_k, layer.weight.device)
-        layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config
-        compiling(*layer.decoding[1:], layer.weight.device)
+        layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config, None
+        compiling(*layer.decoding[1:3], layer.weight.device)
         base_weights.adopt(layer)
 
 
@@ -119,6 +119,7 @@ def nvfp4_linear(
     locks: Tensor,
     layer_config: str,
     compute_config: str,
+    next_weight: Tensor | None,
     a: list[Tensor],
     b: list[Tensor],
     indices: Tensor | None,
@@ -134,6 +135,7 @@ def nvfp4_linear(
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
         locks, layer_config, compute_config: arguments of the GEMM of the library Humming; with the layer_config "" it
             is not used.
+        next_weight: weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``.
         a: one [1, 1, R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
         b: one [1, 1, n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.
@@ -144,14 +146,14 @@ def nvfp4_linear(
     adapter = None
     if indices is not None and no_lora is not None and not no_lora.item():
         adapter = slots(a), slots(b), indices
-    if adapter and (found := _fused_linear(len(x), *adapter[:2])):
+    if adapter and (found := _fused_linear(len(x), *adapter[:2], next_weight)):
         multiply, schedule = found
         x = x.contiguous()
         first, second, which = adapter
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
     humming = bool(layer_config)
-    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], humming=humming):
+    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], next_weight, humming=humming):
         y = native.multiply(x, weight, weight_scale, weight_scale_2, bias)
     elif not humming or len(x) >= costs.DEQUANTISED_FROM:
         # ``humming_bias`` swaps the bias between Humming's order and row order, in both directions.
@@ -234,7 +236,13 @@ class _NativeLinear(NamedTuple):
 
 
 def _native_linear(
-    tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, humming: bool = True
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    next_weight: Tensor | None = None,
+    *,
+    fuses_lora: bool = False,
+    humming: bool = True,
 ) -> _NativeLinear | None:
     """Choose this project's native kernel for a GEMM with an NVFP4 weight. Return None if no native kernel can run it,
     or if Humming's kernel is faster.
@@ -243,7 +251,8 @@ def _native_linear(
     False.
     """
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
-        return _NativeLinear(partial(nvfp4_decode.decode_linear, schedule=few), lora_hopper.SpareSMs(0, 0.0))
+        multiply = partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
+        return _NativeLinear(multiply, lora_hopper.SpareSMs(0, 0.0))
     if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora or not humming):
         multiply = partial(nvfp4_batch.batch_linear, schedule=more)
         return _NativeLinear(multiply, nvfp4_batch.spare_sms(more, tokens, outputs, inputs))
@@ -251,11 +260,11 @@ def _native_linear(
 
 
 def _fused_linear(
-    tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
+    tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], next_weight: Tensor | None = None
 ) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
     """Choose a native GEMM that also adds the LoRA adapter, and the schedule of the kernel for x A^T. Return None if no
     such GEMM exists, or if adding the adapter after the GEMM is faster."""
-    native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], fuses_lora=True)
+    native = _native_linear(tokens, sum(map(len, b)), a[0].shape[1], next_weight, fuses_lora=True)
     schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
     return (native.multiply, schedule) if native and schedule else None
 

@@ -53,7 +53,7 @@ class WithoutHumming(NvFp4LinearKernel):
             if (bias := getattr(layer, "bias", None)) is not None:
                 bias.data = humming_bias(bias.data)
             nvfp4.prepare(len(codes), 2 * codes.shape[1], codes.device)
-            layer.decoding = torch.empty(0, dtype=torch.int32, device=codes.device), "", ""
+            layer.decoding = torch.empty(0, dtype=torch.int32, device=codes.device), "", "", None
         layer.weight = _frozen(packed.codes)
         layer.weight_scale = _frozen(packed.block_scale.view(scales.dtype))
         layer.weight_scale_2 = _frozen(factor)
