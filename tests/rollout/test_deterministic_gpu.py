@@ -92,9 +92,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_another_process_gives_equal_bits(engine, unpadded):
-    """As a run that is resumed does."""
+@pytest.mark.parametrize("compiled", ["before", "anew"])
+def test_another_process_gives_equal_bits(engine, unpadded, tmp_path, compiled):
+    """As a run that is resumed does, where the kernels of the first one are found and where they are not."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
+    if compiled == "anew":
+        environment |= {name: str(tmp_path / name) for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
     caching = str(engine._arguments["enable_prefix_caching"])
     command = [sys.executable, "-c", HERE, str(unpadded), caching]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

@@ -29,7 +29,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import VLLMEngine, arguments
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
-from qerl_pl.rollout.vllm.arguments import policy_arguments
+from qerl_pl.rollout.vllm.arguments import inductor_settings, policy_arguments
 from tests.kernels.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
 
@@ -560,6 +560,21 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
         arguments = policy_arguments(policy, dtype=torch.bfloat16, max_model_len=64, decoding_kernel=kernel)
         keys.add(VllmConfig(additional_config=arguments["additional_config"]).compute_hash())
     assert len(keys) == 2
+
+
+def test_kernels_of_a_deterministic_engine_are_not_chosen_by_their_speed():
+    from torch._inductor import config
+    from vllm.config import CompilationConfig, VllmConfig
+
+    assert inductor_settings("humming", deterministic=False) == {}
+    assert inductor_settings("native", deterministic=True) == {"triton.enable_pdl": True, "deterministic": True}
+    keys = set()
+    for deterministic in (False, True):
+        settings = inductor_settings("native", deterministic=deterministic)
+        assert settings.keys() <= config.get_config_copy().keys(), "Inductor has no such setting"
+        compiled = CompilationConfig(inductor_compile_config=settings)
+        keys.add(VllmConfig(compilation_config=compiled).compute_hash())
+    assert len(keys) == 2, "a graph of the one is not taken for the other"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -31,6 +31,7 @@ def llm_arguments(
     prompts: Literal["humming", "dequantised"],
     one_copy: bool,
     on_cpu: bool,
+    deterministic: bool,
     fp32_norms: bool,
     fp32_head: bool,
 ) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def llm_arguments(
             kernels, or dequantised and multiplied by cuBLAS.
         one_copy: do not read packed weights that the engine can take from the trainer.
         on_cpu: whether vLLM's platform is a CPU.
+        deterministic: let no result depend on how fast kernels were when they were compiled.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
         fp32_head: compute logits in fp32 as the trainer does; by default vLLM rounds logits to the compute dtype.
@@ -55,6 +57,8 @@ def llm_arguments(
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
     arguments["additional_config"]["prompts"] = prompts
+    if inductor := inductor_settings(kernel, deterministic=deterministic and not on_cpu):
+        arguments["compilation_config"] = {"inductor_compile_config": inductor}
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
     arguments["load_format"] = register_loader(
@@ -119,12 +123,7 @@ def policy_arguments(
     """
     from vllm.platforms import current_platform
 
-    # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic dependent
-    # launch). With this option, kernels that Inductor generates do so too, which saves time because a decoding step has
-    # hundreds of short kernels.
-    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     return {
-        **(early if decoding_kernel == "native" else {}),
         "model": policy.base,
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
@@ -146,6 +145,25 @@ def policy_arguments(
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "use_tqdm_on_load": False,
     }
+
+
+def inductor_settings(kernel: Literal["native", "humming"], *, deterministic: bool) -> dict[str, bool]:
+    """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention.
+
+    Args:
+        kernel: as in ``llm_arguments``.
+        deterministic: choose the tile sizes of reductions by a rule. Inductor otherwise takes those that are fastest
+            when a process first runs them, and sums depend on them in their last bits.
+    """
+    settings = {}
+    if kernel == "native":
+        # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic
+        # dependent launch). With this option, kernels that Inductor generates do so too, which saves time because a
+        # decoding step has hundreds of short kernels.
+        settings["triton.enable_pdl"] = True
+    if deterministic:
+        settings["deterministic"] = True
+    return settings
 
 
 def accepted_rank(rank: int) -> int:

@@ -42,9 +42,8 @@ class VLLMEngine:
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
-    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception, unless ``deterministic``
-    is set: Humming's kernels add partial sums in no fixed order, so a repeated call may sample another token where two
-    tokens are about equally likely.
+    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception: unless ``deterministic``
+    is set, Humming's kernels add partial sums in any order, and a call may sample another of two likely tokens.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -63,9 +62,10 @@ class VLLMEngine:
             `docs/kernels.md`) or "humming" (the kernel that vLLM chooses; on Hopper that is Humming's, which is
             slower). "auto": native if it can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
         deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case); with
-            ``trainer.deterministic: true`` a resumed run does, too. An NVFP4 base then needs the native kernels; steps
-            of more than 256 tokens, that is, with prompts, dequantise each linear to scratch memory (7B: 0.3 GB) and
-            use cuBLAS instead of Humming. Estimated cost: 5 % of a long prompt's time, none in decoding.
+            ``trainer.deterministic: true`` a resumed run does, too. Compiled reductions have fixed and not the fastest
+            tile sizes. An NVFP4 base needs the native kernels; steps of more than 256 tokens, that is, with prompts,
+            dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimated cost: 5 %
+            of a long prompt's time.
 
     Raises:
         ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.

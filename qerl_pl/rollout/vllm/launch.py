@@ -86,6 +86,7 @@ def launch(
             prompts=prompts,
             one_copy=one_copy,
             on_cpu=on_cpu,
+            deterministic=deterministic,
             fp32_norms=fp32_norms,
             fp32_head=fp32_head,
         )
