@@ -10,6 +10,9 @@ from torch import Tensor
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Maps an element size in bytes to the integer dtype as which the bits of an element are read."""
+AT_ONCE = 2**20
+"""Most elements of tensors of one shape that are added up together. Larger numbers need fewer kernel launches, and more
+memory: about 24 bytes per element."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -23,19 +26,26 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     Args:
         tensors: tensors of real dtypes with at most 4 bytes per element.
     """
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = {}
     longest: dict[torch.device, int] = {}
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(name)
         longest[tensor.device] = max(longest.get(tensor.device, 0), tensor.numel())
     factors = {device: _factors(length, device) for device, length in longest.items()}
-    sums: dict[torch.device, dict[str, Tensor]] = {device: {} for device in longest}
-    for name, tensor in tensors.items():
-        bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]).long()
-        sums[tensor.device][name] = ((bits + 1) * factors[tensor.device][: len(bits)]).sum()
-    found = {
-        name: value
-        for of_device in sums.values()
-        for name, value in zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True)
-    }
+    sums: dict[torch.device, list[Tensor]] = {device: [] for device in longest}
+    order: dict[torch.device, list[str]] = {device: [] for device in longest}
+    for (shape, dtype, device), names in alike.items():
+        length = shape.numel()
+        at_once = max(1, AT_ONCE // max(1, length))
+        for first in range(0, len(names), at_once):
+            part = names[first : first + at_once]
+            stacked = torch.stack([tensors[name].detach() for name in part]).view(len(part), length)
+            bits = stacked.view(BITS[dtype.itemsize]).long()
+            sums[device].append(((bits + 1) * factors[device][:length]).sum(1))
+            order[device] += part
+    found: dict[str, int] = {}
+    for device, names in order.items():
+        found.update(zip(names, torch.cat(sums[device]).tolist(), strict=True))
     return {name: found[name] for name in tensors}
 
 

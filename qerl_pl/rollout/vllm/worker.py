@@ -101,7 +101,7 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
     found = {}
     for linear, slots in _slots(worker).items():
         a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
-        if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, rows[slot.first])) for slot in slots):
+        if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, rows[slot.first])) for slot in slots[1:]):
             raise RuntimeError(f"vLLM holds different adapters in the {len(slots)} slots of {linear}")
         found[linear + A_WEIGHT] = a[:rank]
         found[linear + B_WEIGHT] = torch.cat([rows[first] for first in sorted(rows)])[:, :rank]
