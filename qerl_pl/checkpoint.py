@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from qerl_pl.policy.lora import LoraSettings
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
+BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocated together, and of a tensor's place
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -42,6 +42,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors, which the writing thread reads
+        self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []  # of these tensors, and whether they are on a GPU
         self.damaged: Path | None = None
         """Path of the damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was
         damaged."""
@@ -101,7 +102,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         try:
             self.wait()
         finally:
-            self._host = []
+            self._host, self._kinds = [], []
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
@@ -113,12 +114,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory. The memory of the previous checkpoint's copy is reused, so that
-        checkpoint must have been written to disk.
-
-        A tensor whose shape or dtype differs from that of the tensor in the previous copy gets new memory.
-        """
-        self._host = [_host_memory(*pair) for pair in zip(tensors, chain(self._host, repeat(None)), strict=False)]
+        """Copy a checkpoint's tensors to host memory. The memory of the previous checkpoint's copy is reused if that
+        has the same shapes and dtypes, so that checkpoint must have been written to disk."""
+        kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
+        if kinds != self._kinds:
+            self._host = []  # frees it
+            self._host, self._kinds = _host_memory(tensors), kinds
         for host, tensor in zip(self._host, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -172,13 +173,27 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def _host_memory(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """Return host memory for a copy of a tensor: ``before`` if it fits, and new memory otherwise. Memory for a GPU
-    tensor is pinned, so that the copy is asynchronous."""
-    wanted = (tensor.shape, tensor.dtype, tensor.is_cuda)
-    if before is not None and (before.shape, before.dtype, before.is_pinned()) == wanted:
-        return before
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous.
+
+    Memory is allocated in blocks of at least ``BLOCK`` bytes, because allocating pinned memory takes milliseconds, and
+    a 7B's adapter and its optimizer have over a thousand tensors. Each tensor nevertheless has a storage of its own:
+    torch writes whole storages to a file.
+    """
+    found, blocks = [], {}
+    for tensor in tensors:
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if tensor.is_cuda not in blocks or len(blocks[tensor.is_cuda]) < size:
+            block = torch.empty(max(size, BLOCK), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            blocks[tensor.is_cuda] = block.numpy()
+        left = blocks[tensor.is_cuda]
+        blocks[tensor.is_cuda] = left[size:]
+        if tensor.nbytes:
+            memory = torch.frombuffer(left, dtype=tensor.dtype, count=tensor.numel())  # keeps the block alive
+        else:
+            memory = torch.empty(0, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        found.append(memory.view(tensor.shape))
+    return found
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:

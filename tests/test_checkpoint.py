@@ -233,26 +233,41 @@ def test_copies_of_the_same_structure_share_their_memory_and_files_do_not(io, tm
 
 
 @pytest.mark.parametrize(
-    ("moments", "shared"),
+    ("moments", "is_reused"),
     [
-        ([torch.ones(3, 2), torch.tensor(7)], [True, False, True]),  # another shape
-        ([torch.ones(2, 3).bool(), torch.tensor(7)], [True, False, True]),  # another dtype
-        ([torch.ones(3, 2).t(), torch.tensor(7)], [True, True, True]),  # other strides only
-        ([torch.ones(2, 3)], [True, True]),
-        ([torch.ones(2, 3), torch.tensor(7), torch.ones(4, 0)], [True, True, True, False]),
+        ([torch.ones(3, 2), torch.tensor(7)], False),  # another shape
+        ([torch.ones(2, 3).bool(), torch.tensor(7)], False),  # another dtype
+        ([torch.ones(3, 2).t(), torch.tensor(7)], True),  # other strides only
+        ([torch.ones(2, 3)], False),
+        ([torch.ones(2, 3), torch.tensor(7), torch.ones(4, 0)], False),
     ],
 )
-def test_another_structure_gets_memory_where_it_differs(io, tmp_path, copies, moments, shared):
+def test_another_structure_gets_new_memory(io, tmp_path, copies, moments, is_reused):
     io.save_checkpoint(checkpoint(), tmp_path / "a", IN_BACKGROUND)
     io.wait()
     state = {"weight": torch.zeros(6), "moments": moments}
     io.save_checkpoint({**PARTS, "state": state}, tmp_path / "b", IN_BACKGROUND)
     io.wait()
-    assert [any(ref is before for before in copies[0]) for ref in copies[1]] == shared
+    assert all(ref() is not None for ref in copies[1])
+    assert [ref() is not None for ref in copies[0]] == [is_reused] * len(copies[0])
     loaded = io.load_checkpoint(tmp_path / "b")["state"]
     for found, expected in zip([loaded["weight"], *loaded["moments"]], [state["weight"], *moments], strict=True):
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("block", [64, 256, 2**20])
+def test_a_file_holds_no_other_bytes_than_its_tensors(io, tmp_path, monkeypatch, block):
+    monkeypatch.setattr("qerl_pl.checkpoint.BLOCK", block)
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (7, 64, 1, 200, 0, 33)
+    tensors = [torch.randn(size, generator=drawn).to(dtype) for size in sizes for dtype in (torch.bfloat16, torch.int8)]
+    for path, options in (("at once", None), ("in the background", IN_BACKGROUND)):
+        io.save_checkpoint({**PARTS, "state": tensors}, tmp_path / path, options)
+        io.wait()
+        found = io.load_checkpoint(tmp_path / path)["state"]
+        assert all(map(torch.equal, found, tensors))
+        assert [each.untyped_storage().nbytes() for each in found] == [each.nbytes for each in tensors]
 
 
 @pytest.mark.gpu
