@@ -194,6 +194,7 @@ def steps_table(lines: list[Line]) -> str:
     columns: dict[str, Column] = {
         "model": _shape("model"),
         "policy": _policy,
+        "completion": _shape("completion"),
         "step, s": _median(1),
         "speed-up": lambda line: _digits(times_bf16(line, lines), 2) if line["name"] == "grpo/step" else "",
         **{phase: _phase(phase) for phase in PHASES},

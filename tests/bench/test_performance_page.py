@@ -96,7 +96,7 @@ def test_the_readmes_table_has_what_the_results_say():
 @pytest.mark.parametrize("lines", [OLD + NEW, NEW], ids=["with old lines", "new lines alone"])
 def test_speed_ups_compare_the_native_kernel_with_bf16_of_one_commit(lines):
     assert "| 7B | 1.50 |  |  |  | 2.00 |" in headline_table(lines)
-    assert "| 7B | nvfp4 (native) | 10 (10 to 10) | 2.00 |" in steps_table(whole_steps(lines))
+    assert "| 7B | nvfp4 (native) | 64 | 10 (10 to 10) | 2.00 |" in steps_table(whole_steps(lines))
     assert "| 7B | speed-up | 1.50 |" in rollouts_table(rollouts(lines))
     assert "Humming" not in steps_table(whole_steps(lines))
 
