@@ -93,6 +93,45 @@ def test_a_compiled_pass_follows_the_next_batch(cuda):
         torch.testing.assert_close(linear(y, x).double(), expected(cuda, y, x, a, b, ids), rtol=2**-8, atol=2**-4)
 
 
+@pytest.mark.parametrize("ids", [*BATCHES, (7,) * 64, ()], ids=lambda ids: str(len(ids)))
+def test_indices_and_flag_are_those_of_vllms_own_class(cuda, ids):
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    mapping = LoRAMapping(ids, ids[:2])
+    found = make_kernels(cuda, (7, 0, 7))  # a batch before
+    theirs = PunicaWrapperGPU(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=1))
+    for kernels in (found, theirs):
+        kernels.update_metadata(mapping, [7], 2, 100)
+    assert torch.equal(found.tokens[0][: len(ids)], theirs._token_lora_indices[: len(ids)])
+    assert torch.equal(found.tokens[1], theirs.token_mapping_meta.no_lora_flag_cpu)
+
+
+def test_an_adapter_in_no_slot_is_an_error(cuda):
+    with pytest.raises(ValueError, match="8 is not in list"):
+        make_kernels(cuda, (7, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_host_waits_for_nothing_when_the_batch_changes(cuda):
+    kernels = make_kernels(cuda, (7, 7))
+    from vllm.lora.layers import LoRAMapping
+
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2**31)  # about a second
+    kernels.update_metadata(LoRAMapping((7, 0, 7), (7, 0, 7)), [7], 2, 100)
+    assert not torch.cuda.current_stream().query(), "the GPU is still asleep"
+    assert kernels.tokens[0][:3].tolist() == [0, -1, 0]
+
+
+@pytest.mark.parametrize("name", ["add_shrink", "add_expand", "add_lora_embedding", "add_lora_logits"])
+def test_other_layers_than_linears_are_refused(cuda, name):
+    with pytest.raises(NotImplementedError, match="for linears"):
+        getattr(make_kernels(cuda, (7,)), name)(None, None)
+
+
 def test_more_than_one_adapter_is_left_to_vllm(cuda):
     from vllm.config.lora import LoRAConfig
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU

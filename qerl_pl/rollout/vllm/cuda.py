@@ -6,28 +6,67 @@ Only vLLM, ``plugin`` and other modules of this package that run on CUDA import 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.library import Library
 from vllm.config.lora import LoRAConfig
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
 
 from qerl_pl.kernels import lora
+
+if TYPE_CHECKING:
+    from vllm.lora.layers import LoRAMapping
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``, and everything else
-    by vLLM's class.
+    """Adapter kernels for linears and one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``.
 
-    Before every forward pass vLLM writes an adapter index for each token, by which the kernels tell tokens with the
-    adapter from tokens without it; one CUDA graph therefore serves both kinds of requests. A pass without any adapter
-    runs without a graph (``patches.graphs_with_adapter``); then the flag ``no_lora`` is True and no LoRA kernel is
-    launched.
+    Whenever the sequences of a batch change, vLLM says which adapter each token has. An index per token is written, by
+    which the kernels tell tokens with the adapter from tokens without it; one CUDA graph therefore serves both kinds of
+    requests. A pass without any adapter runs without a graph (``patches.graphs_with_adapter``); then the flag
+    ``no_lora`` is True and no LoRA kernel is launched.
     """
+
+    def update_metadata(
+        self,
+        mapping: LoRAMapping,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+        **_: object,
+    ) -> None:
+        """Write the adapter index of each token of the next batches.
+
+        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results. Whenever a
+        sequence ends, the host would wait there until the GPU has finished a step, and the GPU for the host afterwards.
+
+        Args:
+            mapping: adapter id of each token, 0 for none.
+            lora_index_to_id: adapter id in each slot.
+            max_loras, vocab_size: not used.
+        """
+        ids = np.asarray(mapping.index_mapping, dtype=np.int64)
+        indices = np.full(len(ids), -1)
+        for index in {*ids.tolist()} - {0}:
+            indices[ids == index] = lora_index_to_id.index(index)
+        async_tensor_h2d(indices, out=self._token_lora_indices[: len(ids)])
+        self.token_mapping_meta.no_lora_flag_cpu.fill_(not ids.any())
+
+    def refuse(self, *_: object, **__: object) -> NoReturn:
+        """Refuse to compute what needs vLLM's own metadata.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("these adapter kernels are for linears; vLLM's are used if max_loras is above 1")
+
+    add_shrink = add_expand = add_lora_embedding = add_lora_logits = refuse  # pyright: ignore[reportAssignmentType]
 
     def add_lora_linear(
         self,
