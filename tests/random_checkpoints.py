@@ -7,6 +7,7 @@ to bf16), so that the formats of one size hold one model. The tokenizer is the t
 from __future__ import annotations
 
 import argparse
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="tiny", choices=SIZES)
     parser.add_argument("--format", default="nvfp4", choices=FORMATS)
     args = parser.parse_args(argv)
-    print(write_random_checkpoint(args.folder, args.size, args.format))
+    with (args.folder / f"{args.size}-{args.format}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another benchmark may be writing the same checkpoint: wait for it
+        print(write_random_checkpoint(args.folder, args.size, args.format))
 
 
 if __name__ == "__main__":
