@@ -47,16 +47,16 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         sequence ends, the host would wait there until the GPU has finished a step, and the GPU for the host afterwards.
 
         Args:
-            mapping: adapter id of each token, 0 for none.
+            mapping: adapter id of each token; 0 or less for none.
             lora_index_to_id: adapter id in each slot.
             max_loras, vocab_size: not used.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)
-        for index in {*ids.tolist()} - {0}:
-            indices[ids == index] = lora_index_to_id.index(index)
+        for adapter in {*ids[ids > 0].tolist()}:
+            indices[ids == adapter] = lora_index_to_id.index(adapter)
         async_tensor_h2d(indices, out=self._token_lora_indices[: len(ids)])
-        self.token_mapping_meta.no_lora_flag_cpu.fill_(not ids.any())
+        self.token_mapping_meta.no_lora_flag_cpu.fill_(not (ids > 0).any())
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
         """Refuse to compute what needs vLLM's own metadata.
