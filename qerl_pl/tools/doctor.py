@@ -98,7 +98,7 @@ def _print_patches() -> None:
         patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
     except ImportError:
         return  # a package is missing, which a check above has reported
-    print("\nreplaced in other packages at run time; their files stay as they are (qerl_pl/rollout/vllm/patches.py):")
+    print("\nreplaced in other packages at run time; their files stay as they are (qerl_pl/rollout/vllm/*patches.py):")
     width = max(len(patch.__name__) for patch in patches.PATCHES)
     for patch in patches.PATCHES:
         summary = (inspect.getdoc(patch) or "").partition("\n\n")[0]

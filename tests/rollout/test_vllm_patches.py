@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.rollout.vllm import patches, setup
+from qerl_pl.rollout.vllm import nvfp4_patches, patches, setup
 from qerl_pl.rollout.vllm.replacing import replace, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
@@ -37,10 +37,10 @@ def test_of_what_is_written_to_standard_error_one_line_is_left_out(capfd):
 
 
 def test_the_list_is_complete():
-    tree = ast.parse(Path(patches.__file__).read_text())
     users = {
         function.name
-        for function in tree.body
+        for module in (patches, nvfp4_patches)
+        for function in ast.parse(inspect.getsource(module)).body
         if isinstance(function, ast.FunctionDef)
         and any(
             isinstance(call, ast.Call)
@@ -66,7 +66,7 @@ def test_no_other_file_sets_an_attribute_of_what_it_imported():
             for target in (node.targets if isinstance(node, ast.Assign) else ())
             if isinstance(target, ast.Attribute)
         ]
-        if path.name != "patches.py":
+        if not path.name.endswith("patches.py"):
             assert not [target for target in targets if target.split(".")[0] in imported], path
 
 
@@ -158,9 +158,44 @@ def test_packed_weights_are_created_in_host_memory_only_within_the_context(monke
         [found] = {parameter.device for parameter in layer.parameters()}
         return found
 
-    with patches.packed_weights_on_host():
+    with nvfp4_patches.packed_weights_on_host():
         assert device() == torch.device("cpu")
     assert device() == torch.device("meta")
+
+
+@pytest.mark.vllm
+def test_vllms_sampler_is_warmed_up_with_what_rollouts_use(monkeypatch):
+    from vllm import SamplingParams
+
+    from qerl_pl.rollout.base import Sampling
+    from qerl_pl.rollout.vllm.requests import sampling_params
+
+    monkeypatch.setattr(SamplingParams, "for_sampler_warmup", SamplingParams.for_sampler_warmup)
+    patches.warmup_without_unused_kernels()
+    warm = SamplingParams.for_sampler_warmup()
+    [used] = sampling_params(Sampling(num_completions=1, max_tokens=8, temperature=0.9), [0], [])
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs", "logit_bias")
+    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "structured_outputs")
+    for name in (*names, *penalties):
+        assert getattr(warm, name) == getattr(used, name), name
+
+
+@pytest.mark.parametrize("given", [None, "/own/ptxas"])
+def test_triton_calls_the_assembler_that_inductor_would_choose(monkeypatch, tmp_path, given):
+    (tmp_path / "ptxas").touch(mode=0o755)
+    monkeypatch.setattr(setup, "TORCHS_PTXAS", tmp_path / "ptxas")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", given or "")
+    if given is None:
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+    setup.prepare_environment()
+    assert os.environ["TRITON_PTXAS_PATH"] == (given or str(tmp_path / "ptxas"))
+
+
+def test_without_an_assembler_of_torch_triton_calls_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(setup, "TORCHS_PTXAS", tmp_path / "ptxas")
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    setup.prepare_environment()
+    assert "TRITON_PTXAS_PATH" not in os.environ
 
 
 @pytest.mark.vllm

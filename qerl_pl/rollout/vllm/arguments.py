@@ -14,7 +14,7 @@ from qerl_pl.memory.parts import KV_BLOCK, kv_cache
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm import norms, patches
+from qerl_pl.rollout.vllm import norms, nvfp4_patches
 from qerl_pl.rollout.vllm.setup import lacks, log_unpacked
 
 CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
@@ -250,5 +250,5 @@ def without_humming() -> Iterator[None]:
 
     from qerl_pl.rollout.vllm.without_humming import WithoutHumming
 
-    with patches.nvfp4_linears_without_humming(lambda: WithoutHumming(NvFp4LinearLayerConfig())):
+    with nvfp4_patches.nvfp4_linears_without_humming(lambda: WithoutHumming(NvFp4LinearLayerConfig())):
         yield

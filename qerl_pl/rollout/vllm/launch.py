@@ -14,7 +14,7 @@ from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.isolation import any_algorithm, preserved_rng, preserved_torch_settings
-from qerl_pl.rollout.vllm import memory, patches, plugin, setup
+from qerl_pl.rollout.vllm import memory, nvfp4_patches, patches, plugin, setup
 from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments, recurrent_arguments
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def launch(
             uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, prompts, policy, compute)
             apart = patches.decoder_classes_apart()
             quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
-            on_host = patches.packed_weights_on_host() if one_copy else nullcontext()
+            on_host = nvfp4_patches.packed_weights_on_host() if one_copy else nullcontext()
             with uncounted, kernels, apart, quiet, on_host, setup.among_ranks() as more, watch.phase("vLLM"):
                 llm = LLM(**{**arguments, **more, **given, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))

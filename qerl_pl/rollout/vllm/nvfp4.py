@@ -31,9 +31,10 @@ from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import dequantize
-from qerl_pl.rollout.vllm import base_weights, patches
+from qerl_pl.rollout.vllm import base_weights
 from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
+from qerl_pl.rollout.vllm.nvfp4_patches import native_nvfp4_linears
 from qerl_pl.rollout.vllm.setup import decoding_lacks
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
@@ -51,7 +52,7 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
-    with patches.native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
+    with native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
         yield
 
 

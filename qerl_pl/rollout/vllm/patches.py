@@ -10,7 +10,7 @@ fails at its start. ``PATCHES`` lists the patches, and ``python -m qerl_pl docto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from qerl_pl.rollout.vllm.nvfp4_patches import (
+    native_nvfp4_linears,
+    nvfp4_linears_without_humming,
+    packed_weights_on_host,
+)
 from qerl_pl.rollout.vllm.replacing import expect, replace, replace_module, replace_once, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
@@ -41,6 +46,7 @@ def apply_all() -> None:
         humming_schedules()
         parallel_token_scores()
         graphs_with_adapter()
+        warmup_without_unused_kernels()
     else:
         delta_nets_in_fp32()
 
@@ -90,6 +96,22 @@ def graphs_with_adapter() -> None:
     )
 
 
+def warmup_without_unused_kernels() -> None:
+    """Before rollouts, compile only those kernels of vLLM's sampler that rollouts use by default.
+
+    Symptom: the first start on a machine spends 12 s on kernels that most runs never call: top-p, top-k, min-p,
+    penalties, logit biases, grammars. A run that needs one of them compiles it in its first rollout.
+    Cause: vLLM warms its sampler up with parameters that call all of its kernels.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from vllm import SamplingParams
+
+    def used_by_rollouts() -> SamplingParams:
+        return SamplingParams(temperature=0.9, seed=0, logprobs=0)
+
+    replace(SamplingParams, "for_sampler_warmup", staticmethod(used_by_rollouts), takes=())
+
+
 def humming_schedules() -> None:
     """Give Humming's GEMM faster tile sizes on Hopper (see ``humming.decoding_schedule``); without Humming do nothing.
 
@@ -133,85 +155,6 @@ def text_models_without_torchvision() -> None:
     models = "transformers.models.qwen2_vl.image_processing"
     if find_spec("torchvision") is None:
         replace_module(f"{models}_qwen2_vl", f"{models}_pil_qwen2_vl", has={"smart_resize": ("height", "width")})
-
-
-@contextmanager
-def native_nvfp4_linears(
-    loaded: Callable[..., Any], apply: Callable[..., Any], update: Callable[..., Any]
-) -> Iterator[None]:
-    """Use this project's native kernels, where they are faster, for NVFP4 linears that vLLM loads within this context.
-
-    Symptom: with few sequences, NVFP4 decodes no faster than bf16.
-    Cause: vLLM has Humming's and Marlin's kernels for NVFP4, and no registry for other kernels of this format.
-    Versions: vLLM 0.32. Upstream: none known.
-
-    Args:
-        loaded: replaces ``process_weights_after_loading`` of vLLM's Humming kernel within the context, and marks the
-            linears that native kernels compute.
-        apply: replaces ``apply_weights`` permanently, and calls vLLM's method for linears without this mark.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for linears without this mark.
-    """
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
-
-    replace(HummingNvFp4LinearKernel, "apply_weights", apply, takes=("self", "layer", "x", "bias"))
-    replace(BaseLinearLayerWithLoRA, "_apply_sync", update, takes=("self", "x", "bias"))
-    with replaced(HummingNvFp4LinearKernel, "process_weights_after_loading", loaded, takes=("self", "layer")):
-        yield
-
-
-@contextmanager
-def packed_weights_on_host() -> Iterator[None]:
-    """Make vLLM create the packed weights of NVFP4 linears in host memory within this context.
-
-    Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
-    Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    layers = "vllm.model_executor.layers.quantization"
-    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    modelopt: Any = import_module(f"{layers}.modelopt")
-
-    def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
-        create = owner.create_weights
-
-        def create_weights(*args: Any, **kwargs: Any) -> None:
-            with torch.device("cpu"):
-                create(*args, **kwargs)
-
-        return replaced(owner, "create_weights", create_weights, takes=("self", "layer", *takes))
-
-    sizes = ("output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader")
-    with (
-        on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
-        on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
-    ):
-        yield
-
-
-@contextmanager
-def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
-    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
-
-    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without humming-kernels, Marlin's
-    kernels run.
-    Cause: vLLM chooses from a fixed list of its own kernel classes.
-    Versions: vLLM 0.32. Upstream: none known.
-
-    Args:
-        kernel: makes the kernel object of one linear.
-    """
-    layers = "vllm.model_executor.layers.quantization"
-    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    modelopt: Any = import_module(f"{layers}.modelopt")
-    before = scheme.init_nvfp4_linear_kernel
-
-    def init(use_a16: bool = False) -> Any:
-        return kernel() if use_a16 else before(use_a16=use_a16)
-
-    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
-    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
-        yield
 
 
 def cache_of_unchanged_blocks(
@@ -316,6 +259,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     fast_adapters,
     parallel_token_scores,
     graphs_with_adapter,
+    warmup_without_unused_kernels,
     humming_schedules,
     delta_nets_in_fp32,
     text_models_without_torchvision,

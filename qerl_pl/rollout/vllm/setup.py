@@ -32,6 +32,7 @@ DEFAULT_ENVIRONMENT = {
 }
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")
+TORCHS_PTXAS = Path(torch.__file__).parent / "bin/ptxas"  # CUDA's assembler, which Triton calls
 HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
 
 ONE_COPY = True
@@ -57,6 +58,10 @@ def prepare_environment() -> None:
     # By default vLLM has a separate Triton cache for each of its configurations, so each new configuration would
     # compile all Triton kernels again.
     os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
+    # Inductor sets this variable before it compiles its first kernel. Triton's cache has the version of ptxas in its
+    # keys, so a start that finds its graphs compiled would otherwise not find the other Triton kernels of the first.
+    if os.access(TORCHS_PTXAS, os.X_OK):
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(TORCHS_PTXAS))
 
 
 @contextmanager

@@ -1,0 +1,91 @@
+"""Run-time patches of vLLM's NVFP4 linears; ``patches.py`` says how patches are written and lists them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from qerl_pl.rollout.vllm.replacing import replace, replaced
+
+
+@contextmanager
+def native_nvfp4_linears(
+    loaded: Callable[..., Any], apply: Callable[..., Any], update: Callable[..., Any]
+) -> Iterator[None]:
+    """Use this project's native kernels, where they are faster, for NVFP4 linears that vLLM loads within this context.
+
+    Symptom: with few sequences, NVFP4 decodes no faster than bf16.
+    Cause: vLLM has Humming's and Marlin's kernels for NVFP4, and no registry for other kernels of this format.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        loaded: replaces ``process_weights_after_loading`` of vLLM's Humming kernel within the context, and marks the
+            linears that native kernels compute.
+        apply: replaces ``apply_weights`` permanently, and calls vLLM's method for linears without this mark.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for linears without this mark.
+    """
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+
+    replace(HummingNvFp4LinearKernel, "apply_weights", apply, takes=("self", "layer", "x", "bias"))
+    replace(BaseLinearLayerWithLoRA, "_apply_sync", update, takes=("self", "x", "bias"))
+    with replaced(HummingNvFp4LinearKernel, "process_weights_after_loading", loaded, takes=("self", "layer")):
+        yield
+
+
+@contextmanager
+def packed_weights_on_host() -> Iterator[None]:
+    """Make vLLM create the packed weights of NVFP4 linears in host memory within this context.
+
+    Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
+    Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    layers = "vllm.model_executor.layers.quantization"
+    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    modelopt: Any = import_module(f"{layers}.modelopt")
+
+    def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
+        create = owner.create_weights
+
+        def create_weights(*args: Any, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                create(*args, **kwargs)
+
+        return replaced(owner, "create_weights", create_weights, takes=("self", "layer", *takes))
+
+    sizes = ("output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader")
+    with (
+        on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
+        on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
+    ):
+        yield
+
+
+@contextmanager
+def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
+    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
+
+    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without humming-kernels, Marlin's
+    kernels run.
+    Cause: vLLM chooses from a fixed list of its own kernel classes.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        kernel: makes the kernel object of one linear.
+    """
+    layers = "vllm.model_executor.layers.quantization"
+    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    modelopt: Any = import_module(f"{layers}.modelopt")
+    before = scheme.init_nvfp4_linear_kernel
+
+    def init(use_a16: bool = False) -> Any:
+        return kernel() if use_a16 else before(use_a16=use_a16)
+
+    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
+    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
+        yield
