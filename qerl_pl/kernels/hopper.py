@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from torch import Tensor
 
 FOLDER, COMMON = Path(__file__).parent, ("hopper.cuh", "nvfp4.cuh")
 ARCHITECTURE = "sm_90a"
+_COMPILING = ThreadPoolExecutor(thread_name_prefix="NVRTC")  # NVRTC releases the GIL
 
 
 class Kernel(NamedTuple):
@@ -73,12 +74,17 @@ def compiled(kernel: Kernel) -> bytes:
     return cubin
 
 
+def start_compiling(kernels: Iterable[Kernel]) -> None:
+    """Start to compile kernels in parallel threads; ``prepare`` waits for them."""
+    for kernel in kernels:
+        _cubin(kernel)
+
+
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
     """Compile kernels in parallel threads and load them on a device. Do not call this while a CUDA graph is
     captured."""
     kernels = list(dict.fromkeys(kernels))
-    with ThreadPoolExecutor() as pool:  # NVRTC releases the GIL
-        list(pool.map(_cubin, kernels))
+    start_compiling(kernels)
     for kernel in kernels:
         load(kernel, device.index)
 
@@ -90,7 +96,7 @@ def load(kernel: Kernel, device: int) -> Any:
     The first call must not be made while a CUDA graph is captured.
     """
     driver: Any = import_module("cuda.bindings.driver")
-    path = _cubin(kernel)
+    path = _cubin(kernel).result()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # initialises CUDA
         [module] = checked(driver.cuModuleLoadData(path.read_bytes()))
@@ -164,8 +170,13 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _cubin(kernel: Kernel) -> Path:
-    """Return the path of a kernel's cubin; compile it if it is not in Triton's cache folder."""
+def _cubin(kernel: Kernel) -> Future[Path]:
+    """Return the path of a kernel's cubin; the first call starts to compile it in a thread."""
+    return _COMPILING.submit(_compiled_file, kernel)
+
+
+def _compiled_file(kernel: Kernel) -> Path:
+    """Compile a kernel if its cubin is not in Triton's cache folder, and return the cubin's path."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())

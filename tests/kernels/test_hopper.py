@@ -18,7 +18,9 @@ def loaded(monkeypatch, tmp_path) -> Iterator[list[bytes]]:
 
     found: list[bytes] = []
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(hopper, "load", lambda kernel, device: found.append(hopper._cubin(kernel).read_bytes()))
+    monkeypatch.setattr(
+        hopper, "load", lambda kernel, device: found.append(hopper._cubin(kernel).result().read_bytes())
+    )
     hopper._cubin.cache_clear()
     yield found
     hopper._cubin.cache_clear()
@@ -49,6 +51,24 @@ def test_kernels_are_compiled_at_the_same_time(loaded, monkeypatch):
     monkeypatch.setattr(hopper, "compiled", compiled)
     hopper.prepare(KERNELS, GPU)
     assert loaded == [kernel.name.encode() for kernel in KERNELS]
+
+
+def test_compiling_can_start_before_kernels_are_needed(loaded, monkeypatch):
+    compiled, begun, may_end = [], threading.Event(), threading.Event()
+
+    def slowly(kernel: hopper.Kernel) -> bytes:
+        begun.set()
+        may_end.wait(20)
+        compiled.append(kernel)
+        return kernel.name.encode()
+
+    monkeypatch.setattr(hopper, "compiled", slowly)
+    hopper.start_compiling(KERNELS)
+    assert begun.wait(20)
+    assert not compiled, "the caller did not wait"
+    may_end.set()
+    hopper.prepare(KERNELS, GPU)
+    assert len(loaded) == len(compiled) == 2, "each once"
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(loaded):

@@ -112,7 +112,7 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
     """Compile the Triton kernels that a linear's LoRA adapter may need. This takes seconds, so it is done before
-    rollouts.
+    rollouts. Threads may do it for several linears at once.
 
     Args:
         a: one [1, 1, R, K] for each slice.
@@ -127,9 +127,10 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
     (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
     if lora.is_matmul_faster(first[0][:1], first):
         return
-    for num_tokens in lora.token_counts(K, widths, rank, fewest=fewest):
-        x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
-        lora.add_lora(y, x, first, second, torch.full((num_tokens,), -1, device=x.device))
+    with torch.accelerator.device_index(first[0].device.index):  # a new thread's current device is the first GPU
+        for num_tokens in lora.token_counts(K, widths, rank, fewest=fewest):
+            x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
+            lora.add_lora(y, x, first, second, torch.full((num_tokens,), -1, device=x.device))
 
 
 def adapter_kernels(

@@ -31,6 +31,7 @@ from qerl_pl.kernels.lora import add_lora
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import dequantize
+from qerl_pl.quant.selection import fused_groups
 from qerl_pl.rollout.vllm import base_weights
 from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 from qerl_pl.rollout.vllm.humming import without_served
@@ -45,13 +46,16 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 @contextmanager
 def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
     """Make the NVFP4 linears that vLLM loads within this context use this project's native kernels, also after the
-    context.
+    context. Start to compile these kernels.
 
     Raises:
         ValueError: the native kernels do not support this GPU, format or dtype, or a package is missing.
     """
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
+    linears = policy.packed_linears()
+    for group in fused_groups(list(linears), present=linears.keys()).values():
+        start_compiling(sum(linears[name].out_features for name in group), linears[group[0]].in_features)
     with native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
         yield
 
@@ -70,11 +74,16 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
 
 
 @cache
+def start_compiling(outputs: int, inputs: int) -> None:
+    """Start to compile the native kernels for linears of one shape and for their adapters in threads."""
+    hopper.start_compiling(_kernels_for(outputs, inputs))
+
+
+@cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Compile the native kernels for linears of one shape and for their adapters; cached, as all decoder blocks have
-    linears of the same shapes."""
-    linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
-    hopper.prepare([*linears, *lora_hopper.all_kernels()], device)
+    """Load the native kernels for linears of one shape and for their adapters, compiled if necessary; cached, as all
+    decoder blocks have linears of the same shapes."""
+    hopper.prepare(_kernels_for(outputs, inputs), device)
 
 
 def apply_weights(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -229,6 +238,11 @@ def compiling(layer_config: str, compute_config: str, device: torch.device) -> T
     thread = Thread(target=compile_all, daemon=True)
     thread.start()
     return thread
+
+
+def _kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
+    linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
+    return [*linears, *lora_hopper.all_kernels()]
 
 
 class _NativeLinear(NamedTuple):

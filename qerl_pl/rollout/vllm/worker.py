@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -61,7 +62,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton LoRA kernels for all linears whose adapters are computed by ``OneAdapterKernels``."""
+    """Compile the Triton LoRA kernels for all linears whose adapters are computed by ``OneAdapterKernels``, in a thread
+    for each kind of linear."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -74,8 +76,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
                 fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
             # Kernels depend on the shapes only, so one linear of each set of shapes is kept.
             linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest
-    for a, b, fewest in linears.values():
-        compile_kernels(a, b, fewest)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_kernels, *zip(*linears.values(), strict=True)))
 
 
 @torch.no_grad()
