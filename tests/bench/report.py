@@ -34,6 +34,7 @@ LAYER_NAMES = {
     "apart": "separate",
     "matmul": "cuBLAS",
 }
+STARTS = "imports", "vLLM", "adapter kernels"
 PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 
 
@@ -100,17 +101,21 @@ def headline_table(lines: list[Line]) -> str:
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], tuple[Line, Line]]:
     """Find the last two engines of two kinds that one commit measured, by model and number of sequences.
 
+    All pairs of a model are of one GPU, on which it was measured last.
+
     Args:
         lines: of ``bench_rollout``; engines with other than the usual settings are left out.
         first, second: "nvfp4" or "bf16", or the same with " alone": without an adapter.
     """
-    commits: dict[tuple[str, int, str], dict[str, Line]] = {}
+    found: dict[tuple[str, int, str, str], dict[str, Line]] = {}
     for line in _of_kind("rollout/generate", lines):
         shape = line["shape"]
         if (shape["kv"], shape["rank"]) == ("auto", RANK) and _kernel(line) != "humming":
             kind = shape["base"] + (" alone" if shape["adapter"] == "none" else "")
-            commits.setdefault((shape["model"], shape["sequences"], line["commit"]), {})[kind] = line
-    pairs = {key[:2]: (kinds[first], kinds[second]) for key, kinds in commits.items() if {first, second} <= {*kinds}}
+            found.setdefault((shape["model"], shape["sequences"], _gpu(line), line["commit"]), {})[kind] = line
+    both = {key: (kinds[first], kinds[second]) for key, kinds in found.items() if {first, second} <= {*kinds}}
+    gpus = {model: gpu for model, _, gpu, _ in both}
+    pairs = {(model, count): pair for (model, count, gpu, _), pair in both.items() if gpu == gpus[model]}
     return {key: pairs[key] for key in sorted(pairs, key=lambda key: (*_by_size(key[0]), key[1]))}
 
 
@@ -127,16 +132,16 @@ def rollouts_table(lines: list[Line]) -> str:
     rows = []
     for model in dict.fromkeys(model for model, _ in speeds):
         pairs = [speeds.get((model, count)) for count in counts]
+        alone = [adapters.get((model, count)) for count in counts]
         for place, base in enumerate(("bf16", "nvfp4")):
             rates = [_digits(pair and pair[place]["tokens_per_s"], 0) for pair in pairs]
-            rows.append([model, f"{base}, tokens/s", *rates])
-        rows.append([model, "speed-up", *map(_speed_up, pairs)])
+            rows.append([model, *_gpus(pairs), f"{base}, tokens/s", *rates])
+        rows.append([model, *_gpus(pairs), "speed-up", *map(_speed_up, pairs)])
         shares = [_digits(pair and pair[1]["decoded_per_s"] / pair[1]["roof_per_s"], 2) for pair in pairs]
-        rows.append([model, "nvfp4, share of the roof", *shares])
-        added = [_added(adapters.get((model, count))) for count in counts]
-        if any(added):
-            rows.append([model, "nvfp4, added by LoRA", *added])
-    return table(["model", "", *counts], rows)
+        rows.append([model, *_gpus(pairs), "nvfp4, share of the roof", *shares])
+        if any(alone):
+            rows.append([model, *_gpus(alone), "nvfp4, added by LoRA", *map(_added, alone)])
+    return table(["model", "GPU", "", *counts], rows)
 
 
 def whole_steps(lines: list[Line]) -> list[Line]:
@@ -297,6 +302,16 @@ def _latest(kinds: Sequence[str], lines: Iterable[Line]) -> list[Line]:
 
 def _machine(line: Line) -> str:
     return f"{line['device']}, torch {line['torch']}, Triton {line['triton']}"
+
+
+def _gpu(line: Line) -> str:
+    """Name the GPU in a word, e.g. H100."""
+    return line["device"].removeprefix("NVIDIA ").split()[0]
+
+
+def _gpus(pairs: Iterable[tuple[Line, Line] | None]) -> list[str]:
+    """Name the GPU of pairs from ``at_one_commit``; a list of one name."""
+    return list(dict.fromkeys(_gpu(pair[0]) for pair in pairs if pair))
 
 
 def _origin(lines: Iterable[Line], usual: str) -> str:
@@ -474,7 +489,14 @@ TABLES = {
         _number("median_s", 1, 1e6),
         "tokens",
     ),
-    "start": _rows(partial(_latest, ["start/"]), {"start": _variant, "seconds": _number("median_s", 1)}),
+    "start": _rows(
+        partial(_latest, ["start/"]),
+        {
+            "start": _variant,
+            "seconds": _number("median_s", 1),
+            **{phase: lambda line, phase=phase: _digits(line.get("phases_s", {}).get(phase), 1) for phase in STARTS},
+        },
+    ),
 }
 
 

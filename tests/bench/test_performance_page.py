@@ -34,7 +34,8 @@ def rollout(base: str, rate: float, commit: str, **shape: Any) -> Line:
     """Line of 8 sequences of 7B with an adapter."""
     shape = {"model": "7B", "base": base, "rank": 32, "adapter": "ours", "kv": "auto", **shape}
     seconds = {"median_s": 1.0, "tokens_per_s": rate, "decoded_per_s": rate, "roof_per_s": 2 * rate}
-    return {"name": "rollout/generate", "shape": {"sequences": 8, **shape}, "commit": commit, **seconds}
+    about = {"device": "NVIDIA H200", "commit": commit}
+    return {"name": "rollout/generate", "shape": {"sequences": 8, **shape}, **about, **seconds}
 
 
 def step(base: str, seconds: float, commit: str, *, finished: bool = True, **shape: Any) -> Line:
@@ -97,8 +98,16 @@ def test_the_readmes_table_has_what_the_results_say():
 def test_speed_ups_compare_the_native_kernel_with_bf16_of_one_commit(lines):
     assert "| 7B | 1.50 |  |  |  | 2.00 |" in headline_table(lines)
     assert "| 7B | nvfp4 (native) | 64 | 10 (10 to 10) | 2.00 |" in steps_table(whole_steps(lines))
-    assert "| 7B | speed-up | 1.50 |" in rollouts_table(rollouts(lines))
+    assert "| 7B | H200 | speed-up | 1.50 |" in rollouts_table(rollouts(lines))
     assert "Humming" not in steps_table(whole_steps(lines))
+
+
+def test_a_models_rows_are_of_the_gpu_on_which_it_was_measured_last():
+    lines = [*NEW, rollout("bf16", 10, "a", sequences=16), rollout("nvfp4", 30, "a", sequences=16, decoding="native")]
+    other = [{**line, "device": "NVIDIA H100 80GB HBM3", "commit": "c"} for line in NEW]
+    assert "| 7B | H200 | speed-up | 1.50 | 3.00 |" in rollouts_table(rollouts(lines))
+    assert "| 7B | H100 | speed-up | 1.70 |" in rollouts_table(rollouts([*lines, *other]))
+    assert "3.00" not in rollouts_table(rollouts([*lines, *other]))
 
 
 def test_an_adapters_share_compares_one_engine_with_itself():
