@@ -110,7 +110,8 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
     found: dict[tuple[str, int, str, str], dict[str, Line]] = {}
     for line in _of_kind("rollout/generate", lines):
         shape = line["shape"]
-        if (shape["kv"], shape["rank"]) == ("auto", RANK) and _kernel(line) != "humming":
+        usual = (shape["kv"], shape["rank"], shape.get("deterministic")) == ("auto", RANK, None)
+        if usual and _kernel(line) != "humming":
             kind = shape["base"] + (" alone" if shape["adapter"] == "none" else "")
             found.setdefault((shape["model"], shape["sequences"], _gpu(line), line["commit"]), {})[kind] = line
     both = {key: (kinds[first], kinds[second]) for key, kinds in found.items() if {first, second} <= {*kinds}}
