@@ -35,6 +35,7 @@ from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
 from qerl_pl.common import empty_event_files
 from qerl_pl.common.extras import not_installed
+from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
 from qerl_pl.handover import Handover
@@ -48,22 +49,29 @@ SUBCOMMANDS = tuple(DESCRIPTIONS)
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml when training begins, so that a start that fails earlier leaves the old file unchanged."""
+    """Writes config.yaml when training begins, so that a start that fails earlier leaves the old file unchanged.
+
+    The file is written atomically, which Lightning's own callback does not do.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            super().setup(trainer, pl_module, stage)
+        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
+        if stage != "fit" and trainer.is_global_zero and folder is not None:
+            write_whole(Path(folder, self.config_filename), self._text())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
+        folder = trainer.log_dir
         if trainer.is_global_zero and folder is not None:
-            text = self.parser.dump(self.config, skip_none=False)
-            changes, kept = keep_old_config(Path(folder, self.config_filename), text)
+            path, text = Path(folder, self.config_filename), self._text()
+            changes, kept = keep_old_config(path, text)
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
             log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(text)))
-        super().setup(trainer, pl_module, "fit")
+            write_whole(path, text)
+
+    def _text(self) -> str:
+        return self.parser.dump(self.config, skip_none=False)
 
 
 class QeRLCLI(LightningCLI):
@@ -79,6 +87,13 @@ class QeRLCLI(LightningCLI):
         self._run_now = run_now
         self._handover = handover
         super().__init__(*more, **named)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommand that the command line begins with, so that only its parser is built, which takes a
+        quarter of a second; all subcommands if it begins with something else, such as --help."""
+        every, given = LightningCLI.subcommands(), sys.argv[1:2]
+        return {name: every[name] for name in given if name in every} or every
 
     def _run_subcommand(self, subcommand: str) -> None:
         if not self._run_now:
@@ -197,7 +212,7 @@ def main(args: list[str], *, run_now: bool = True, handover: Handover | None = N
         run_now=run_now,
         handover=handover,
         parser_class=Parser,
-        parser_kwargs={name: {"description": f"{text}{FORM}"} for name, text in DESCRIPTIONS.items()},
+        parser_kwargs={name: {"description": f"{DESCRIPTIONS[name]}{FORM}"} for name in QeRLCLI.subcommands()},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,

@@ -8,7 +8,8 @@ import pytest
 
 import train
 from qerl_pl.__main__ import COMMANDS, main
-from qerl_pl.cli.help_text import in_plain_text
+from qerl_pl.cli.help_text import DESCRIPTIONS, in_plain_text
+from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.type_words import words
 from qerl_pl.settings.trainer import UNUSABLE
 
@@ -44,6 +45,14 @@ def test_evaluation_has_no_options_without_an_effect(command, help_of):
     text = help_of(command)
     assert "--ckpt_path CKPT_PATH" in text
     assert not re.search(r"--(weights_only|verbose|return_predictions)\b", text)
+
+
+def test_all_subcommands_are_listed_and_a_given_one_is_built_alone(help_of, monkeypatch):
+    listed = help_of("--help")
+    assert all(f"\n    {name} " in listed for name in DESCRIPTIONS)
+    for words_given, built in (["fit", "-c", "x"], {"fit"}), (["test"], {"test"}), ([], {*DESCRIPTIONS}):
+        monkeypatch.setattr("sys.argv", ["train.py", *words_given])
+        assert QeRLCLI.subcommands().keys() == built
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

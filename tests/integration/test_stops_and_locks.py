@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(run, tmp_path):
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path):
+def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path, monkeypatch):
     run("fit", tmp_path, "--trainer.max_steps", "4")
     old = (tmp_path / "config.yaml").read_text()
     with pytest.warns(
@@ -61,7 +62,12 @@ def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path):
     ):
         run("fit", tmp_path, "--trainer.max_steps", "5", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
     assert (tmp_path / "config.1.yaml").read_text() == old
-    assert "temperature: 0.9" in (tmp_path / "config.yaml").read_text()
+    now = (tmp_path / "config.yaml").read_text()
+    assert "temperature: 0.9" in now
+    monkeypatch.setattr("qerl_pl.common.files.os.replace", Mock(side_effect=OSError("disk is full")))
+    with pytest.raises(OSError, match="disk is full"):
+        run("fit", tmp_path, "--trainer.max_steps", "6", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
+    assert (tmp_path / "config.yaml").read_text() == now
 
 
 def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run, bases, tmp_path):
@@ -78,6 +84,7 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert folders == {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
     assert run_dir in folders
     assert len(folders) == 2
+    assert all((folder / "config.yaml").read_text().startswith("# lightning") for folder in folders)
     assert (run_dir / "checkpoints" / "last.ckpt").exists(), "the first logger's folder is not that of checkpoints"
     assert load_last(run_dir)["global_step"] == 4
     before = (run_dir / "metrics.csv").read_text()
