@@ -6,12 +6,12 @@ import pytest
 
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.bench_rollout import policy_of
-from tests.random_checkpoints import written_apart
+from tests.random_checkpoints import write_random_checkpoint
 
 
 @pytest.mark.parametrize("base", ["nvfp4", "bf16"])
 def test_only_a_packed_base_has_values(base, tmp_path):
-    policy = policy_of(str(written_apart(tmp_path, "tiny", base)), "tiny", base, 8)
+    policy = policy_of(str(write_random_checkpoint(tmp_path, "tiny", base)), "tiny", base, 8)
     packed = base == "nvfp4"
     assert policy.packed_format is (NVFP4 if packed else None)
     assert len(policy.packed_linears()) == (14 if packed else 0)

@@ -213,7 +213,13 @@ def test_a_fault_stops_the_run_before_anything_is_learned_from_it(run, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(("fault", "at", "stopped", "said"), IN_A_RUN, ids=[row[0] for row in IN_A_RUN])
+@pytest.mark.parametrize(
+    ("fault", "at", "stopped", "said"),
+    [
+        pytest.param(*row, id=row[0], marks=[] if number % 3 == 0 else pytest.mark.long)
+        for number, row in enumerate(IN_A_RUN)
+    ],
+)
 def test_a_fault_of_vllm_stops_the_run_too(run, tmp_path, fault, at, stopped, said):
     group = dist.is_initialized()
     assert_stops(run, tmp_path, (*VLLM, *BLOCK), fault, at, stopped, said)

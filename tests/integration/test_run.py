@@ -213,7 +213,8 @@ def test_prediction_writes_every_completion_of_the_trained_policy(run, finished,
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(run, tmp_path):
+@pytest.mark.parametrize("problems", [64, pytest.param(1319, marks=pytest.mark.long, id="the whole test set")])
+def test_two_iterations_on_real_problems_and_validation_on_the_test_set(run, tmp_path, problems):
     if not GSM8K.exists():
         pytest.skip(f"{GSM8K} is missing; set QERL_DATA to a folder with gsm8k_train.jsonl and gsm8k_test.jsonl")
     source = ("--data.source", "datamodules.gsm8k.GSM8K", f"--data.source.train_path={GSM8K}")
@@ -222,10 +223,10 @@ def test_two_iterations_on_real_problems_and_validation_on_all_of_the_test_set(r
     run("fit", tmp_path, *source, *small, "--trainer.max_steps", "4", "--data.val_limit", "8", "--data.batch_size", "2")
     assert load_last(tmp_path)["global_step"] == 4
     events = read_curves(tmp_path)
-    run("validate", tmp_path, *source, *small, "--ckpt_path", "last")
+    run("validate", tmp_path, *source, *small, "--ckpt_path", "last", "--data.val_limit", str(problems))
     assert read_curves(tmp_path) == events, "an evaluation wrote into the curves of the training"
     rows = records(next((tmp_path / "validate" / "gsm8k-last" / "completions").glob("validate-*.jsonl")))
-    assert len(rows) == 1319
+    assert len(rows) == problems
     assert all(row["reward"] is not None for row in rows)
 
 
@@ -293,6 +294,7 @@ def test_the_code_on_the_card_of_an_adapter_loads_it(exported, finished, bases, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
 def test_stock_vllm_loads_the_exported_adapter(exported, bases, finished):
     script = f"""

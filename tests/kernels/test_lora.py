@@ -72,10 +72,9 @@ def test_a_fourth_slice_is_added_too(kernels):
 def test_every_split_and_step_is_right(kernels, tokens):
     problem = Problem(tokens, 200, 24, (70, 20, 20), DTYPES[0])
     for k_block, chunk in [(16, 16), (16, 48), (64, 128), (256, 256)]:
+        partials = kernels.shrink(problem.x, problem.a, kernels.ShrinkTiles(32, 16, k_block, chunk))
         for outputs, steps in [(16, 1), (16, 3), (128, 1)]:
-            shrink = kernels.ShrinkTiles(32, 16, k_block, chunk)
             y = problem.y.clone()
-            partials = kernels.shrink(problem.x, problem.a, shrink)
             expand = kernels.ExpandTiles(16, outputs, steps)
             kernels.expand(y, partials, problem.b, problem.indices, expand)
             problem.check(kernels, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from qerl_pl.study import process, state
 from qerl_pl.study.study_file import Command
 from qerl_pl.tools.tiny import make_tiny
-from tests.program import ROOT
+from tests.program import ROOT, Program
 
 TOY = ["-c", "tests/integration/toy.yaml"]
 TAKEN_OVER = "this run uses the rollout engine of the run before it"
@@ -41,7 +42,9 @@ def commands(base: Path, folder: Path, *more: str) -> list[Command]:
 
 
 def execute(words: list[str]) -> int:
-    return subprocess.run(words, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode
+    """Exit status of ``python -m MODULE ARGUMENTS`` in a fork that need not import."""
+    assert words[:2] == [sys.executable, "-m"]
+    return Program(words[3:], script=words[2]).wait()
 
 
 def result(folder: Path, name: str) -> dict[str, Any]:
@@ -90,7 +93,8 @@ def test_on_a_gpu_the_memory_of_a_run_is_planned_once_per_engine(base, tmp_path)
 def test_a_command_that_fails_ends_the_process_and_is_not_recorded(base, tmp_path):
     fit, *_ = commands(base, tmp_path)
     wrong = Command("reach", ["test", *TOY, "--model.base", str(tmp_path / "nowhere")])
-    assert execute(process.words_of(tmp_path, [wrong, fit])) == 1
+    words = process.words_of(tmp_path, [wrong, fit])
+    assert subprocess.run(words, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode == 1
     assert "nowhere" in state.log_of(tmp_path, "reach").read_text()
     assert not (tmp_path / state.STATE).exists()
     assert not (tmp_path / "checkpoints").exists()
