@@ -1,4 +1,5 @@
-"""Run-time patches of vLLM, Humming and torch: all places where this project replaces an attribute of another package.
+"""Run-time patches of vLLM, Humming and torch: all places where this project replaces an attribute of another package;
+those of NVFP4 linears are in ``nvfp4_patches``.
 
 vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process; no
 file of another package is changed. Each function below is one patch. Its docstring says which symptom occurs without
@@ -100,7 +101,7 @@ def warmup_without_unused_kernels() -> None:
     """Before rollouts, compile only those kernels of vLLM's sampler that rollouts use by default.
 
     Symptom: the first start on a machine spends 12 s on kernels that most runs never call: top-p, top-k, min-p,
-    penalties, logit biases, grammars. A run that needs one of them compiles it in its first rollout.
+    penalties, logit biases, bad words. A run that needs one of them compiles it in its first rollout.
     Cause: vLLM warms its sampler up with parameters that call all of its kernels.
     Versions: vLLM 0.32. Upstream: none known.
     """
