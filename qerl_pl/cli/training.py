@@ -55,20 +55,23 @@ class SaveAcceptedConfig(SaveConfigCallback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
-        if stage != "fit" and trainer.is_global_zero and folder is not None:
-            write_whole(Path(folder, self.config_filename), self._text())
+        if stage != "fit" and (path := self._path(trainer)):
+            write_whole(path, self._text())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = trainer.log_dir
-        if trainer.is_global_zero and folder is not None:
-            path, text = Path(folder, self.config_filename), self._text()
+        if path := self._path(trainer):
+            text = self._text()
             changes, kept = keep_old_config(path, text)
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
             log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(text)))
             write_whole(path, text)
+
+    def _path(self, trainer: Trainer) -> Path | None:
+        """Return the path of config.yaml on rank 0, and None on all other ranks."""
+        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
+        return Path(folder, self.config_filename) if trainer.is_global_zero and folder is not None else None
 
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
@@ -90,8 +93,8 @@ class QeRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that the command line begins with, so that only its parser is built, which takes a
-        quarter of a second; all subcommands if it begins with something else, such as --help."""
+        """Return the subcommand that the command line begins with, because building the parsers of the others takes
+        0.4 s; all subcommands if it begins with something else, such as --help."""
         every, given = LightningCLI.subcommands(), sys.argv[1:2]
         return {name: every[name] for name in given if name in every} or every
 
@@ -216,7 +219,6 @@ def main(args: list[str], *, run_now: bool = True, handover: Handover | None = N
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,
-        save_config_kwargs={"overwrite": True},
         trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), CloseEngine()]},
     )
 
