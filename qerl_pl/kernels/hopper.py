@@ -171,7 +171,7 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Future[Path]:
-    """Return the path of a kernel's cubin; the first call starts to compile it in a thread."""
+    """Return a future of the path of a kernel's cubin; the first call starts to compile it in a thread."""
     return _COMPILING.submit(_compiled_file, kernel)
 
 

@@ -54,8 +54,10 @@ def for_linears_of(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
     if missing := decoding_lacks(policy.packed_format, dtype):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
     linears = policy.packed_linears()
-    for group in fused_groups(list(linears), present=linears.keys()).values():
-        start_compiling(sum(linears[name].out_features for name in group), linears[group[0]].in_features)
+    groups = fused_groups(list(linears), present=linears.keys()).values()
+    shapes = {(sum(linears[name].out_features for name in group), linears[group[0]].in_features) for group in groups}
+    for outputs, inputs in shapes:
+        hopper.start_compiling(_kernels_for(outputs, inputs))
     with native_nvfp4_linears(process_weights_after_loading, apply_weights, apply_with_adapter):
         yield
 
@@ -71,12 +73,6 @@ def process_weights_after_loading(self: Any, layer: Any) -> None:
         layer.decoding = self.locks, self.layer_config.to_str(), self.compute_config, None
         compiling(*layer.decoding[1:3], layer.weight.device)
         base_weights.adopt(layer)
-
-
-@cache
-def start_compiling(outputs: int, inputs: int) -> None:
-    """Start to compile the native kernels for linears of one shape and for their adapters in threads."""
-    hopper.start_compiling(_kernels_for(outputs, inputs))
 
 
 @cache
