@@ -34,7 +34,6 @@ LAYER_NAMES = {
     "apart": "separate",
     "matmul": "cuBLAS",
 }
-STARTS = "imports", "vLLM", "adapter kernels"
 PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 
 
@@ -134,12 +133,13 @@ def rollouts_table(lines: list[Line]) -> str:
     for model in dict.fromkeys(model for model, _ in speeds):
         pairs = [speeds.get((model, count)) for count in counts]
         alone = [adapters.get((model, count)) for count in counts]
+        label = [model, *_gpus(pairs)]
         for place, base in enumerate(("bf16", "nvfp4")):
             rates = [_digits(pair and pair[place]["tokens_per_s"], 0) for pair in pairs]
-            rows.append([model, *_gpus(pairs), f"{base}, tokens/s", *rates])
-        rows.append([model, *_gpus(pairs), "speed-up", *map(_speed_up, pairs)])
+            rows.append([*label, f"{base}, tokens/s", *rates])
+        rows.append([*label, "speed-up", *map(_speed_up, pairs)])
         shares = [_digits(pair and pair[1]["decoded_per_s"] / pair[1]["roof_per_s"], 2) for pair in pairs]
-        rows.append([model, *_gpus(pairs), "nvfp4, share of the roof", *shares])
+        rows.append([*label, "nvfp4, share of the roof", *shares])
         if any(alone):
             rows.append([model, *_gpus(alone), "nvfp4, added by LoRA", *map(_added, alone)])
     return table(["model", "GPU", "", *counts], rows)
@@ -495,7 +495,7 @@ TABLES = {
         {
             "start": _variant,
             "seconds": _number("median_s", 1),
-            **{phase: lambda line, phase=phase: _digits(line.get("phases_s", {}).get(phase), 1) for phase in STARTS},
+            **{phase: _phase(phase) for phase in ("imports", "vLLM", "adapter kernels")},
         },
     ),
 }
