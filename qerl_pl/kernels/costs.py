@@ -56,13 +56,6 @@ DEQUANTISED_FROM = 2**31
 GEMM.
 
 The value means never, because the threshold, which `bench_prompts` would find, has not been measured."""
-LARGE, FULL = 50e6, 0.83
-"""Bounds beyond which Humming's GEMM runs a linear with more than 128 tokens instead of the batch GEMM: the linear has
-more than LARGE weights (N x K), and the batch GEMM's best schedule occupies less than the share FULL of the SMs,
-averaged over its waves.
-
-Humming's stream-K schedules divide the last, partly filled wave among all SMs. Threshold: `bench_schedules`, 14B, 256
-tokens, at commit b8196c6."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE, WIDE_SPLITS = 64, 4

@@ -94,10 +94,10 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
         num_tokens: T.
         outputs: N.
         inputs: K.
-        fuses_lora: whether the GEMM also adds a LoRA adapter, which Humming's kernel cannot do.
+        fuses_lora: whether the GEMM also adds a LoRA adapter.
 
     Returns:
-        The schedule; None if this kernel cannot run the GEMM or if, without an adapter, Humming's kernel is faster.
+        The schedule; None if this kernel cannot run the GEMM.
     """
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
         return None
@@ -107,10 +107,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
         return seconds(schedule, num_tokens, outputs, inputs) + adapter, schedule.blocks
 
     fitting = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
-    best = min((one for variant in fitting for one in _schedules(variant, num_tokens, outputs)), key=cost)
-    busy = _clusters(best, num_tokens) * best.splits / (_waves(best, num_tokens) * costs.SMS)
-    is_large = num_tokens > max(costs.K_BLOCK_CYCLES) and outputs * inputs > costs.LARGE
-    return None if is_large and not fuses_lora and busy < costs.FULL else best
+    return min((one for variant in fitting for one in _schedules(variant, num_tokens, outputs)), key=cost)
 
 
 @cache

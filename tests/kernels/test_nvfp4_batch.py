@@ -66,25 +66,19 @@ def test_an_sm_has_room_for_a_block_and_copies_run_ahead(variant):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, tokens):
     outputs, inputs = shape
-    if (schedule := choose_schedule(tokens, outputs, inputs)) is None:
-        assert tokens > 128
-        return
-    variant, splits, blocks = schedule
+    variant, splits, blocks = chosen(tokens, outputs, inputs)
     token_tiles = -(-tokens // variant.tokens)
     clusters = blocks * token_tiles
     assert token_tiles <= 2
     assert 1 <= splits <= inputs // 128
     assert splits == 1 or clusters <= costs.RESIDENT_CLUSTERS[splits]
-    *others, last = widths(schedule, outputs)
+    *others, last = widths(Schedule(variant, splits, blocks), outputs)
     assert sum(others) < outputs // 64 <= sum(others) + last
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_more_tokens_never_take_less_time(shape):
-    found = {tokens: choose_schedule(tokens, *shape) for tokens in TOKENS}
-    times = [
-        nvfp4_batch.seconds(schedule, tokens, *shape) for tokens, schedule in found.items() if schedule is not None
-    ]
+    times = [nvfp4_batch.seconds(chosen(tokens, *shape), tokens, *shape) for tokens in TOKENS]
     assert all(few <= many for few, many in pairwise(times))
 
 
@@ -162,12 +156,9 @@ def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
     assert choose_schedule(tokens, outputs, inputs) is None
 
 
-def test_large_linears_that_would_leave_much_of_the_gpu_idle_are_left_to_humming():
+def test_a_linear_that_does_not_fill_whole_waves_is_split_or_divided_unequally():
     for shape in ((256, 5120, 13824), (129, 5120, 13824)):
-        assert choose_schedule(*shape) is None
-        assert choose_schedule(*shape, fuses_lora=True) is not None, (
-            "it adds an adapter meanwhile, which Humming's does not"
-        )
+        assert chosen(*shape) == choose_schedule(*shape, fuses_lora=True)
     assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1, 108)
     assert chosen(256, 27648, 5120) == Schedule(Variant(128, 4), 1, 124), "unequal blocks leave little of it idle"
     assert chosen(256, 37888, 3584) == Schedule(Variant(128, 5), 1, 132)

@@ -291,10 +291,7 @@ def without_humming(bias: Tensor | None = None, outputs: int = N, inputs: int = 
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_without_humming_prompts_are_dequantised(calls, monkeypatch, compile, with_bias):
-    monkeypatch.setattr(costs, "LARGE", 0)  # a size of linear that Humming would compute at 129 to 256 tokens
-    monkeypatch.setattr(costs, "FULL", 2)
-    nvfp4_batch.choose_schedule.cache_clear()
+def test_without_humming_prompts_are_dequantised(calls, compile, with_bias):
     bias = torch.randn(N).bfloat16() if with_bias else None
     kernel, layer = without_humming(bias)
     assert torch.equal(layer.weight, fragments(CODES, SCALES)[0])
@@ -314,7 +311,6 @@ def test_without_humming_prompts_are_dequantised(calls, monkeypatch, compile, wi
         exact = torch.relu(product(2 * x.float(), bias if tokens > 256 else order))  # ``native`` adds what it is given
         assert (y - exact).abs().max() <= 2**-7 * exact.abs().max()
     assert calls == [("decode", 8), ("batch", 33), ("batch", 200)]
-    nvfp4_batch.choose_schedule.cache_clear()
 
 
 @pytest.mark.parametrize("compile", [False, True])

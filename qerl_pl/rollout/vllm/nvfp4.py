@@ -158,10 +158,9 @@ def nvfp4_linear(
         first, second, which = adapter
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    humming = bool(layer_config)
-    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], next_weight, humming=humming):
+    if native := _native_linear(len(x), weight_scale.shape[1], x.shape[1], next_weight):
         y = native.multiply(x, weight, weight_scale, weight_scale_2, bias)
-    elif not humming or len(x) >= costs.DEQUANTISED_FROM:
+    elif not layer_config or len(x) >= costs.DEQUANTISED_FROM:
         # ``humming_bias`` swaps the bias between Humming's order and row order, in both directions.
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         y = dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
@@ -253,18 +252,13 @@ def _native_linear(
     next_weight: Tensor | None = None,
     *,
     fuses_lora: bool = False,
-    humming: bool = True,
 ) -> _NativeLinear | None:
-    """Choose this project's native kernel for a GEMM with an NVFP4 weight. Return None if no native kernel can run it,
-    or if Humming's kernel is faster.
-
-    The speed of Humming's kernel is ignored if the GEMM also adds an adapter (``fuses_lora``), or if ``humming`` is
-    False.
-    """
+    """Choose this project's native kernel for a GEMM with an NVFP4 weight, which also adds an adapter if ``fuses_lora``
+    is set. Return None if no native kernel can run it."""
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
         multiply = partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
         return _NativeLinear(multiply, lora_hopper.SpareSMs(0, 0.0))
-    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora or not humming):
+    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora):
         multiply = partial(nvfp4_batch.batch_linear, schedule=more)
         return _NativeLinear(multiply, nvfp4_batch.spare_sms(more, tokens, outputs, inputs))
     return None
