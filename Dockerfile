@@ -5,7 +5,7 @@
 #   docker run --gpus all --ipc=host -v $PWD/runs:/work/runs -v qerl-hub:/home/qerl/.cache/huggingface qerl-pl \
 #       fit -c gsm8k -c qwen2.5-7b -c nvfp4 --ckpt_path last
 #
-# vLLM's wheel brings the CUDA libraries; the devel image brings the compiler that Triton and Humming call.
+# vLLM's wheel brings the CUDA libraries; the devel image brings the compiler that Triton calls, and Humming for MXFP4.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc \

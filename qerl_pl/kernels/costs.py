@@ -51,11 +51,6 @@ for sizes that are not listed.
 
 A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time.
 ``bench_constants`` measures it."""
-DEQUANTISED_FROM = 2**31
-"""Fewest tokens for which dequantising a weight to scratch memory and multiplying by cuBLAS is faster than Humming's
-GEMM.
-
-The value means never, because the threshold, which `bench_prompts` would find, has not been measured."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE, WIDE_SPLITS = 64, 4

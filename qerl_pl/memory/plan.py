@@ -118,7 +118,8 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
         batched_tokens=engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         num_seqs=num_seqs,
         slot_rank=rank,
-        dequantises=engine.dequantises and itemsize == 2 and shape.largest_packed > 0,
+        # only an NVFP4 base has linears that fit the native kernels
+        dequantises=engine.dequantises and itemsize == 2 and shape.fitting_bytes > 0,
     )
     state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)

@@ -1,8 +1,8 @@
 """Tile order: the order of NVFP4 codes and scales in which the engine's kernels on Hopper read a weight.
 
-A checkpoint stores the codes of each output's row contiguously (row order). The NVFP4 kernels of vLLM on Hopper, native
-and Humming's, read weights in which the codes of 64 outputs x 16 inputs are contiguous (tile order; `docs/kernels.md`
-explains it, ``kernels.nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
+A checkpoint stores the codes of each output's row contiguously (row order). The native NVFP4 kernels read weights in
+which the codes of 64 outputs x 16 inputs are contiguous (tile order; `docs/kernels.md` explains it,
+``kernels.nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
 has to be in tile order.
 
 A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K /
@@ -20,12 +20,12 @@ from torch import Tensor
 from qerl_pl.quant.formats import PackedWeight
 
 TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
-WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # vLLM pads fused linears to multiples of these, and then cannot share them
+WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the native kernels compute linears of multiples of these
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the engine fuses linears of these shapes (N, K) without padding, so that trainer and engine can
-    share them in tile order."""
+    """Return whether the native kernels can compute the linear into which the engine fuses linears of these shapes (N,
+    K), so that trainer and engine can share the weights in tile order."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = sum(outputs) % WHOLE_OUTPUTS == 0 and all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0

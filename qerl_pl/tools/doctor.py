@@ -155,6 +155,9 @@ def _vllm() -> str:
 def _nvfp4() -> str:
     import torch
 
+    from qerl_pl.quant.nvfp4 import NVFP4
+    from qerl_pl.rollout.vllm.setup import decoding_lacks
+
     if not torch.cuda.is_available():
         entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
         if "qerl_pl" not in entry_points.names:
@@ -162,7 +165,11 @@ def _nvfp4() -> str:
                 "the vLLM plugin is not registered: install this project, by `pip install .` or its wheel"
             )
         return "through this project's CPU kernel"
-    return "Humming" if _installed("humming-kernels") else "Marlin, on Hopper this project's kernels and cuBLAS"
+    missing = decoding_lacks(NVFP4, torch.bfloat16)
+    if not missing:
+        return "this project's kernels and cuBLAS"
+    theirs = "Humming" if _installed("humming-kernels") else "Marlin"
+    return f"{theirs}; this project's kernels need {', and '.join(missing)}"
 
 
 def _memory() -> str:

@@ -185,8 +185,7 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
     engine, given = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
         native = given.get("decoding_kernel", "auto") != "humming"
-        deterministic = bool(given.get("deterministic"))
-        engine = replace(engine, one_copy=native and ONE_COPY, dequantises=native and deterministic)
+        engine = replace(engine, one_copy=native and ONE_COPY, dequantises=native)
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
 
 

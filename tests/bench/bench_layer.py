@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.kernels import lora
-from tests.bench.bench_schedules import COMPUTE, LOCKS, random_linear
+from tests.bench.bench_schedules import LOCKS, random_linear
 from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
 from tests.random_models import FUSED, linear_shapes
 
@@ -45,10 +45,10 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
         widths, inputs = [shapes[part][0] for part in parts], shapes[parts[0]][1]
         a = [torch.randn(RANK, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in widths]
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
-        config, tensors = random_linear(sum(widths), inputs)
+        _, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
         import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, locks.device)
-        layer[name] = Linear((*weights, None, locks, config.to_str(), COMPUTE, None), a, b)
+        layer[name] = Linear((*weights, None, None), a, b)
     return layer
 
 

@@ -1,6 +1,6 @@
 """Seconds that an engine takes to start, each time in a process of its own: python -m tests.bench.bench_start
 
-``first``: nothing is kept of an earlier start, neither graphs of vLLM nor kernels of Triton, Humming and this project.
+``first``: nothing is kept of an earlier start, neither graphs of vLLM nor kernels of Triton and of this project.
 ``again``: the same engine once more. ``other``: the same model for other lengths and numbers of sequences, which vLLM
 compiles a graph for, with the kernels that are there.
 """
@@ -19,7 +19,7 @@ from tests.bench.bench_rollout import checkpoint, policy_of
 from tests.bench.harness import DTYPE, RANK, check, decoding_kernel, emit, keep, parser_with, run_apart
 from tests.random_checkpoints import FORMATS
 
-CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "HUMMING_CACHE_DIR"
+CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"
 SETTINGS = {"first": (64, 512), "again": (64, 512), "other": (32, 768)}  # sequences, and tokens of one
 
 

@@ -23,7 +23,7 @@ from qerl_pl.memory.fitting import (
 )
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
-from qerl_pl.memory.shape import config_shape
+from qerl_pl.memory.shape import ModelShape, config_shape
 from qerl_pl.memory.speed import time_per_token
 from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
@@ -157,14 +157,17 @@ def test_the_cache_takes_what_rollouts_leave(size, one_copy):
 
 
 def test_an_engine_that_dequantises_has_a_dense_copy_of_its_widest_linear():
-    def largest(*, dequantises: bool) -> int:
+    def largest(shape: ModelShape, *, dequantises: bool) -> int:
         engine = EngineMemory(kv_cache_bytes=GIB, dequantises=dequantises)
-        return plan(SHAPES["7B"], replace(HALVES, engine=engine)).parts["engine's passes"]["start"]
+        return plan(shape, replace(HALVES, engine=engine)).parts["engine's passes"]["start"]
 
-    assert largest(dequantises=True) - largest(dequantises=False) == 2 * 2 * SHAPES["7B"].inner * SHAPES["7B"].hidden
+    shape = SHAPES["7B"]
+    assert largest(shape, dequantises=True) - largest(shape, dequantises=False) == 2 * 2 * shape.inner * shape.hidden
+    other = replace(shape, fitting_bytes=0)  # a base in another format
+    assert largest(other, dequantises=True) == largest(other, dequantises=False)
 
 
-def test_linears_that_the_engine_would_pad_have_two_copies():
+def test_linears_that_do_not_fit_the_native_kernels_have_two_copies():
     shape = config_shape(small_config(), NVFP4, torch.bfloat16)
     assert shape.fitting_bytes < shape.engine_packed_bytes
     assert config_shape(small_config(), None, torch.bfloat16).fitting_bytes == 0

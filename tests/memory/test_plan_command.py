@@ -182,10 +182,8 @@ def test_a_run_on_hopper_is_planned_on_any_machine(bases):
     config = read_settings(["-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM])
     run, model = planned_run(config), config["model"]
     found = on_hopper(run, model)
-    assert found.engine == replace(VLLMEngine().memory, one_copy=True, dequantises=False)
+    assert found.engine == replace(VLLMEngine().memory, one_copy=True, dequantises=True)
     assert found.fused
     assert replace(found, fused=run.fused, engine=run.engine) == run
     other = model | {"engine": {"init_args": {"decoding_kernel": "humming"}}, "fused_elementwise": False}
     assert on_hopper(run, other) == replace(run, fused=False)
-    repeated = on_hopper(run, model | {"engine": {"init_args": {"deterministic": True}}}).engine
-    assert repeated == replace(VLLMEngine().memory, one_copy=True, dequantises=True)

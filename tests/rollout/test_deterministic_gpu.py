@@ -58,7 +58,7 @@ def samples(engine: VLLMEngine, count: int) -> list:
 
 
 def test_humming_computes_nothing(engine):
-    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and WithoutHumming": 8}
+    assert engine._call(vllm_worker.linear_kernels) == {"NativeLinear": 8}
 
 
 def test_prompts_and_decoding_are_those_of_the_trainer(engine):

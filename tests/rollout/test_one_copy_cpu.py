@@ -1,4 +1,4 @@
-"""One copy of the packed base in a real engine on a CPU, with the linears that it has on Hopper without Humming.
+"""One copy of the packed base in a real engine on a CPU, with the linears that it has on Hopper.
 
 The native kernels do not run here, so every step is dequantised, as steps with more than 256 tokens are on Hopper.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from qerl_pl.kernels import hopper
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.tile_order import is_in_tile_order
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.vllm import VLLMEngine, arguments
+from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
@@ -34,17 +35,22 @@ SAMPLING = Sampling(num_completions=2, max_tokens=6)
 
 
 @contextmanager
-def hoppers_linears() -> Iterator[None]:
+def hoppers_linears(policy: Policy) -> Iterator[None]:
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
 
-    from qerl_pl.rollout.vllm import cpu, loader, nvfp4
+    from qerl_pl.rollout.vllm import cpu, loader, native_linear, nvfp4
 
     register = loader.register_loader
-    with pytest.MonkeyPatch.context() as patch, arguments.without_humming():
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as linears:
+        patch.setattr(BaseLinearLayerWithLoRA, "_apply_sync", BaseLinearLayerWithLoRA._apply_sync)  # put back
+        patch.setattr(native_linear, "decoding_lacks", lambda *about: [])
+        patch.setattr(hopper, "start_compiling", lambda kernels: None)
+        linears.enter_context(native_linear.for_linears_of(policy, policy.dtype))
         scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
         patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
         patch.setattr(nvfp4, "prepare", lambda *shape: None)
-        patch.setattr(nvfp4, "_native_linear", lambda *shape, **options: None)
+        patch.setattr(nvfp4, "_native_kernel", lambda *shape, **options: None)
         patch.setattr(loader, "register_loader", lambda *given, **more: register(*given, **{**more, "one_copy": True}))
         yield
 
@@ -66,7 +72,7 @@ def engine(policy, row_order) -> Iterator[VLLMEngine]:
     engine = VLLMEngine(block_size=32, max_num_seqs=64, kv_cache_bytes=2**20, deterministic=True)
     base_weights.put_in_tile_order(policy.packed_linears())
     assert all(is_in_tile_order(linear.packed) for linear in policy.packed_linears().values())
-    with hoppers_linears():
+    with hoppers_linears(policy):
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
         yield engine
         engine.close()
@@ -93,7 +99,7 @@ def assert_shared(engine: VLLMEngine, policy: Policy) -> None:
 
 def test_vllm_computes_with_the_trainers_memory(engine, policy):
     assert_shared(engine, policy)
-    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and WithoutHumming": 8}
+    assert engine._call(vllm_worker.linear_kernels) == {"NativeLinear": 8}
     assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
 
 

@@ -136,7 +136,7 @@ def test_logits_are_not_rounded(engine):
 
 @needs_hopper
 def test_linears_have_our_kernels_on_hopper(engine):
-    assert engine._call(vllm_worker.linear_kernels) == {"nvfp4_decode and HummingNvFp4LinearKernel": 8}
+    assert engine._call(vllm_worker.linear_kernels) == {"NativeLinear": 8}
 
 
 STARTED = """

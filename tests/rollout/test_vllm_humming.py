@@ -11,7 +11,7 @@ import torch
 
 from qerl_pl.rollout.vllm import humming as vllm_humming
 from qerl_pl.rollout.vllm import patches
-from qerl_pl.rollout.vllm.humming import decoding_schedule, without_served
+from qerl_pl.rollout.vllm.humming import decoding_schedule
 
 SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648), (320, 128)]
 LARGE = {"block_shape": (128, 256, 64), "warp_shape": (128, 32, 64), "num_stages": 4}
@@ -52,31 +52,6 @@ def test_what_is_not_wide_even_and_small_keeps_the_rules_blocks(outputs, inputs,
 def test_a_schedule_for_another_instruction_than_the_measured_one_is_kept(instruction, kept):
     rule = {**RULE, "mma_type": instruction}
     assert (decoding_schedule(rule, outputs=37888, inputs=3584, tokens=8) == rule) is kept
-
-
-ENDS = [8, 16, 128, 256, 272, 2**30]
-RULES = [(first, last, {"blocks": last}) for first, last in zip([0, *ENDS], ENDS, strict=False)]
-
-
-@pytest.mark.parametrize(
-    ("served", "left"),
-    [
-        (range(0), [8, 16, 128, 256, 272, 2**30]),
-        (range(257), [272, 2**30]),
-        (range(129), [256, 272, 2**30]),
-        (range(9, 129), [8, 256, 272, 2**30]),
-        (range(2, 256), [8, 256, 272, 2**30]),
-        (range(17, 257), [8, 16, 272, 2**30]),
-    ],
-    ids=str,
-)
-def test_what_another_kernel_serves_is_left_out_and_nothing_else(served, left):
-    found = without_served(RULES, served.__contains__)
-    assert [last for _, last, _ in found] == left
-    assert [first for first, _, _ in found] == [0, *left[:-1]], "any number of tokens has a schedule"
-    for tokens in {*range(1, 400), 2**30} - set(served):
-        [before], [after] = ([c for first, last, c in some if first < tokens <= last] for some in (RULES, found))
-        assert before == after
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,11 @@ def test_no_other_file_sets_an_attribute_of_what_it_imported():
         ),
         ("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_apply_sync", ("self", "x", "bias")),
         (
-            "vllm.model_executor.kernels.linear.nvfp4.humming:HummingNvFp4LinearKernel",
-            "process_weights_after_loading",
-            ("self", "layer"),
+            "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4",
+            "init_nvfp4_linear_kernel",
+            ("use_a16",),
         ),
+        ("vllm.model_executor.layers.quantization.modelopt", "init_nvfp4_linear_kernel", ("use_a16",)),
     ],
 )
 def test_what_is_replaced_is_as_expected_in_this_vllm(owner, name, takes):

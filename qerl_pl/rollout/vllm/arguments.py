@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +14,7 @@ from qerl_pl.memory.parts import KV_BLOCK, kv_cache
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm import norms, nvfp4_patches
+from qerl_pl.rollout.vllm import norms
 from qerl_pl.rollout.vllm.setup import lacks, log_unpacked
 
 CPU_CACHE_LIMIT, CPU_BLOCK = 4 * 2**30, 128
@@ -28,7 +28,6 @@ def llm_arguments(
     dtype: torch.dtype,
     max_model_len: int,
     kernel: Literal["native", "humming"],
-    prompts: Literal["humming", "dequantised"],
     one_copy: bool,
     on_cpu: bool,
     deterministic: bool,
@@ -42,10 +41,8 @@ def llm_arguments(
         memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
         dtype: the engine's compute dtype.
         max_model_len: tokens of the longest prompt and completion together.
-        kernel: GEMM for NVFP4 weights and up to 256 tokens: this project's ("native") or the one that vLLM chooses
+        kernel: what computes NVFP4 linears: this project's ``NativeLinear`` ("native") or the kernels that vLLM chooses
             ("humming").
-        prompts: how NVFP4 linears are computed for more than 256 tokens if ``kernel`` is "native": by Humming's
-            kernels, or dequantised and multiplied by cuBLAS.
         one_copy: do not read packed weights that the engine can take from the trainer.
         on_cpu: whether vLLM's platform is a CPU.
         deterministic: let no result depend on how fast kernels were when they were compiled.
@@ -56,7 +53,6 @@ def llm_arguments(
     from qerl_pl.rollout.vllm.loader import register_loader
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
-    arguments["additional_config"]["prompts"] = prompts
     if inductor := inductor_settings(kernel, deterministic=deterministic and not on_cpu):
         arguments["compilation_config"] = {"inductor_compile_config": inductor}
     linears = policy.packed_linears()
@@ -139,7 +135,7 @@ def policy_arguments(
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",
-            "decoding_kernel": decoding_kernel,
+            "nvfp4_linears": "NativeLinear" if decoding_kernel == "native" else "vLLM's",
         },
         "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
@@ -225,30 +221,13 @@ def _cache_bytes(
 
 
 @contextmanager
-def decoding_kernels(
-    kernel: Literal["native", "humming"],
-    prompts: Literal["humming", "dequantised"],
-    policy: Policy,
-    dtype: torch.dtype,
-) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the given kernels, ``kernel`` for decoding and
-    ``prompts`` for prompts."""
+def decoding_kernels(kernel: Literal["native", "humming"], policy: Policy, dtype: torch.dtype) -> Iterator[None]:
+    """Make the NVFP4 linears that vLLM loads within this context use the given kernels; ``kernel`` is as in
+    ``llm_arguments``."""
     if kernel == "humming":
         yield
         return
-    from qerl_pl.rollout.vllm import nvfp4
+    from qerl_pl.rollout.vllm import native_linear
 
-    with nvfp4.for_linears_of(policy, dtype), without_humming() if prompts == "dequantised" else nullcontext():
-        yield
-
-
-@contextmanager
-def without_humming() -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the kernel class ``WithoutHumming`` instead of
-    Humming's."""
-    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
-
-    from qerl_pl.rollout.vllm.without_humming import WithoutHumming
-
-    with nvfp4_patches.nvfp4_linears_without_humming(lambda: WithoutHumming(NvFp4LinearLayerConfig())):
+    with native_linear.for_linears_of(policy, dtype):
         yield

@@ -115,7 +115,8 @@ def put_in_tile_order(linears: Mapping[str, FrozenLinear]) -> None:
     """Rearrange packed weights of the trainer to tile order, which the native decoding kernels read. Linears that vLLM
     fuses into one get one common buffer.
 
-    Linears are not changed if their format is not NVFP4, or if vLLM would pad them. A second call changes nothing.
+    Linears are not changed if their format is not NVFP4, or if their shapes do not fit (``tile_order.fits``). A second
+    call changes nothing.
 
     Args:
         linears: the trainer's packed linears by name.

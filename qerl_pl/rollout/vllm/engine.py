@@ -16,6 +16,7 @@ from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
@@ -58,14 +59,12 @@ class VLLMEngine:
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
             kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
-        decoding_kernel: GEMM for NVFP4 weights in steps of up to 256 tokens: "native" (this project's,
-            `docs/kernels.md`) or "humming" (the kernel that vLLM chooses; on Hopper that is Humming's, which is
-            slower). "auto": native if it can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
+        decoding_kernel: what computes the linears of an NVFP4 base: "native" (this project's kernels,
+            `docs/kernels.md`; steps of more than 256 tokens, that is, with prompts, dequantise each linear to scratch
+            memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which decode
+            slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
         deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case); with
-            ``trainer.deterministic: true`` a resumed run does, too. Compiled reductions have fixed and not the fastest
-            tile sizes. An NVFP4 base needs the native kernels; steps of more than 256 tokens, that is, with prompts,
-            dequantise each linear to scratch memory (7B: 0.3 GB) and use cuBLAS instead of Humming. Estimated cost: 5 %
-            of a long prompt's time.
+            ``trainer.deterministic: true`` a resumed run does, too. An NVFP4 base needs the native kernels.
 
     Raises:
         ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.
@@ -114,8 +113,9 @@ class VLLMEngine:
     def memory(self) -> EngineMemory:
         """Settings that decide how much memory the engine takes."""
         given = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
-        given["one_copy"] = setup.one_copy(self.decoding_kernel)
-        given["dequantises"] = setup.dequantises(self.decoding_kernel, deterministic=self.deterministic)
+        # The plan ignores both if the base is not in NVFP4.
+        native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
+        given |= {"one_copy": native and setup.ONE_COPY, "dequantises": native}
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
 
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None

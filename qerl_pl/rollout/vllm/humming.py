@@ -1,4 +1,5 @@
-"""Faster tile sizes for decoding with Humming's GEMM kernels, which vLLM uses for NVFP4 weights on Hopper.
+"""Faster tile sizes for decoding with Humming's GEMM kernels, which vLLM uses for 4-bit weights on Hopper where this
+project's native kernels do not run: for MXFP4, and for NVFP4 with ``decoding_kernel: humming``.
 
 Humming chooses tile sizes by a fixed rule. Other tile sizes were measured to be faster in two cases
 (`docs/performance.md`, by `tests/bench/bench_schedules.py`): tiles with more outputs and inputs for few tokens and a
@@ -8,7 +9,7 @@ few outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -48,28 +49,6 @@ def decoding_schedule(config: Mapping[str, Any], *, outputs: int, inputs: int, t
     else:
         blocks = {}
     return {**config, **blocks}
-
-
-def without_served(
-    schedules: Iterable[tuple[int, int, Mapping[str, Any]]], is_served: Callable[[int], object]
-) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """Remove Humming's schedules for numbers of tokens that another kernel computes, and extend the ranges of the
-    remaining schedules to close the gaps.
-
-    Args:
-        schedules: tuples (first, last, schedule) for one linear: the schedule is for more than ``first`` and at most
-            ``last`` tokens.
-        is_served: function that says whether another kernel computes the linear for a number of tokens.
-
-    Returns:
-        The remaining schedules, whose ranges have no gaps.
-    """
-    left, fewer = [], 0
-    for first, last, config in schedules:
-        if not all(map(is_served, range(first + 1, last + 1))):
-            left.append((fewer, last, config))
-            fewer = last
-    return left
 
 
 def schedules_on(rule: Any) -> type:

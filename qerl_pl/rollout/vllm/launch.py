@@ -72,7 +72,6 @@ def launch(
         setup.inspect_here(policy.config.architectures or ())
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
-        prompts = setup.prompt_kernel(deterministic=deterministic)
         on_cpu = current_platform.is_cpu()
         if deterministic and not on_cpu:
             setup.check_deterministic(policy.packed_format, compute, kernel)
@@ -83,7 +82,6 @@ def launch(
             dtype=compute,
             max_model_len=max_model_len,
             kernel=kernel,
-            prompts=prompts,
             one_copy=one_copy,
             on_cpu=on_cpu,
             deterministic=deterministic,
@@ -91,12 +89,12 @@ def launch(
             fp32_head=fp32_head,
         )
         if not on_cpu:
-            setup.prepare_gpu(policy, compute, explain_kernel=decoding_kernel == "auto")
+            setup.prepare_gpu(policy, compute, kernel, explain_kernel=decoding_kernel == "auto")
         if one_copy:
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:
-            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, prompts, policy, compute)
+            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
             apart = patches.decoder_classes_apart()
             quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
             on_host = nvfp4_patches.packed_weights_on_host() if one_copy else nullcontext()

@@ -96,9 +96,9 @@ def register_loader(
 def tell_next_weights(model: nn.Module) -> None:
     """Tell each linear that this project's native kernels compute which weight the next such linear has. The kernel
     fetches it to the GPU's L2 cache while the layers between the two linears run."""
-    linears: list[Any] = [module for module in model.modules() if hasattr(module, "decoding")]
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
-        linear.decoding = *linear.decoding[:-1], following.weight
+        linear.native = linear.native._replace(next_weight=following.weight)
 
 
 def forget() -> None:

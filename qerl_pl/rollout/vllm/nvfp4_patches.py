@@ -13,27 +13,31 @@ from qerl_pl.rollout.vllm.replacing import replace, replaced
 
 
 @contextmanager
-def native_nvfp4_linears(
-    loaded: Callable[..., Any], apply: Callable[..., Any], update: Callable[..., Any]
-) -> Iterator[None]:
-    """Use this project's native kernels, where they are faster, for NVFP4 linears that vLLM loads within this context.
+def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) -> Iterator[None]:
+    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
 
-    Symptom: with few sequences, NVFP4 decodes no faster than bf16.
-    Cause: vLLM has Humming's and Marlin's kernels for NVFP4, and no registry for other kernels of this format.
+    Symptom: with few sequences, NVFP4 decodes no faster than bf16, and equal calls may sample different tokens.
+    Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        loaded: replaces ``process_weights_after_loading`` of vLLM's Humming kernel within the context, and marks the
-            linears that native kernels compute.
-        apply: replaces ``apply_weights`` permanently, and calls vLLM's method for linears without this mark.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for linears without this mark.
+        kernel: makes the kernel object of one linear.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for linears that the native
+            kernels do not compute.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 
-    replace(HummingNvFp4LinearKernel, "apply_weights", apply, takes=("self", "layer", "x", "bias"))
+    layers = "vllm.model_executor.layers.quantization"
+    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    modelopt: Any = import_module(f"{layers}.modelopt")
+    before = scheme.init_nvfp4_linear_kernel
+
+    def init(use_a16: bool = False) -> Any:
+        return kernel() if use_a16 else before(use_a16=use_a16)
+
     replace(BaseLinearLayerWithLoRA, "_apply_sync", update, takes=("self", "x", "bias"))
-    with replaced(HummingNvFp4LinearKernel, "process_weights_after_loading", loaded, takes=("self", "layer")):
+    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
+    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
         yield
 
 
@@ -63,29 +67,4 @@ def packed_weights_on_host() -> Iterator[None]:
         on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
         on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
     ):
-        yield
-
-
-@contextmanager
-def nvfp4_linears_without_humming(kernel: Callable[[], Any]) -> Iterator[None]:
-    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
-
-    Symptom: with humming-kernels on Hopper, equal calls may sample different tokens; without humming-kernels, Marlin's
-    kernels run.
-    Cause: vLLM chooses from a fixed list of its own kernel classes.
-    Versions: vLLM 0.32. Upstream: none known.
-
-    Args:
-        kernel: makes the kernel object of one linear.
-    """
-    layers = "vllm.model_executor.layers.quantization"
-    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    modelopt: Any = import_module(f"{layers}.modelopt")
-    before = scheme.init_nvfp4_linear_kernel
-
-    def init(use_a16: bool = False) -> Any:
-        return kernel() if use_a16 else before(use_a16=use_a16)
-
-    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
-    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
         yield

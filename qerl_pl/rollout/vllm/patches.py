@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from qerl_pl.rollout.vllm.nvfp4_patches import (
-    native_nvfp4_linears,
-    nvfp4_linears_without_humming,
-    packed_weights_on_host,
-)
+from qerl_pl.rollout.vllm.nvfp4_patches import native_nvfp4_linears, packed_weights_on_host
 from qerl_pl.rollout.vllm.replacing import expect, replace, replace_module, replace_once, replaced
 from qerl_pl.rollout.vllm.stderr import without_lines
 
@@ -116,7 +112,7 @@ def warmup_without_unused_kernels() -> None:
 def humming_schedules() -> None:
     """Give Humming's GEMM faster tile sizes on Hopper (see ``humming.decoding_schedule``); without Humming do nothing.
 
-    Symptom: NVFP4 linears of a decoding step are slower than Humming's kernel could compute them.
+    Symptom: 4-bit linears of a decoding step are slower than Humming's kernel could compute them.
     Cause: Humming's rule for tile sizes is not tuned for these shapes (docs/performance.md).
     Versions: humming-kernels 0.1. Upstream: none known.
     """
@@ -266,7 +262,6 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     text_models_without_torchvision,
     native_nvfp4_linears,
     packed_weights_on_host,
-    nvfp4_linears_without_humming,
     cache_of_unchanged_blocks,
     memory_of_ended_engines,
     decoder_classes_apart,

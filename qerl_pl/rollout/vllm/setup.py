@@ -33,10 +33,16 @@ DEFAULT_ENVIRONMENT = {
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")
 TORCHS_PTXAS = Path(torch.__file__).parent / "bin/ptxas"  # CUDA's assembler, which Triton calls
-HUMMINGS_KERNEL = "model_executor/kernels/linear/nvfp4/humming.py"  # in vLLM's package
+# Files in vLLM's package with what ``native_linear`` and ``native_nvfp4_linears`` use: the base class of NVFP4 kernels,
+# and the two callers of the function that chooses among them.
+EXTENDED = (
+    "model_executor/kernels/linear/nvfp4/base.py",
+    "model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+    "model_executor/layers/quantization/modelopt.py",
+)
 
 ONE_COPY = True
-"""Whether trainer and engine share one copy of the packed base weights if the native decoding kernels are used."""
+"""Whether trainer and engine share one copy of the packed base weights if the native kernels are used."""
 
 
 def prepare_environment() -> None:
@@ -131,22 +137,16 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
     """List the requirements of the native decoding kernels that this machine, base or dtype does not meet, without
     importing vLLM."""
     vllm = find_spec("vllm")
-    folders = (vllm and vllm.submodule_search_locations) or ()
+    folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = hopper.is_available(torch.device("cuda"))
     needs = {
         "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": on_hopper,
         "NVRTC (the package nvidia-cuda-nvrtc)": hopper.has_compiler(),
-        "a vLLM that has Humming's kernel for NVFP4": any(Path(folder, HUMMINGS_KERNEL).exists() for folder in folders),
+        "a vLLM with NVFP4 linears": any(all((folder / file).exists() for file in EXTENDED) for folder in folders),
         "a base in NVFP4": fmt is NVFP4,
         "bfloat16 as compute dtype": dtype == torch.bfloat16,
     }
     return [what for what, found in needs.items() if not found]
-
-
-def prompt_kernel(*, deterministic: bool) -> Literal["humming", "dequantised"]:
-    """Return how linears with native decoding kernels are computed for more than 256 tokens, i.e. for prompts: by
-    Humming's kernels, or dequantised and multiplied by cuBLAS."""
-    return "dequantised" if deterministic or find_spec("humming") is None else "humming"
 
 
 def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
@@ -166,19 +166,6 @@ def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal[
         f"order. The native kernels, which do not, need {needs}; otherwise use a dense base or set deterministic to "
         "false"
     )
-
-
-def dequantises(wanted: Literal["auto", "native", "humming"], *, deterministic: bool) -> bool:
-    """Return whether the engine will dequantise linears to scratch memory for prompts, if the base is in NVFP4 and the
-    compute dtype bfloat16."""
-    native = decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
-    return native and prompt_kernel(deterministic=deterministic) == "dequantised"
-
-
-def one_copy(wanted: Literal["auto", "native", "humming"]) -> bool:
-    """Return whether trainer and engine will share one copy of the packed weights, if the base is in NVFP4 and the
-    compute dtype bfloat16."""
-    return ONE_COPY and decoding_kernel(wanted, NVFP4, torch.bfloat16) == "native"
 
 
 def log_decoding_lacks(dtype: torch.dtype) -> None:
@@ -257,19 +244,23 @@ def check_fused_scales(base: str) -> None:
                 )
 
 
-def prepare_gpu(policy: Policy, dtype: torch.dtype, *, explain_kernel: bool) -> None:
-    """Check the base's tensor scales and register Humming's operators before vLLM starts on a GPU.
+def prepare_gpu(
+    policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"], *, explain_kernel: bool
+) -> None:
+    """Check the base's tensor scales before vLLM starts on a GPU and, if vLLM's kernels will compute packed linears,
+    register Humming's operators.
 
     Args:
         policy: policy whose base is loaded.
         dtype: the engine's compute dtype.
+        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
         explain_kernel: whether to log why the native decoding kernels cannot run, if they cannot.
 
     Raises:
         ValueError: fused linears of the base have different tensor scales.
     """
     check_fused_scales(policy.base)
-    if policy.packed_format is not None and not lacks(policy.packed_format):
+    if kernel == "humming" and policy.packed_format is not None and not lacks(policy.packed_format):
         humming.load_operators()
     if policy.packed_format is NVFP4 and explain_kernel:
         log_decoding_lacks(dtype)

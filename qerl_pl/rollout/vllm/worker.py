@@ -72,7 +72,7 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
             a, b = module.lora_a_stacked, module.lora_b_stacked
             fewest = 1
             # for fewer than ``fewest`` tokens, the native GEMM of this linear adds the adapter itself
-            if hasattr(module.base_layer, "decoding"):
+            if hasattr(module.base_layer, "native"):
                 fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
             # Kernels depend on the shapes only, so one linear of each set of shapes is kept.
             linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest
@@ -118,7 +118,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the linears of vLLM's model by the kernel class that computes them."""
+    """Count the linears of vLLM's model by the kernel class that computes them; linears of ``NativeLinear`` whose shape
+    the native kernels do not support are counted apart."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found: Counter[str] = Counter()
@@ -127,7 +128,7 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
             # linears in formats other than compressed-tensors have no ``scheme``
             scheme = getattr(module, "scheme", module.quant_method)
             name = type(getattr(scheme, "kernel", scheme)).__name__
-            found[f"nvfp4_decode and {name}" if hasattr(module, "decoding") else name] += 1
+            found[f"{name}, dequantised" if name == "NativeLinear" and not hasattr(module, "native") else name] += 1
     return dict(found)
 
 
