@@ -71,7 +71,7 @@ class KillsItself(Callback):
 def settings(args: argparse.Namespace, base: str, folder: Path, kill: Kill | None) -> dict[str, Any]:
     """Settings of one start of a run."""
     found = bench_grpo.settings(args, base, folder)
-    found["model"]["engine"]["init_args"] |= {"deterministic": True, "decoding_kernel": "auto"}
+    found["model"]["engine"]["init_args"]["decoding_kernel"] = "auto"
     found["trainer"]["deterministic"] = True
     found["ckpt_path"] = "last"
     if kill is not None:

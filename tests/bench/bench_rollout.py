@@ -69,7 +69,6 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
         max_num_seqs=max(args.sequences),
         kv_cache_dtype=args.kv_cache_dtype,
         decoding_kernel=kernel,
-        deterministic=args.deterministic,
     )
     if dummy:
         engine._arguments["load_format"] = "dummy"
@@ -140,7 +139,6 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
         "sequences": count,
         "kv": args.kv_cache_dtype,
         "decoding": harness.decoding_kernel(args.decoding_kernel, base, DTYPE),
-        **({"deterministic": True} if args.deterministic else {}),
     }
 
 
@@ -171,7 +169,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of NVFP4 bases")
-    parser.add_argument("--deterministic", action="store_true", help="the engine's setting")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -179,8 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         measure(args, args.sizes[0], args.bases[0])
         return
     done = [line["shape"] for line in harness.kept(args.output) if line["name"] == "rollout/generate"]
-    flags = {"--adapter-only": args.adapter_only, "--deterministic": args.deterministic}
-    options = [flag for flag, given in flags.items() if given]
+    options = ["--adapter-only"] if args.adapter_only else []
     for name in ("rank", "repeats", "kv_cache_dtype", "decoding_kernel"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     failed = []

@@ -109,7 +109,7 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
     found: dict[tuple[str, int, str, str], dict[str, Line]] = {}
     for line in _of_kind("rollout/generate", lines):
         shape = line["shape"]
-        usual = (shape["kv"], shape["rank"], shape.get("deterministic")) == ("auto", RANK, None)
+        usual = (shape["kv"], shape["rank"]) == ("auto", RANK)
         if usual and _kernel(line) != "humming":
             kind = shape["base"] + (" alone" if shape["adapter"] == "none" else "")
             found.setdefault((shape["model"], shape["sequences"], _gpu(line), line["commit"]), {})[kind] = line

@@ -69,7 +69,7 @@ def row_order(policy) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def engine(policy, row_order) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(block_size=32, max_num_seqs=64, kv_cache_bytes=2**20, deterministic=True)
+    engine = VLLMEngine(block_size=32, max_num_seqs=64, kv_cache_bytes=2**20)
     base_weights.put_in_tile_order(policy.packed_linears())
     assert all(is_in_tile_order(linear.packed) for linear in policy.packed_linears().values())
     with hoppers_linears(policy):
@@ -145,7 +145,7 @@ def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine
     other = make_policy(str(tmp_path / "base"))
     base_weights.put_in_tile_order(other.packed_linears())
     rewrite(tmp_path / "base", f"model.layers.1.mlp.up_proj.{change}", lambda tensor: tensor.view(torch.uint8).zero_())
-    another = VLLMEngine(block_size=32, max_num_seqs=8, kv_cache_bytes=2**20, deterministic=True)
+    another = VLLMEngine(block_size=32, max_num_seqs=8, kv_cache_bytes=2**20)
     if change == "weight_global_scale":
         with pytest.raises(ValueError, match=r"base has changed.*layers\.1\.mlp\.gate_up_proj"):
             another.start(other, max_model_len=MAX_MODEL_LEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -331,7 +332,7 @@ def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog)
 
     assert chosen() == "native"
     with caplog.at_level(logging.INFO):
-        vllm_setup.log_decoding_lacks(torch.bfloat16)
+        vllm_setup.log_any_order(NVFP4, torch.bfloat16, "native")
     assert not caplog.text
     assert chosen(fmt=None) == chosen(fmt=NF4) == chosen(dtype=torch.float32) == "humming"
     assert vllm_setup.decoding_kernel("humming", NVFP4, torch.bfloat16) == "humming"
@@ -357,7 +358,7 @@ def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkp
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else found(name))
     assert vllm_setup.decoding_kernel("auto", NVFP4, torch.bfloat16) == "humming"
     with caplog.at_level(logging.INFO):
-        vllm_setup.log_decoding_lacks(torch.bfloat16)
+        vllm_setup.log_any_order(NVFP4, torch.bfloat16, "humming")
     assert MISSING[package] in caplog.text
     before = BaseLinearLayerWithLoRA._apply_sync
     ours = native_linear.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16)
@@ -366,17 +367,33 @@ def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkp
     assert BaseLinearLayerWithLoRA._apply_sync is before
 
 
-def test_an_engine_that_cannot_be_deterministic_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="deterministic is true and decoding_kernel 'humming'"):
-        VLLMEngine(deterministic=True, decoding_kernel="humming")
+def test_an_engine_whose_results_may_differ_between_equal_calls_says_why(capable, monkeypatch, caplog):
+    def said(fmt: Any, kernel: Any, dtype: torch.dtype = torch.bfloat16) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            vllm_setup.log_any_order(fmt, dtype, kernel)
+        return caplog.text
+
     monkeypatch.setattr(vllm_setup, "lacks", lambda fmt: fmt is NF4)  # as on a GPU
-    with pytest.raises(ValueError, match=r"this nvfp4 base.*need a Hopper GPU"):
-        vllm_setup.check_deterministic(NVFP4, torch.bfloat16, "humming")
-    with pytest.raises(ValueError, match=r"this mxfp4 base.*need .*a base in NVFP4"):
-        vllm_setup.check_deterministic(MXFP4, torch.bfloat16, "humming")
-    vllm_setup.check_deterministic(None, torch.bfloat16, "humming")
-    vllm_setup.check_deterministic(NF4, torch.bfloat16, "humming")
-    vllm_setup.check_deterministic(NVFP4, torch.bfloat16, "native")
+    assert not said(None, "humming")
+    assert not said(NF4, "humming")
+    assert not said(NVFP4, "native")
+    assert "run if decoding_kernel is 'auto'" in said(NVFP4, "humming")
+    assert re.search(r"this nvfp4 base.*need bfloat16", said(NVFP4, "humming", torch.float32))
+    assert re.search(r"this mxfp4 base.*need a base in NVFP4", said(MXFP4, "humming"))
+    monkeypatch.setattr(hopper, "is_available", lambda device: False)
+    assert re.search(r"this nvfp4 base.*need a Hopper GPU", said(NVFP4, "humming"))
+
+
+@pytest.mark.parametrize(("kernel", "explained"), [("native", 0), ("humming", 1)])
+def test_on_a_gpu_an_engine_logs_it_once_and_loads_hummings_operators_only_for_vllms_kernels(
+    monkeypatch, caplog, checkpoints, kernel, explained
+):
+    loaded = []
+    monkeypatch.setattr(vllm_setup.humming, "load_operators", lambda: loaded.append("humming"))
+    with caplog.at_level(logging.INFO):
+        vllm_setup.prepare_gpu(make_policy(checkpoints["nvfp4"]), torch.bfloat16, kernel)
+    assert caplog.text.count("any order") == len(loaded) == explained
 
 
 @pytest.mark.slow
@@ -399,19 +416,18 @@ def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints)
     assert len(keys) == 2
 
 
-def test_kernels_of_a_deterministic_engine_are_not_chosen_by_their_speed():
+def test_compiled_kernels_are_not_chosen_by_their_speed():
     from torch._inductor import config
     from vllm.config import CompilationConfig, VllmConfig
 
-    assert inductor_settings("humming", deterministic=False) == {}
-    assert inductor_settings("native", deterministic=True) == {"triton.enable_pdl": True, "deterministic": True}
+    assert inductor_settings("humming") == {"deterministic": True}
+    assert inductor_settings("native") == {"triton.enable_pdl": True, "deterministic": True}
     keys = set()
-    for deterministic in (False, True):
-        settings = inductor_settings("native", deterministic=deterministic)
+    for settings in ({}, inductor_settings("humming"), inductor_settings("native")):
         assert settings.keys() <= config.get_config_copy().keys(), "Inductor has no such setting"
-        compiled = CompilationConfig(inductor_compile_config=settings)
+        compiled = CompilationConfig(inductor_compile_config={**settings})
         keys.add(VllmConfig(compilation_config=compiled).compute_hash())
-    assert len(keys) == 2, "a graph of the one is not taken for the other"
+    assert len(keys) == 3, "a graph of the one is not taken for the other"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

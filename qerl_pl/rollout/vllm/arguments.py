@@ -30,7 +30,6 @@ def llm_arguments(
     kernel: Literal["native", "humming"],
     one_copy: bool,
     on_cpu: bool,
-    deterministic: bool,
     fp32_norms: bool,
     fp32_head: bool,
 ) -> dict[str, Any]:
@@ -45,7 +44,6 @@ def llm_arguments(
             ("humming").
         one_copy: do not read packed weights that the engine can take from the trainer.
         on_cpu: whether vLLM's platform is a CPU.
-        deterministic: let no result depend on how fast kernels were when they were compiled.
         fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
             not rounded away.
         fp32_head: compute logits in fp32 as the trainer does; by default vLLM rounds logits to the compute dtype.
@@ -53,8 +51,8 @@ def llm_arguments(
     from qerl_pl.rollout.vllm.loader import register_loader
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
-    if inductor := inductor_settings(kernel, deterministic=deterministic and not on_cpu):
-        arguments["compilation_config"] = {"inductor_compile_config": inductor}
+    if not on_cpu:
+        arguments["compilation_config"] = {"inductor_compile_config": inductor_settings(kernel)}
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
     arguments["load_format"] = register_loader(
@@ -143,22 +141,20 @@ def policy_arguments(
     }
 
 
-def inductor_settings(kernel: Literal["native", "humming"], *, deterministic: bool) -> dict[str, bool]:
-    """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention.
+def inductor_settings(kernel: Literal["native", "humming"]) -> dict[str, bool]:
+    """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention on a GPU.
 
     Args:
         kernel: as in ``llm_arguments``.
-        deterministic: choose the tile sizes of reductions by a rule. Inductor otherwise takes those that are fastest
-            when a process first runs them, and sums depend on them in their last bits.
     """
-    settings = {}
+    # Choose the tile sizes of reductions by a rule, which costs no measurable time. Inductor otherwise takes those that
+    # are fastest when a process first runs them, and sums depend on them in their last bits.
+    settings = {"deterministic": True}
     if kernel == "native":
         # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic
         # dependent launch). With this option, kernels that Inductor generates do so too, which saves time because a
         # decoding step has hundreds of short kernels.
         settings["triton.enable_pdl"] = True
-    if deterministic:
-        settings["deterministic"] = True
     return settings
 
 

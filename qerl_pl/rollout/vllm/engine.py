@@ -43,8 +43,9 @@ class VLLMEngine:
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
-    arguments give equal tokens, whatever was sampled before. NVFP4 on Hopper is an exception: unless ``deterministic``
-    is set, Humming's kernels add partial sums in any order, and a call may sample another of two likely tokens.
+    arguments give equal tokens and equal bits, whatever was sampled before; with ``trainer.deterministic: true`` a
+    resumed run does, too. A packed base that vLLM's own kernels compute on a GPU is an exception: they may add partial
+    sums in any order, so a call may sample another of two likely tokens. The engine logs this when it starts.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -63,11 +64,9 @@ class VLLMEngine:
             `docs/kernels.md`; steps of more than 256 tokens, that is, with prompts, dequantise each linear to scratch
             memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which decode
             slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
-        deterministic: equal calls give equal bits on a GPU as well (on a CPU they do in any case); with
-            ``trainer.deterministic: true`` a resumed run does, too. An NVFP4 base needs the native kernels.
 
     Raises:
-        ValueError: a value is out of its range, or ``deterministic`` is set with Humming as decoding kernel.
+        ValueError: a value is out of its range.
     """
 
     def __init__(
@@ -82,14 +81,11 @@ class VLLMEngine:
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
         decoding_kernel: Literal["auto", "native", "humming"] = "auto",
-        deterministic: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
-        if deterministic and decoding_kernel == "humming":
-            raise ValueError("deterministic is true and decoding_kernel 'humming', which adds in any order: use 'auto'")
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
-        self.sleep_level, self.deterministic = sleep_level, deterministic
+        self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
@@ -128,8 +124,7 @@ class VLLMEngine:
         """Load vLLM with the policy's base and adapter.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot
-                be guaranteed.
+            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
         """
         if self._llm is not None:
             return
@@ -146,7 +141,6 @@ class VLLMEngine:
             dtype=self.dtype,
             max_model_len=max_model_len,
             decoding_kernel=self.decoding_kernel,
-            deterministic=self.deterministic,
             fp32_norms=self._fp32_norms,
             fp32_head=self._fp32_head,
             watch=watch,

@@ -38,7 +38,6 @@ def launch(
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int,
     decoding_kernel: Literal["auto", "native", "humming"],
-    deterministic: bool,
     fp32_norms: bool,
     fp32_head: bool,
     watch: Stopwatch,
@@ -51,13 +50,12 @@ def launch(
         given: arguments of ``vllm.LLM`` that the user set; they override the arguments that follow from the policy.
         dtype: compute dtype; "auto" means the policy's.
         max_model_len: tokens of the longest prompt and completion together.
-        decoding_kernel, deterministic: as in ``VLLMEngine``.
+        decoding_kernel: as in ``VLLMEngine``.
         fp32_norms, fp32_head: as in ``llm_arguments``.
         watch: stopwatch for the phases "imports" and "vLLM".
 
     Raises:
-        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or ``deterministic`` cannot be
-            guaranteed.
+        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
     """
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -73,8 +71,6 @@ def launch(
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
         on_cpu = current_platform.is_cpu()
-        if deterministic and not on_cpu:
-            setup.check_deterministic(policy.packed_format, compute, kernel)
         one_copy = setup.ONE_COPY and kernel == "native"
         arguments = llm_arguments(
             policy,
@@ -84,12 +80,11 @@ def launch(
             kernel=kernel,
             one_copy=one_copy,
             on_cpu=on_cpu,
-            deterministic=deterministic,
             fp32_norms=fp32_norms,
             fp32_head=fp32_head,
         )
         if not on_cpu:
-            setup.prepare_gpu(policy, compute, kernel, explain_kernel=decoding_kernel == "auto")
+            setup.prepare_gpu(policy, compute, kernel)
         if one_copy:
             base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()

@@ -149,29 +149,26 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
     return [what for what, found in needs.items() if not found]
 
 
-def check_deterministic(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check that equal calls of the engine give equal bits on a GPU with the chosen kernels.
+def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
+    """Log that equal calls of the engine may give different results on a GPU, and why, if vLLM's own kernels compute
+    packed linears; otherwise log nothing.
 
     Linears that are not quantised are computed by cuBLAS, which adds in a fixed order, and so do the native kernels.
     Humming's kernels do not, and vLLM's other kernels for packed linears may not.
 
-    Raises:
-        ValueError: vLLM's own kernels would compute packed linears.
+    Args:
+        fmt: the base's format; None means not quantised.
+        dtype: the engine's compute dtype.
+        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
     """
     if fmt is None or lacks(fmt) or kernel == "native":
         return
-    needs = ", and ".join(decoding_lacks(fmt, dtype))
-    raise ValueError(
-        f"deterministic is true, but vLLM's own kernels would compute this {fmt.name} base, and these may add in any "
-        f"order. The native kernels, which do not, need {needs}; otherwise use a dense base or set deterministic to "
-        "false"
+    missing = decoding_lacks(fmt, dtype)
+    way = f"need {', and '.join(missing)}" if missing else "run if decoding_kernel is 'auto'"
+    rank_zero_info(
+        f"vLLM's own kernels compute this {fmt.name} base and may add in any order, so equal calls may sample other "
+        f"tokens. The native kernels, which add in a fixed order, {way}"
     )
-
-
-def log_decoding_lacks(dtype: torch.dtype) -> None:
-    """Log why the native kernels cannot decode an NVFP4 base on this machine; log nothing if they can."""
-    if missing := decoding_lacks(NVFP4, dtype):
-        rank_zero_info(f"vLLM decodes without the native NVFP4 kernels, which need {', and '.join(missing)}")
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
@@ -244,17 +241,14 @@ def check_fused_scales(base: str) -> None:
                 )
 
 
-def prepare_gpu(
-    policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"], *, explain_kernel: bool
-) -> None:
-    """Check the base's tensor scales before vLLM starts on a GPU and, if vLLM's kernels will compute packed linears,
-    register Humming's operators.
+def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
+    """Check the base's tensor scales before vLLM starts on a GPU. If vLLM's own kernels will compute packed linears,
+    register Humming's operators, and log why these are not the native kernels.
 
     Args:
         policy: policy whose base is loaded.
         dtype: the engine's compute dtype.
         kernel: "native" or "humming", as ``decoding_kernel`` returns it.
-        explain_kernel: whether to log why the native decoding kernels cannot run, if they cannot.
 
     Raises:
         ValueError: fused linears of the base have different tensor scales.
@@ -262,5 +256,4 @@ def prepare_gpu(
     check_fused_scales(policy.base)
     if kernel == "humming" and policy.packed_format is not None and not lacks(policy.packed_format):
         humming.load_operators()
-    if policy.packed_format is NVFP4 and explain_kernel:
-        log_decoding_lacks(dtype)
+    log_any_order(policy.packed_format, dtype, kernel)

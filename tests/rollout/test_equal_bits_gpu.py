@@ -1,4 +1,4 @@
-"""With ``deterministic``, equal calls of the vLLM engine on Hopper give equal bits, in this process and in another."""
+"""Equal calls of the vLLM engine on Hopper give equal bits, in this process and in another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.rollout.conftest import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
-    pytest.mark.xdist_group("deterministic"),  # one process has the engine
+    pytest.mark.xdist_group("equal_bits"),  # one process has the engine
     pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
 ]
 SEQUENCES = [1, 8, 64, 250]
@@ -37,7 +37,7 @@ SEQUENCES = [1, 8, 64, 250]
 def start(base: Path, *, prefix_caching: bool) -> VLLMEngine:
     policy = make_policy(str(base), dtype=torch.bfloat16).cuda()
     policy.load_adapter_state(random_adapter(policy, seed=1))
-    engine = VLLMEngine(kv_cache_bytes=2**30, enable_prefix_caching=prefix_caching, deterministic=True)
+    engine = VLLMEngine(kv_cache_bytes=2**30, enable_prefix_caching=prefix_caching)
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     return engine
 
@@ -57,7 +57,7 @@ def samples(engine: VLLMEngine, count: int) -> list:
     return engine.generate(some_prompts(*[40] * count), Sampling(num_completions=1, max_tokens=12), 5)
 
 
-def test_humming_computes_nothing(engine):
+def test_every_linear_has_our_kernels(engine):
     assert engine._call(vllm_worker.linear_kernels) == {"NativeLinear": 8}
 
 
@@ -82,7 +82,7 @@ HERE = """
 import json
 import sys
 from pathlib import Path
-from tests.rollout.test_deterministic_gpu import SEQUENCES, samples, start
+from tests.rollout.test_equal_bits_gpu import SEQUENCES, samples, start
 
 engine = start(Path(sys.argv[1]), prefix_caching=sys.argv[2] == "True")
 found = [[[*map(list, (each.tokens, each.logprobs))] for [each] in samples(engine, count)] for count in SEQUENCES]
