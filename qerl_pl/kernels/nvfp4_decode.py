@@ -6,8 +6,8 @@ that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: 
 bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` takes the
 weights of 64 outputs from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
 
-Weights have the layout of humming-kernels 0.1.17, which ``fragments`` defines, because Humming's kernels compute the
-prompts (prefill) from the same memory. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
+Weights have the layout of humming-kernels 0.1.17, which ``fragments`` defines, so that benchmarks can compare Humming's
+GEMM on the same memory. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
 Letters: T tokens, K inputs, N outputs.
 """
 
