@@ -1,0 +1,68 @@
+"""Launch Triton kernels with little work on the host.
+
+Before each launch, Triton inspects every argument to choose a compiled variant of the kernel. This takes about 50 us,
+which is longer than many kernels run, so passes that are not in a CUDA graph wait for the host. ``launch`` looks the
+variant up by what Triton's choice depends on: dtypes, and whether integers are 1 or multiples of 16.
+"""
+
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# Triton's type hints do not have its launch options and scalars.
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+from triton.compiler import CompiledKernel
+
+MULTIPLE, OTHER = 16, 17  # integers that stand for multiples of 16, and for other integers above 1
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Sequence[Tensor | int],
+    constants: Mapping[str, int],
+    **options: int | bool,
+) -> None:
+    """Launch a Triton kernel on the current stream; also works in Triton's interpreter.
+
+    Args:
+        kernel: function with the decorator ``triton.jit``.
+        grid: number of programs, up to three dimensions.
+        arguments: tensors and integers, in the kernel's order. The first is a tensor.
+        constants: the kernel's parameters of type ``tl.constexpr``, in the kernel's order, which are its last ones.
+        options: launch options such as ``num_warps``.
+    """
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    if first.is_cuda and all(_is_plain(argument) for argument in arguments):
+        kinds = tuple(argument.dtype if isinstance(argument, Tensor) else _kind(argument) for argument in arguments)
+        compiled = _compiled(kernel, first.device, kinds, tuple(constants.items()), tuple(options.items()))
+        compiled[tuple([*grid, 1, 1][:3])](*arguments, *constants.values())
+    else:
+        kernel[tuple(grid)](*arguments, **constants, **options)
+
+
+@cache
+def _compiled(
+    kernel: JITFunction[Any],
+    _device: torch.device,
+    kinds: tuple[torch.dtype | int, ...],
+    constants: tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, int | bool], ...],
+) -> CompiledKernel:
+    """Compile a kernel for the current device; a dtype stands for a tensor whose address is a multiple of 16."""
+    return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
+
+
+def _is_plain(argument: Tensor | int) -> bool:
+    """Return whether a tensor is aligned as torch allocates it, or an integer has 32 bits."""
+    return argument.data_ptr() % 16 == 0 if isinstance(argument, Tensor) else argument < 2**31
+
+
+def _kind(number: int) -> int:
+    return number if number == 1 else OTHER if number % MULTIPLE else MULTIPLE
