@@ -4,7 +4,7 @@ A linear that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with i
 three slices. A and B are small (1 MB, where the base weight has 70 MB), so latency dominates: ``shrink`` splits K
 over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the partial sums in a fixed order (no
 atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic dependent
-launch). With many tokens or a high rank cuBLAS is faster, and ``add_lora`` calls it.
+launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
 Tile sizes are chosen by a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are powers of
 2 or multiples of 128 only, because each new size has to be compiled, which takes longer than one rollout. Letters: T
@@ -16,7 +16,7 @@ tokens, K inputs, N outputs of which a slice has n, R rank.
 # Triton's type hints do not have its launch options, scalars and static_range.
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,8 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-MATMUL_TOKENS, MATMUL_RANK = 1024, 128  # cuBLAS is faster from this many tokens, or this rank, on
+from qerl_pl.kernels.launching import launch
+
+MATMUL_RANK = 128  # cuBLAS is faster from this rank on, and with MANY_TOKENS already above HIGH_RANK
+MANY_TOKENS, HIGH_RANK = 1024, 64
 PROGRAMS = 128  # wanted number of programs of ``shrink``, about one per SM;
+MOST_TOKENS = 64 * PROGRAMS  # tile sizes are the same for this number of tokens and all larger ones;
 EXPAND_TOKENS = 16  # tokens per program of ``expand``; more tokens need more registers, or fewer splits
 MOST_SLICES = 3  # slices per launch, as many as the kernels have pointers for
 EXPAND_SUMS = 2**14  # largest number of partial sums in the registers of a program of ``expand``;
@@ -79,7 +83,7 @@ def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -
     Numbers below ``fewest`` are ignored. Calling ``add_lora`` with each number compiles every kernel that it may need.
     """
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
-    for count in range(fewest, MATMUL_TOKENS):
+    for count in range(fewest, MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1):
         first.setdefault((shrink_tiles(count, K, rank, len(widths)), expand_tiles(count, widths)), count)
     return list(first.values())
 
@@ -98,7 +102,7 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
     """
     if not len(x):
         return
-    if is_matmul_faster(x, a):
+    if is_matmul_faster(x, a) or len(y) * y.stride(0) >= 2**31:  # the kernels' offsets have 32 bits
         add_lora_by_matmul(y, x, a, b, indices)
     elif len(a) > MOST_SLICES:
         width = sum(map(len, b[:MOST_SLICES]))
@@ -111,7 +115,8 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
     """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the Triton kernels' products do not support."""
-    return len(x) >= MATMUL_TOKENS or len(a[0]) >= MATMUL_RANK or x.dtype == torch.float32
+    highest = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
+    return len(a[0]) >= highest or x.dtype == torch.float32
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
@@ -150,21 +155,10 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     splits = triton.cdiv(K, tiles.chunk)
     partials = torch.empty(len(a), splits, num_tokens, rank, dtype=torch.float32, device=x.device)
     grid = splits, len(a) * triton.cdiv(rank, tiles.rank), triton.cdiv(num_tokens, tiles.tokens)
-    _shrink_kernel[grid](
-        x,
-        *_three(a),
-        partials,
-        num_tokens,
-        K,
-        x.stride(0),
-        RANK=rank,
-        CHUNK=tiles.chunk,
-        BLOCK_T=tiles.tokens,
-        BLOCK_R=tiles.rank,
-        BLOCK_K=tiles.k_block,
-        num_stages=tiles.stages,
-        **_options(x, tiles.warps),
-    )
+    constants = {"RANK": rank, "CHUNK": tiles.chunk, "BLOCK_T": tiles.tokens, "BLOCK_R": tiles.rank}
+    constants |= {"BLOCK_K": tiles.k_block, **_pdl(x)}
+    arguments = x, *_three(a), partials, num_tokens, K, x.stride(0)
+    launch(_shrink_kernel, grid, arguments, constants, num_stages=tiles.stages, **_options(x, tiles.warps))
     return partials
 
 
@@ -187,23 +181,10 @@ def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, ti
     widths = [len(matrix) for matrix in b]
     outputs = tiles.outputs * tiles.steps
     grid = sum(triton.cdiv(width, outputs) for width in widths), triton.cdiv(num_tokens, tiles.tokens)
-    _expand_kernel[grid](
-        y,
-        partials,
-        *_three(b),
-        indices,
-        num_tokens,
-        *(widths + [0, 0])[:3],
-        y.stride(0),
-        RANK=rank,
-        SPLITS=splits,
-        BLOCK_S=triton.next_power_of_2(splits),
-        STEPS=tiles.steps,
-        BLOCK_T=tiles.tokens,
-        BLOCK_R=_power_of_2(rank),
-        BLOCK_N=tiles.outputs,
-        **_options(y, tiles.warps),
-    )
+    constants = {"RANK": rank, "SPLITS": splits, "BLOCK_S": triton.next_power_of_2(splits), "STEPS": tiles.steps}
+    constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": _power_of_2(rank), "BLOCK_N": tiles.outputs, **_pdl(y)}
+    arguments = y, partials, *_three(b), indices, num_tokens, *(widths + [0, 0])[:3], y.stride(0)
+    launch(_expand_kernel, grid, arguments, constants, **_options(y, tiles.warps))
 
 
 def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -218,9 +199,12 @@ def _power_of_2_below(size: int) -> int:
     return 1 << max(0, size.bit_length() - 1)
 
 
-def _options(tensor: Tensor, warps: int) -> Mapping[str, int]:
-    pdl = tensor.is_cuda and _has_dependent_launch(tensor.device)
-    return {"num_warps": warps, "PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+def _pdl(tensor: Tensor) -> dict[str, int]:
+    return {"PDL": tensor.is_cuda and _has_dependent_launch(tensor.device)}
+
+
+def _options(tensor: Tensor, warps: int) -> dict[str, int | bool]:
+    return {"num_warps": warps} | ({"launch_pdl": True} if _pdl(tensor)["PDL"] else {})
 
 
 @cache

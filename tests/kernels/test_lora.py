@@ -81,7 +81,7 @@ def test_every_split_and_step_is_right(kernels, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=str)
-@pytest.mark.parametrize(("tokens", "rank"), [(0, 8), (3, 8), (1100, 8), (3, 128)])
+@pytest.mark.parametrize(("tokens", "rank"), [(0, 8), (3, 8), (1100, 8), (1100, 72), (3, 128)])
 def test_whoever_computes_it_the_result_is_the_same(kernels, tokens, rank, dtype):
     problem = Problem(tokens, 40, rank, (24, 9), dtype)
     y = problem.y.clone()
@@ -111,7 +111,7 @@ def test_no_token_with_the_adapter_changes_nothing(kernels):
 
 
 @pytest.mark.parametrize("size", REAL, ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 1023])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 1023, 5000])
 def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
     inputs, widths = size
     for rank in (8, 32, 64):
@@ -124,7 +124,7 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 
 
 @pytest.mark.parametrize("size", REAL, ids=str)
-@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("rank", [8, 64, 96])
 @pytest.mark.parametrize("fewest", [1, 65])
 def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
     inputs, widths = size
@@ -134,8 +134,9 @@ def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
 
     counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
     assert min(counts) == fewest
-    assert {blocks(tokens) for tokens in range(fewest, kernels.MATMUL_TOKENS)} == {blocks(tokens) for tokens in counts}
-    assert len(counts) <= 12  # all are compiled when an engine starts
+    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
+    assert {blocks(tokens) for tokens in range(fewest, most + 1)} == {blocks(tokens) for tokens in counts}
+    assert len(counts) <= 15  # all are compiled when an engine starts
 
 
 @pytest.mark.gpu
@@ -164,7 +165,7 @@ def test_the_product_of_a_base_that_still_runs_is_waited_for(kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256, 1000, 5000])
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 @pytest.mark.parametrize("size", [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (18944, (3584,))], ids=str)
 def test_real_shapes_captured_and_repeated(kernels, tokens, rank, size):

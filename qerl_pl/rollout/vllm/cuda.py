@@ -129,7 +129,8 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
         return
     with torch.accelerator.device_index(first[0].device.index):  # a new thread's current device is the first GPU
         for num_tokens in lora.token_counts(K, widths, rank, fewest=fewest):
-            x, y = first[0].new_zeros(num_tokens, K), first[0].new_zeros(num_tokens, sum(widths))
+            # One row in memory stands for all tokens.
+            x, y = (first[0].new_zeros(1, size).expand(num_tokens, -1) for size in (K, sum(widths)))
             lora.add_lora(y, x, first, second, torch.full((num_tokens,), -1, device=x.device))
 
 
@@ -145,4 +146,4 @@ def adapter_kernels(
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
     """Return, for each slice of a linear's N outputs, the LoRA matrix in the only adapter slot."""
-    return [matrix[0, 0] for matrix in stacked]
+    return [matrix.view(matrix.shape[2:]) for matrix in stacked]
