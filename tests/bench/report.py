@@ -467,6 +467,7 @@ TABLES = {
         partial(_latest, ["cards/"]),
         {
             "model": _shape("model"),
+            "GPU": _gpu,
             "GPU memory, GiB": _shape("card_gib"),
             "recomputed": _variant,
             "tokens per pass": lambda line: line["micro_batch_tokens"],
