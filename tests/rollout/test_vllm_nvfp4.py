@@ -60,7 +60,7 @@ def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> t
 
 def in_order_of(tokens: int, bias: Tensor | None) -> Tensor | None:
     """The bias [N] as it is added: the native kernels, which are replaced here, get it in the order of the tiles."""
-    return bias if bias is None or tokens > 256 else nvfp4_decode.humming_bias(bias)
+    return bias if bias is None or tokens > 512 else nvfp4_decode.humming_bias(bias)
 
 
 def product(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,6 +91,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         global_scale: Tensor,
         bias: Tensor | None,
         schedule: Any,
+        out: Tensor | None = None,
         update: lora_hopper.Update | None = None,
         next_weight: Tensor | None = None,
     ) -> Tensor:
@@ -102,7 +103,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
             parts = y.split([len(matrix) for matrix in update.b], dim=1)
             for part, hidden, matrix in zip(parts, update.hidden, update.b, strict=True):
                 part += hidden @ matrix.T
-        return y
+        return y if out is None else out.copy_(y)
 
     def shrink(x: Tensor, a: list[Tensor], indices: Tensor, schedule: lora_hopper.Schedule) -> Tensor:
         assert schedule.clusters <= -(-len(x) // schedule.tokens)
@@ -142,14 +143,15 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
         return torch.relu(kernel.apply_weights(layer, x * 2, layer.bias))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
-    for tokens in (8, 32, 33, 200, 256, 257, 300):
+    for tokens in (8, 32, 33, 200, 256, 257, 512, 513):
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
         y, exact = function(x), torch.relu(product(2 * x.float(), in_order_of(tokens, bias)))
         assert (y - exact).abs().max() <= 2**-7 * exact.abs().max()
     chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 200), ("batch", 256)]
-    assert calls == chosen, "compiled once, chosen each time; more tokens are dequantised"
+    in_parts = [("batch", 256), ("decode", 1), ("batch", 256), ("batch", 256)]
+    assert calls == chosen + in_parts, "compiled once, chosen each time; more tokens are dequantised"
     calls.clear()
     skipped = kernel.apply_weights(layer, x[:200].view(2, 100, K))
     assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
@@ -254,12 +256,12 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
         exact = sums(wrapped, x, in_order_of(tokens, bias))
         assert (function(x) - exact).abs().max() <= 2**-6 * exact.abs().max()
     together = [("shrink", 8), ("decode", 8), ("shrink", 64), ("batch", 64), ("shrink", 65), ("batch", 65)]
-    assert calls == [*together, ("adapter", 257)]
+    assert calls == [*together, ("batch", 256), ("decode", 1), ("adapter", 257)]
     calls.clear()
     wrapped.punica_wrapper.token_mapping_meta.no_lora_flag_cpu.fill_(True)
-    exact = product(x.float(), bias)
+    exact = product(x.float(), in_order_of(tokens, bias))
     assert (function(x) - exact).abs().max() <= 2**-7 * exact.abs().max()
-    assert calls == [], "no request has the adapter"
+    assert calls == [("batch", 256), ("decode", 1)], "no request has the adapter"
 
 
 @pytest.mark.parametrize(("rank", "slices"), [(72, (384, 128)), (4, (N,)), (16, (480, 32))])
