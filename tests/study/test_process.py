@@ -84,7 +84,9 @@ def test_an_evaluation_after_a_training_equals_one_in_a_process_of_its_own(base,
 def test_on_a_gpu_the_memory_of_a_run_is_planned_once_per_engine(base, tmp_path):
     more = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine", "--model.dtype", "bfloat16")
     together = commands(base, tmp_path, *more)
-    assert execute(process.words_of(tmp_path, together)) == 0
+    # not by ``execute``: no fork can use CUDA once the process that it comes from has
+    words = process.words_of(tmp_path, together)
+    assert subprocess.run(words, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode == 0
     logs = [state.log_of(tmp_path, name).read_text() for name, _ in together]
     assert ["memory plan: " in text for text in logs] == [True, False, True]
     assert [TAKEN_OVER in text for text in logs] == [False, True, False]
