@@ -32,7 +32,6 @@ LAYER_NAMES = {
     "together": "fused",
     "unfetched": "fused, not fetched",
     "apart": "separate",
-    "matmul": "cuBLAS",
 }
 PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
 
@@ -158,7 +157,7 @@ def whole_steps(lines: list[Line]) -> list[Line]:
 
 def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
     """Fastest step of bf16 in the same setting and at the same commit, over this run's; None where there is none."""
-    names = "model", "prompts", "completion", "steps", "group", "mean", "updates"
+    names = "model", "prompts", "completion", "group", "mean", "updates"
 
     def setting(run: Line) -> tuple[object, ...]:
         return run["commit"], *(run["shape"].get(name) for name in names)
@@ -485,7 +484,7 @@ TABLES = {
     ),
     "kernels": Table(partial(_latest, ["schedules/"]), kernels_table),
     "adapter": _pivot(
-        ["layer-ours/"],
+        [f"layer-ours/{variant}" for variant in ("none", "together", "unfetched", "apart")],
         lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
         _shape("tokens"),
         _number("median_s", 1, 1e6),
