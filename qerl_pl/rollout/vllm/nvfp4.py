@@ -125,33 +125,28 @@ def nvfp4_linear(
         first, second, which = adapter
         update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
         return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    y = _without_adapter(x, weight, weight_scale, weight_scale_2, bias, next_weight)
+    y = _without_adapter(x, (weight, weight_scale, weight_scale_2), bias, next_weight)
     if adapter:
         add_lora(y, x, *adapter)
     return y
 
 
 def _without_adapter(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor,
-    bias: Tensor | None,
-    next_weight: Tensor | None,
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, next_weight: Tensor | None
 ) -> Tensor:
     """Compute a linear without its adapter, by native kernels for up to ``MOST_NATIVE`` tokens and otherwise by
-    ``dequantised_linear``; the arguments are those of ``nvfp4_linear``."""
-    outputs, inputs = weight_scale.shape[1], x.shape[1]
+    ``dequantised_linear``. ``weights`` are the weight and its two scales; all arguments are as in ``nvfp4_linear``."""
+    outputs, inputs = weights[1].shape[1], x.shape[1]
     parts = x.split(nvfp4_batch.MOST_TOKENS) if 0 < len(x) <= MOST_NATIVE else []
     kernels = [_native_kernel(len(part), outputs, inputs, next_weight) for part in parts]
-    if not all(kernels) or not kernels:
+    if not kernels or not all(kernels):
         # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
-        return dequantised_linear(x, weight, weight_scale, weight_scale_2, in_rows)
+        return dequantised_linear(x, *weights, in_rows)
     y = x.new_empty(len(x), outputs)
     for part, kernel, out in zip(parts, kernels, y.split(nvfp4_batch.MOST_TOKENS), strict=True):
         assert kernel is not None
-        kernel.multiply(part, weight, weight_scale, weight_scale_2, bias, out=out)
+        kernel.multiply(part, *weights, bias, out=out)
     return y
 
 
