@@ -142,9 +142,11 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
             assert torch.equal(first[case][name], second[case][name]), f"{case}: {name} differs between the ranks"
             torch.testing.assert_close(first[case][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
     moved = {case: found["train/grad_norm"].item() for case, found in whole.items()}
-    assert [case for case, norm in moved.items() if norm == 0] == [
+    # The gradient of a KL penalty is zero where the policy has not changed, but for rounding.
+    assert [case for case, norm in moved.items() if norm < 1e-6] == [
         "dapo, silence, 1",
         "top entropy, corrected, silence, 1",
         "clip-cov, silence, 1",
+        "kl-cov, silence, 1",
         "masked, out of the divisor, silence, 1",
     ]
