@@ -81,7 +81,7 @@ def test_every_split_and_step_is_right(kernels, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=str)
-@pytest.mark.parametrize(("tokens", "rank"), [(0, 8), (3, 8), (1100, 8), (1100, 72), (3, 128)])
+@pytest.mark.parametrize(("tokens", "rank"), [(0, 8), (3, 8), (1100, 72), (3, 128)])
 def test_whoever_computes_it_the_result_is_the_same(kernels, tokens, rank, dtype):
     problem = Problem(tokens, 40, rank, (24, 9), dtype)
     y = problem.y.clone()
