@@ -47,13 +47,13 @@ class Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
 
 
-def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> tuple[Any, Any]:
+def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, device: str = "cpu") -> tuple[Any, Any]:
     """Our kernel object and the linear that it has prepared."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
     from qerl_pl.rollout.vllm.native_linear import NativeLinear
 
-    kernel, layer = NativeLinear(NvFp4LinearLayerConfig()), Linear(bias, outputs, inputs)
+    kernel, layer = NativeLinear(NvFp4LinearLayerConfig()), Linear(bias, outputs, inputs).to(device)
     kernel.process_weights_after_loading(layer)
     return kernel, layer
 
@@ -65,7 +65,7 @@ def in_order_of(tokens: int, bias: Tensor | None) -> Tensor | None:
 
 def product(x: Tensor, bias: Tensor | None) -> Tensor:
     """In x's dtype."""
-    return (x.float() @ DENSE.T + (0 if bias is None else bias)).to(x.dtype)
+    return (x.float() @ DENSE.T.to(x.device) + (0 if bias is None else bias)).to(x.dtype)
 
 
 @pytest.fixture
@@ -174,15 +174,15 @@ def test_each_linear_is_told_the_weight_after_its_own(calls):
     assert {name for name, _ in first.named_parameters()} == {"weight", "weight_scale", "weight_scale_2"}
 
 
-def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128)) -> Any:
+def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128), device: str = "cpu") -> Any:
     """As vLLM wraps a linear; of four tokens the second and the third are without the adapter."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels
 
     wrapper: Any = object.__new__(OneAdapterKernels)
-    wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0]).repeat(100)
+    wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0], device=device).repeat(300)
     wrapper.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False]))
-    a = tuple(torch.randn(1, 1, rank, K).bfloat16() for _ in slices)
-    b = tuple(torch.randn(1, 1, width, rank).bfloat16() * 0.1 for width in slices)
+    a = tuple(torch.randn(1, 1, rank, K, device=device).bfloat16() for _ in slices)
+    b = tuple(torch.randn(1, 1, width, rank, device=device).bfloat16() * 0.1 for width in slices)
     return SimpleNamespace(base_layer=layer, punica_wrapper=wrapper, lora_a_stacked=a, lora_b_stacked=b)
 
 
@@ -262,6 +262,23 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
     exact = product(x.float(), in_order_of(tokens, bias))
     assert (function(x) - exact).abs().max() <= 2**-7 * exact.abs().max()
     assert calls == [("batch", 256), ("decode", 1)], "no request has the adapter"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 33, 65, 256, 257, 300, 512, 513, 1100])
+def test_on_hopper_any_number_of_tokens_gets_base_and_adapter(tokens):
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+
+    bias = torch.randn(N, device="cuda").bfloat16()
+    kernel, layer = prepared(bias, device="cuda")
+    wrapped, x = with_adapter(layer, rank=16, device="cuda"), torch.randn(tokens, K, device="cuda").bfloat16()
+    exact = product(x.float(), bias)
+    assert (kernel.apply_weights(layer, x, layer.bias) - exact).abs().max() <= 2**-7 * exact.abs().max()
+    exact = sums(wrapped, x, bias)
+    found, again = (vllm_nvfp4.apply_with_adapter(wrapped, x, layer.bias) for _ in range(2))
+    assert (found - exact).abs().max() <= 2**-6 * exact.abs().max()
+    assert torch.equal(found, again), "sums have a fixed order"
 
 
 @pytest.mark.parametrize(("rank", "slices"), [(72, (384, 128)), (4, (N,)), (16, (480, 32))])
