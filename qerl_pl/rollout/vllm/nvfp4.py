@@ -39,7 +39,7 @@ class Native(NamedTuple):
     """Mark of a linear of vLLM that the native kernels compute, its attribute ``native``; the loader adds what the
     linear has to know of the other ones.
 
-    It is a tuple, because a parameter that were an attribute of the linear itself would be one of its parameters.
+    It is a tuple, because torch would register a weight that is an attribute of the linear itself as its parameter.
     """
 
     next_weight: Tensor | None = None
