@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.kernels import lora
-from tests.bench.bench_schedules import LOCKS, random_linear
+from tests.bench.bench_schedules import random_linear
 from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
 from tests.random_models import FUSED, linear_shapes
 
@@ -38,7 +38,7 @@ class Linear(NamedTuple):
     b: list[Tensor]
 
 
-def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
+def random_layer(size: str) -> dict[str, Linear]:
     """Make the fused linears of a block, by name, and prepare their kernels."""
     shapes, layer = linear_shapes(size), {}
     for name, parts in FUSED.items():
@@ -47,7 +47,7 @@ def random_layer(size: str, locks: Tensor) -> dict[str, Linear]:
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
         _, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
-        import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, locks.device)
+        import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, weights[0].device)
         layer[name] = Linear((*weights, None, None), a, b)
     return layer
 
@@ -65,8 +65,6 @@ def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
 def variants() -> dict[str, Add]:
     """Name the ways to multiply by base and adapter: functions of a linear, its input and an index per token."""
     native: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
-    import_module("qerl_pl.rollout.vllm.patches").humming_schedules()
-    import_module("qerl_pl.rollout.vllm.humming").load_operators()
     no_lora = torch.tensor([False])
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
@@ -111,9 +109,9 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available() or missing:
         print("layer: nothing is measured without a CUDA GPU, Humming and vLLM", file=sys.stderr)
         return
-    locks, adds = torch.zeros(LOCKS, dtype=torch.int32, device="cuda"), variants()
+    adds = variants()
     for size in args.sizes:
-        layers = in_turn([random_layer(size, locks) for _ in range(args.layers)])
+        layers = in_turn([random_layer(size) for _ in range(args.layers)])
         for tokens in args.tokens:
             x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
             indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
