@@ -1,10 +1,10 @@
-"""Triton kernels for y += (x A^T) B^T: one LoRA adapter, few tokens, any frozen base; used while decoding.
+"""Triton kernels for y += (x A^T) B^T: one LoRA adapter, any frozen base; used in rollouts.
 
 A linear that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with its own A and B; one launch serves up to
-three slices. A and B are small (1 MB, where the base weight has 70 MB), so latency dominates: ``shrink`` splits K
-over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the partial sums in a fixed order (no
-atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still running (programmatic dependent
-launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
+three slices. A and B are small (1 MB, where the base weight has 70 MB), so with few tokens, i.e. while decoding,
+latency dominates: ``shrink`` splits K over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the
+partial sums in a fixed order (no atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still
+running (programmatic dependent launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
 Tile sizes are chosen by a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are powers of
 2 or multiples of 128 only, because each new size has to be compiled, which takes longer than one rollout. Letters: T
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from qerl_pl.kernels.launching import launch
 
-MATMUL_RANK = 128  # cuBLAS is faster from this rank on, and with MANY_TOKENS already above HIGH_RANK
+MATMUL_RANK = 128  # cuBLAS is faster from this rank on, and from MANY_TOKENS tokens on already above HIGH_RANK
 MANY_TOKENS, HIGH_RANK = 1024, 64
 PROGRAMS = 128  # wanted number of programs of ``shrink``, about one per SM;
 MOST_TOKENS = 64 * PROGRAMS  # tile sizes are the same for this number of tokens and all larger ones;
@@ -115,8 +115,8 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
     """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the Triton kernels' products do not support."""
-    highest = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
-    return len(a[0]) >= highest or x.dtype == torch.float32
+    lowest_rank = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
+    return len(a[0]) >= lowest_rank or x.dtype == torch.float32
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
@@ -156,7 +156,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     partials = torch.empty(len(a), splits, num_tokens, rank, dtype=torch.float32, device=x.device)
     grid = splits, len(a) * triton.cdiv(rank, tiles.rank), triton.cdiv(num_tokens, tiles.tokens)
     constants = {"RANK": rank, "CHUNK": tiles.chunk, "BLOCK_T": tiles.tokens, "BLOCK_R": tiles.rank}
-    constants |= {"BLOCK_K": tiles.k_block, **_pdl(x)}
+    constants |= {"BLOCK_K": tiles.k_block, "PDL": _has_pdl(x)}
     arguments = x, *_three(a), partials, num_tokens, K, x.stride(0)
     launch(_shrink_kernel, grid, arguments, constants, num_stages=tiles.stages, **_options(x, tiles.warps))
     return partials
@@ -182,7 +182,7 @@ def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, ti
     outputs = tiles.outputs * tiles.steps
     grid = sum(triton.cdiv(width, outputs) for width in widths), triton.cdiv(num_tokens, tiles.tokens)
     constants = {"RANK": rank, "SPLITS": splits, "BLOCK_S": triton.next_power_of_2(splits), "STEPS": tiles.steps}
-    constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": _power_of_2(rank), "BLOCK_N": tiles.outputs, **_pdl(y)}
+    constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": _power_of_2(rank), "BLOCK_N": tiles.outputs, "PDL": _has_pdl(y)}
     arguments = y, partials, *_three(b), indices, num_tokens, *(widths + [0, 0])[:3], y.stride(0)
     launch(_expand_kernel, grid, arguments, constants, **_options(y, tiles.warps))
 
@@ -199,12 +199,13 @@ def _power_of_2_below(size: int) -> int:
     return 1 << max(0, size.bit_length() - 1)
 
 
-def _pdl(tensor: Tensor) -> dict[str, int]:
-    return {"PDL": tensor.is_cuda and _has_dependent_launch(tensor.device)}
-
-
 def _options(tensor: Tensor, warps: int) -> dict[str, int | bool]:
-    return {"num_warps": warps} | ({"launch_pdl": True} if _pdl(tensor)["PDL"] else {})
+    return {"num_warps": warps} | ({"launch_pdl": True} if _has_pdl(tensor) else {})
+
+
+def _has_pdl(tensor: Tensor) -> bool:
+    """Return whether the tensor's device has programmatic dependent launch (PDL)."""
+    return tensor.is_cuda and _has_dependent_launch(tensor.device)
 
 
 @cache
