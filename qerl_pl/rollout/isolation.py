@@ -43,8 +43,8 @@ def any_algorithm() -> Iterator[None]:
     """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false; the setting
     is restored at the end of the context.
 
-    It is the trainer's setting. vLLM has operations that would raise under it; which of its kernels add in a fixed
-    order is known by other means (``vllm.setup.log_any_order``).
+    It is the trainer's setting, and vLLM has operations that would raise under it. Whether vLLM's results are
+    repeatable depends on its kernels (``vllm.setup.log_any_order``).
     """
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

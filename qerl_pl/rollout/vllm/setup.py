@@ -149,6 +149,16 @@ def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
     return [what for what, found in needs.items() if not found]
 
 
+def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
+    """Return whether vLLM's own kernels will compute the packed linears of a base on a GPU; False without such linears.
+
+    Args:
+        fmt: the base's format; None means not quantised.
+        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
+    """
+    return kernel == "humming" and fmt is not None and not lacks(fmt)
+
+
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
     """Log that equal calls of the engine may give different results on a GPU, and why, if vLLM's own kernels compute
     packed linears; otherwise log nothing.
@@ -157,11 +167,10 @@ def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["nativ
     Humming's kernels do not, and vLLM's other kernels for packed linears may not.
 
     Args:
-        fmt: the base's format; None means not quantised.
+        fmt, kernel: as in ``by_vllms_kernels``.
         dtype: the engine's compute dtype.
-        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
     """
-    if fmt is None or lacks(fmt) or kernel == "native":
+    if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = decoding_lacks(fmt, dtype)
     way = f"need {', and '.join(missing)}" if missing else "run if decoding_kernel is 'auto'"
@@ -254,6 +263,6 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
         ValueError: fused linears of the base have different tensor scales.
     """
     check_fused_scales(policy.base)
-    if kernel == "humming" and policy.packed_format is not None and not lacks(policy.packed_format):
+    if by_vllms_kernels(policy.packed_format, kernel):
         humming.load_operators()
     log_any_order(policy.packed_format, dtype, kernel)
