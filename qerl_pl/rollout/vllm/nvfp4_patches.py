@@ -27,9 +27,7 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-    layers = "vllm.model_executor.layers.quantization"
-    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    modelopt: Any = import_module(f"{layers}.modelopt")
+    scheme, modelopt = _nvfp4_modules()
     before = scheme.init_nvfp4_linear_kernel
 
     def init(use_a16: bool = False) -> Any:
@@ -49,9 +47,7 @@ def packed_weights_on_host() -> Iterator[None]:
     Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
     Versions: vLLM 0.32. Upstream: none known.
     """
-    layers = "vllm.model_executor.layers.quantization"
-    scheme: Any = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
-    modelopt: Any = import_module(f"{layers}.modelopt")
+    scheme, modelopt = _nvfp4_modules()
 
     def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
         create = owner.create_weights
@@ -68,3 +64,10 @@ def packed_weights_on_host() -> Iterator[None]:
         on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
     ):
         yield
+
+
+def _nvfp4_modules() -> tuple[Any, Any]:
+    """Import vLLM's modules of NVFP4 linears: for checkpoints of compressed-tensors, and of ModelOpt."""
+    layers = "vllm.model_executor.layers.quantization"
+    scheme = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    return scheme, import_module(f"{layers}.modelopt")
