@@ -102,7 +102,7 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with the native kernel for T tokens or, if there is none, by
+    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with native kernels or, for more than ``MOST_NATIVE`` tokens, by
     ``dequantised_linear``; registered as an operator that is opaque to torch.compile.
 
     The linear's kernel also adds the adapter if this is supported and faster; otherwise ``kernels.lora.add_lora`` adds
@@ -137,15 +137,15 @@ def _without_adapter(
     """Compute a linear without its adapter, by native kernels for up to ``MOST_NATIVE`` tokens and otherwise by
     ``dequantised_linear``. ``weights`` are the weight and its two scales; all arguments are as in ``nvfp4_linear``."""
     outputs, inputs = weights[1].shape[1], x.shape[1]
-    parts = x.split(nvfp4_batch.MOST_TOKENS) if 0 < len(x) <= MOST_NATIVE else []
-    kernels = [_native_kernel(len(part), outputs, inputs, next_weight) for part in parts]
-    if not kernels or not all(kernels):
+    parts = x.split(nvfp4_batch.MOST_TOKENS) if len(x) <= MOST_NATIVE else [x]
+    chosen = (_native_kernel(len(part), outputs, inputs, next_weight) for part in parts)
+    kernels = [kernel for kernel in chosen if kernel]
+    if len(kernels) < len(parts):
         # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         return dequantised_linear(x, *weights, in_rows)
     y = x.new_empty(len(x), outputs)
     for part, kernel, out in zip(parts, kernels, y.split(nvfp4_batch.MOST_TOKENS), strict=True):
-        assert kernel is not None
         kernel.multiply(part, *weights, bias, out=out)
     return y
 
