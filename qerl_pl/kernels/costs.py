@@ -53,26 +53,44 @@ A thread block of 128 tokens x 5 tiles has few free registers, so it loads less 
 ``bench_constants`` measures it."""
 
 # The decode GEMM (nvfp4_decode).
-WIDE, WIDE_SPLITS = 64, 4
-"""A linear is called wide if it has more than WIDE thread blocks (of 256 outputs each); its inputs K are then divided
-into WIDE_SPLITS parts.
+WIDE = 64
+"""A linear is called wide if it has more than WIDE blocks of 256 outputs, and narrow otherwise.
 
-Wide linears fill the GPU without more parts. The number of parts is fixed only for up to 32 tokens. Threshold:
-`bench_schedules`, 7B and 14B, 8 to 32 tokens."""
+Wide linears fill the GPU almost without dividing the inputs K into parts."""
+WIDE_BLOCKS = {8: 430, 16: 430, 32: 375}
+"""Thread blocks of a wide linear, by its largest number of tokens: K is divided into as many parts as come closest.
+
+From a sweep of all variants and splits over the linears of Qwen2.5-3B to 32B on an H200, 8 to 32 tokens."""
+FIVE_PER_SM = range(36096, 42241)
+"""Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM.
+
+With K in 4 parts, these linears fill the GPU almost exactly. From the same sweep: gate and up of Qwen2.5-7B take 27.8
+us instead of 28.6."""
 GPCS, SMS_OF_GPC = 8, 16
-"""Number of GPCs of the GPU, and number of SMs per GPC, by which a linear that is not wide is scheduled; a cluster has
-to fit in one GPC."""
+"""Number of GPCs of the GPU, and number of SMs per GPC, by which a narrow linear is scheduled; a cluster has to fit in
+one GPC."""
+FEW_SPLITS, NARROW_BLOCKS = 4, 198
+"""If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
+thread blocks, two on some SMs.
+
+From the same sweep: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
+LONG_INPUTS, FULL_NARROW = 8192, 0.8
+"""A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if its own occupy less than this share
+of the SMs.
+
+From the same sweep: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time, and that of 7B, whose thread blocks
+occupy 0.85 of the SMs, 1 % more."""
 FULL_WAVE = 0.75
 """Smallest share of the GPU that a wide linear's thread blocks have to occupy, with K in one or two parts, for the
 decode GEMM to run it with 33 to 64 tokens.
 
 Otherwise another kernel runs the linear. Threshold: `bench_schedules`."""
-FETCHED_AHEAD = 12 * 2**20
+FETCHED_AHEAD = 8 * 2**20
 """Most bytes of the next linear's weight that the decode GEMM fetches to L2, which has 50 MiB.
 
-From a sweep of 4 to 40 MiB over layers of Qwen2.5-7B on an H100: 8 MiB are best for 8 tokens, and 16 MiB for 32. The
-gain is `bench_layer`, ``together`` against ``unfetched``. With attention between the linears, a layer of the 7B takes 2
-to 5 % less time than without fetching, and one of Qwen2.5-14B 1 to 2 % more."""
+From a sweep of 0 to 32 MiB over layers of Qwen2.5-3B to 32B on an H200, 8 to 32 tokens: 4 MiB are best, and 8 MiB up to
+1 % slower, but attention, which reads little memory, leaves more time between linears than the sweep does. The gain is
+`bench_layer`, ``together`` against ``unfetched``."""
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}

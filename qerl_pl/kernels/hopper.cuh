@@ -62,6 +62,15 @@ FUNCTION uint4 load_shared_16(u32 from) {
   return r;
 }
 
+FUNCTION uint4 load_matrices(u32 from) {  // four 8 x 8 matrices of 16 bits; each lane has the address of a row of one
+  uint4 r;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(from)
+               : "memory");
+  return r;
+}
+
 FUNCTION uint2 load_shared_8(u32 from) {
   uint2 r;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(from) : "memory");
@@ -103,6 +112,11 @@ FUNCTION void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// As above, but orders no memory accesses: for thread blocks whose shared memory is read by others until here.
+FUNCTION void synchronize_cluster_without_memory() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // from the same address in the thread block of that rank
   u32 there;
   float4 r;
@@ -118,6 +132,20 @@ FUNCTION float4 load_from_cluster(u32 address, u32 rank) {  // from the same add
 FUNCTION void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 FUNCTION void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+FUNCTION unsigned load_acquire(const unsigned *from) {
+  unsigned r;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(from) : "memory");
+  return r;
+}
+
+FUNCTION void add_release(unsigned *to, unsigned value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+FUNCTION void add_relaxed(unsigned *to, unsigned value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
 
 FUNCTION uint4 load_16_or_zero(const u16 *from, bool load) {
   uint4 r = make_uint4(0, 0, 0, 0);
@@ -140,6 +168,13 @@ FUNCTION void mma(float &c0, float &c1, float &c2, float &c3, u32 a0, u32 a1, u3
       "{%0, %1, %2, %3};"
       : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+FUNCTION void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {  // c [16, 8] += a [16, 16] times b [16, 8]
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // c [16 rows, 8 columns] += a product over 32 inputs; a lane holds 8 contiguous inputs of rows g and g + 8 and of

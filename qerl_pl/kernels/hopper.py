@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FOLDER, COMMON = Path(__file__).parent, ("hopper.cuh", "nvfp4.cuh")
+FOLDER, COMMON = Path(__file__).parent, ("hopper.cuh", "nvfp4.cuh", "lora.cuh")
 ARCHITECTURE = "sm_90a"
 _COMPILING = ThreadPoolExecutor(thread_name_prefix="NVRTC")  # NVRTC releases the GIL
 

@@ -1,90 +1,20 @@
-// h = x A^T for the slices of one LoRA adapter on Hopper. lora_hopper.py documents the arguments.
-//
-// A chunk is 32 inputs. A lane loads 8 contiguous inputs of a chunk and passes them to two mma instructions; the order
-// of the inputs within a chunk does not matter, because A and x are loaded in the same order. Each slice is computed by
-// eight warps of a thread block. The thread blocks that compute the same tokens and ranks over different chunks form a
-// cluster, which adds up its sums in shared memory, [warps][TOKENS][36] fp32 per thread block.
+// h = x A^T for the slices of one LoRA adapter on Hopper, as a kernel of its own. lora_hopper.py documents the arguments,
+// lora.cuh how h is computed. Each slice is computed by eight warps of a thread block, and tiles of tokens one after
+// another.
 template <int TOKENS, int SLICES, int IN_FLIGHT>
 FUNCTION void lora_shrink(const u16 *x, const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices,
                           u16 *hidden, int tokens, int K, int rank, int splits) {
-  extern __shared__ __align__(16) uint4 shared[];
-  constexpr int WARPS = 8, THREADS = SLICES * WARPS * 32, RANKS = 32, PITCH = RANKS + 4, TILES = TOKENS / 8;
-  const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, c = lane & 3;
-  const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), slice = warp / WARPS;
+  constexpr int WARPS = 8, RANKS = 32, SUMS_IN_FLIGHT = SLICES == 3 ? 2 : 4;
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), slice = warp / WARPS;
   const int first_rank = blockIdx.x * RANKS;
   const u16 *a = slice == 0 ? a0 : slice == 1 ? a1 : a2;
-  const int chunks = K / 32, step = splits * WARPS;
-
-  if (blockIdx.z == 0) {  // fetch A to L2 while the previous kernel still runs
-    constexpr int LINE = 64, OF_SLICE = WARPS * 32;
-    const int size = min(rank - first_rank, RANKS) * K;
-    for (int i = (blockIdx.y * OF_SLICE + thread % OF_SLICE) * LINE; i < size; i += splits * OF_SLICE * LINE)
-      prefetch_to_l2(a + (size_t)first_rank * K + i);
-  }
+  if (blockIdx.z == 0)  // while the previous kernel still runs
+    prefetch_a(a, K, first_rank, rank, blockIdx.y * WARPS * 32 + threadIdx.x % (WARPS * 32), splits * WARPS * 32);
   wait_for_kernel_before();  // the previous kernel may have written x
   let_next_kernel_start();
-
   for (int first_token = blockIdx.z * TOKENS; first_token < tokens; first_token += gridDim.z * TOKENS) {
-    float sums[2][TILES][4];  // this lane's part of 2 x TILES products of 16 ranks x 8 tokens
-#pragma unroll
-    for (int i = 0; i < 2 * TILES * 4; i++) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
-    for (int chunk = blockIdx.y * WARPS + warp % WARPS; chunk < chunks; chunk += IN_FLIGHT * step) {
-      uint4 rows[IN_FLIGHT][4], columns[IN_FLIGHT][TILES];
-#pragma unroll
-      for (int i = 0; i < IN_FLIGHT; i++) {
-        const int at = chunk + i * step, k = at * 32 + c * 8;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int r = first_rank + j * 8 + g;
-          rows[i][j] = load_16_or_zero(a + (size_t)r * K + k, at < chunks && r < rank);
-        }
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-          const int token = first_token + j * 8 + g;
-          columns[i][j] = load_16_or_zero(x + (size_t)token * K + k, at < chunks && token < tokens);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < IN_FLIGHT; i++)
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-          multiply_chunk(sums[0][j], rows[i][0], rows[i][1], columns[i][j]);
-          multiply_chunk(sums[1][j], rows[i][2], rows[i][3], columns[i][j]);
-        }
-    }
-
-    float *warp_sums = (float *)shared + warp * (TOKENS * PITCH);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int j = 0; j < TILES; j++)
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          warp_sums[(j * 8 + c * 2 + (k & 1)) * PITCH + i * 16 + (k >> 1) * 8 + g] = sums[i][j][k];
-    __syncthreads();
-    constexpr int FOURS = RANKS / 4;
-    for (int part = thread; part < SLICES * TOKENS * FOURS; part += THREADS) {  // sum over the slice's warps
-      const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS;
-      float4 *four = (float4 *)((float *)shared + (of_slice * WARPS * TOKENS + token) * PITCH + part % FOURS * 4);
-      float4 sum = *four;
-#pragma unroll
-      for (int i = 1; i < WARPS; i++) {
-        const float4 more = four[i * (TOKENS * PITCH / 4)];
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-      }
-      *four = sum;
-    }
-    synchronize_cluster();
-    const u32 memory = (u32)__cvta_generic_to_shared(shared);
-    for (int part = thread * splits + blockIdx.y; part < SLICES * TOKENS * FOURS; part += splits * THREADS) {
-      const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS, r = part % FOURS * 4;
-      const float4 sum = sum_of_cluster(memory + ((of_slice * WARPS * TOKENS + token) * PITCH + r) * 4, splits);
-      if (first_token + token < tokens && first_rank + r < rank) {
-        const bool with_adapter = indices[first_token + token] >= 0;
-        u16 *to = hidden + ((size_t)of_slice * tokens + first_token + token) * rank + first_rank + r;
-        *(uint2 *)to = with_adapter ? four_to_bf16(sum) : make_uint2(0, 0);
-      }
-    }
-    synchronize_cluster();  // other thread blocks may still read this one's sums
+    shrink_tile<TOKENS, SLICES, WARPS, IN_FLIGHT, SUMS_IN_FLIGHT>(x, a, indices, hidden, tokens, K, rank, splits, first_token,
+                                                  first_rank);
+    synchronize_cluster_without_memory();
   }
 }

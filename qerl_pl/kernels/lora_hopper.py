@@ -1,10 +1,9 @@
-"""LoRA fused into the NVFP4 GEMMs on Hopper: one additional kernel launch per linear, and the output y is written only
-once.
+"""LoRA fused into the NVFP4 GEMMs on Hopper: the output y is written only once.
 
-``shrink`` computes h = x A^T and lets the base GEMM start at once (programmatic dependent launch). The GEMM multiplies
-x by the weights concurrently, waits for h at its end, and adds h B^T to its fp32 sums before it rounds them. An adapter
-therefore costs little more than one launch. Sums are added in a fixed order: equal inputs give equal bits.
-Letters: T tokens, K inputs, R rank.
+The decode GEMM computes h = x A^T itself, in thread blocks of its own launch (``Adapter``). For the batch GEMM,
+``shrink`` computes h and lets the GEMM start at once (programmatic dependent launch; ``Update``). Either GEMM
+multiplies x by the weights concurrently, waits for h at its end, and adds h B^T to its fp32 sums before it rounds them.
+Sums are added in a fixed order: equal inputs give equal bits. Letters: T tokens, K inputs, R rank.
 """
 
 from __future__ import annotations
@@ -27,17 +26,30 @@ tile; larger numbers would need more registers than there are."""
 CHUNK, RANKS, OUTPUTS = 32, 8, 64  # supported K, R and outputs per slice are multiples of these;
 SPLITS = 8  # thread blocks per cluster of ``shrink``, each of which has a part of the inputs
 NO_SLICE = 2**31 - 1
-PARAMETERS = "const u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
+PARAMETERS = "u16 *hidden, const u16 *b0, const u16 *b1, const u16 *b2, int first1, int first2, int rank"
 ADAPTER = "Adapter{hidden, b0, b1, b2, first1, first2, rank}"
+SHRINK_PARAMETERS = "const u16 *a0, const u16 *a1, const u16 *a2, const long long *indices, int clusters"
+SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Adapter whose h B^T, with h = x A^T, a base GEMM adds to its output, slice by slice."""
+    """Adapter whose h B^T, with a given h = x A^T, a GEMM adds to its output, slice by slice."""
 
     hidden: Tensor
     """[slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream."""
     b: Sequence[Tensor]
     """One [n, R] bf16 for each slice, contiguous."""
+
+
+class Adapter(NamedTuple):
+    """Adapter that the decode GEMM computes together with its base; ``fits_adapter`` must hold."""
+
+    a: Sequence[Tensor]
+    """One [R, K] bf16 for each slice, contiguous."""
+    b: Sequence[Tensor]
+    """One [n, R] bf16 for each slice, contiguous."""
+    indices: Tensor
+    """[T] or longer, int64; negative for a token without the adapter."""
 
 
 class Schedule(NamedTuple):
@@ -59,8 +71,20 @@ class SpareSMs(NamedTuple):
     """Predicted seconds from the start of the base GEMM until h is needed."""
 
 
+def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Return whether the kernels can add an adapter to a base GEMM; ``a`` and ``b`` as in ``Adapter``."""
+    rank, inputs = a[0].shape
+    return (
+        len(a) <= MOST_SLICES
+        and rank <= MOST_RANK
+        and not (rank % RANKS or inputs % CHUNK)
+        and not any(len(matrix) % OUTPUTS for matrix in b)
+        and all(tensor.dtype == torch.bfloat16 for tensor in (*a, *b))
+    )
+
+
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose how ``shrink`` is divided among thread blocks, for an adapter that is fused into a base GEMM.
+    """Choose how ``shrink`` is divided among thread blocks, for an adapter that is fused into the batch GEMM.
 
     Args:
         num_tokens: T.
@@ -72,16 +96,9 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
         The schedule; None if the kernels do not support the adapter, or if adding it after the GEMM in separate kernels
         is faster.
     """
-    rank, inputs = a[0].shape
-    if (
-        not 0 < num_tokens <= MOST_TOKENS
-        or len(a) > MOST_SLICES
-        or rank > MOST_RANK
-        or (rank % RANKS or inputs % CHUNK)
-        or any(len(matrix) % OUTPUTS for matrix in b)
-        or any(tensor.dtype != torch.bfloat16 for tensor in (*a, *b))
-    ):
+    if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
+    rank, inputs = a[0].shape
     sizes = CHUNKS_IN_FLIGHT[len(a)]
     tokens = next((most for most in sizes if num_tokens <= most), max(sizes))
     tiles = -(-num_tokens // tokens)
@@ -159,6 +176,12 @@ def arguments(update: Update | None) -> list[Any]:
         return [None] * 4 + [0] * 3
     first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]
     return [update.hidden, *_pointers(update.b), *first, update.hidden.shape[2]]
+
+
+def shrink_arguments(adapter: Adapter | None) -> list[Any]:
+    """Build the launch arguments by which a GEMM computes h = x A^T itself, as ``SHRINK_PARAMETERS`` declares them, but
+    for the number of clusters."""
+    return [*_pointers(adapter.a), adapter.indices] if adapter else [None] * 4
 
 
 def _pointers(matrices: Sequence[Tensor]) -> list[Tensor | None]:

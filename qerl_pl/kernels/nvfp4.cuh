@@ -28,7 +28,7 @@ FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
 // ---- an adapter ----------------------------------------------------------------------------------------------------
 
 struct Adapter {  // y += h B^T; lora_hopper.py computes h
-  const u16 *hidden;  // [slices, tokens, rank]; null without an adapter
+  u16 *hidden;  // [slices, tokens, rank]; null without an adapter
   const u16 *b0, *b1, *b2;  // [outputs of a slice, rank]
   int first1, first2;  // first output of slices 2 and 3; N or more if there is none
   int rank;
@@ -50,12 +50,18 @@ FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
 
 // Adds h B^T to a warp's sums of COUNT x 16 outputs and TILES x 8 tokens; the outputs start at n and lie in one slice.
 // Of the thread blocks of a cluster, which hold partial sums of the same outputs, one adds the product for each 16
-// outputs. B is loaded before h is complete, then h in groups of IN_FLIGHT tiles.
-template <int COUNT, int TILES, int IN_FLIGHT>
-FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits) {
+// outputs. B is loaded before h is complete, for which ``wait`` waits; then h in groups of IN_FLIGHT tiles.
+template <int COUNT, int TILES, int IN_FLIGHT, typename Wait>
+FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits,
+                          Wait wait) {
   static_assert(TILES % IN_FLIGHT == 0, "");
   const int lane = threadIdx.x & 31, g = lane >> 2, rank = adapter.rank;
   if (blockIdx.y >= COUNT) return;
+  u32 ours = 1;  // bit i is set if this thread block adds the product for the i-th 16 outputs
+  if (COUNT > 1) {
+    ours = 0;
+    for (int i = blockIdx.y; i < COUNT; i += splits) ours |= 1u << i;
+  }
   const u16 *row = row_of_b(adapter, n + g);
   const u16 *hidden = adapter.hidden + ((size_t)slice_of(adapter, n) * tokens + first_token + g) * rank;
 #pragma unroll 1
@@ -65,8 +71,8 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && i % splits == blockIdx.y);
-    wait_for_kernel_before();  // the previous kernel writes h
+        rows[i][j] = load_16_or_zero(row + (i * 16 + j * 8) * rank + r, r < rank && (ours >> i & 1));
+    wait();
 #pragma unroll
     for (int first = 0; first < TILES; first += IN_FLIGHT) {
       uint4 columns[IN_FLIGHT];
@@ -76,7 +82,7 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
                                      r < rank && first_token + (first + i) * 8 + g < tokens);
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
-        if (i % splits == blockIdx.y)
+        if (ours >> i & 1)
 #pragma unroll
           for (int j = 0; j < IN_FLIGHT; j++)
             multiply_chunk(sums + (i * TILES + first + j) * 4, rows[i][0], rows[i][1], columns[j]);
@@ -86,12 +92,18 @@ FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_
 
 // ---- sums to y ----------------------------------------------------------------------------------------------------
 
+template <int IN_FLIGHT>  // loads at the same time
 FUNCTION float4 sum_of_cluster(u32 address, int blocks) {  // over all thread blocks, in the order of their ranks
-  float4 sum = load_from_cluster(address, 0);
-#pragma unroll 4
-  for (int rank = 1; rank < blocks; rank++) {
-    const float4 more = load_from_cluster(address, rank);
-    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += IN_FLIGHT) {
+    float4 more[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++)
+      if (first + i < blocks) more[i] = load_from_cluster(address, first + i);
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++)
+      if (first + i < blocks) sum.x += more[i].x, sum.y += more[i].y, sum.z += more[i].z, sum.w += more[i].w;
   }
   return sum;
 }
@@ -112,10 +124,12 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
 }
 
 // Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
-template <int FOURS, int THREADS>
+template <int FOURS, int THREADS, int IN_FLIGHT>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
-  for (int part = blockIdx.y * THREADS + threadIdx.x; part < tokens * FOURS; part += splits * THREADS) {
-    const int token = part / FOURS, output = part % FOURS * 4;
-    store_outputs(y, bias, token, n + output, N, sum_of_cluster(sums + (token * (FOURS * 4 + 4) + output) * 4, splits));
+  const int parts = tokens * FOURS, share = (parts + splits - 1) / splits;  // all thread blocks get the same share
+  for (int i = threadIdx.x; i < share && blockIdx.y * share + i < parts; i += THREADS) {
+    const int part = blockIdx.y * share + i, token = part / FOURS, output = part % FOURS * 4;
+    const u32 address = sums + (token * (FOURS * 4 + 4) + output) * 4;
+    store_outputs(y, bias, token, n + output, N, sum_of_cluster<IN_FLIGHT>(address, splits));
   }
 }

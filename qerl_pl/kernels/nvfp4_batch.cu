@@ -142,7 +142,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   const int n = first_tile * 64 + warp * 16;
   constexpr int IN_FLIGHT = TOKENS == 64 ? 8 : TOKENS == 96 ? 6 : TILES < 5 ? 8 : 4;  // as many as registers allow
   if (adapter.hidden && n < N && tile < tiles)
-    add_adapter<1, TOKENS / 8, IN_FLIGHT>(sums, adapter, n, first_token, tokens, splits);
+    add_adapter<1, TOKENS / 8, IN_FLIGHT>(sums, adapter, n, first_token, tokens, splits,
+                                          [] { wait_for_kernel_before(); });  // the previous kernel writes h
 
   constexpr int PITCH = TILES * 64 + 4, FOURS = TILES * 16;
   float *block_sums = (float *)shared;
@@ -165,6 +166,6 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
     return;
   }
   synchronize_cluster();
-  store_sums_of_cluster<FOURS, THREADS>(memory, y, bias, here, first_tile * 64, N, splits);
+  store_sums_of_cluster<FOURS, THREADS, 4>(memory, y, bias, here, first_tile * 64, N, splits);
   synchronize_cluster();  // other thread blocks may still read this one's sums
 }

@@ -1,10 +1,11 @@
 // GEMM y = x W^T of bf16 inputs and NVFP4 weights for few tokens on Hopper. nvfp4_decode.py documents the arguments.
 //
-// Names: a k-block is 16 inputs; a fragment is the weights of 16 outputs of a k-block, which one warp supplies to a
-// wgmma; a tile is 64 outputs. A thread block computes 256 outputs: each of the four warps of a warpgroup has one tile,
-// and the warpgroups have different k-blocks. The j-th wgmma takes the j-th fragment of each warp's tile from registers
-// and the tokens from shared memory. The thread blocks that compute the same 256 outputs over different parts of the
-// inputs form a cluster, which adds up its sums in shared memory.
+// Names: a k-block is 16 inputs; a fragment is the weights of 16 outputs of a k-block; a tile is 64 outputs. A thread
+// block computes 256 outputs: each of the four warps of a warpgroup has one tile, and the warpgroups have different
+// k-blocks. Fragments are multiplied from registers: 8 tokens by mma, which takes the fragment of one warp and which
+// warps run independently; more tokens by wgmma, which is faster for them. The j-th wgmma takes the j-th fragment of
+// each warp's tile, and the tokens from shared memory. The thread blocks that compute the same 256 outputs over
+// different parts of the inputs form a cluster, which adds up its sums in shared memory.
 
 struct Next {  // the start of the weight that the next GEMM reads
   const char *weight;  // null to fetch nothing
@@ -12,32 +13,82 @@ struct Next {  // the start of the weight that the next GEMM reads
   int blocks, bytes;  // thread blocks that fetch, and the bytes that each of them fetches
 };
 
-FUNCTION void fetch_to_l2(const Next &next) {  // this thread block's bytes; called by one thread
-  const int block = blockIdx.y * gridDim.x + blockIdx.x;
+FUNCTION void fetch_to_l2(const Next &next, int block) {  // this thread block's bytes; called by one thread
   if (next.weight && block < next.blocks)
     prefetch_to_l2(next.weight + (size_t)(block % next.parts) * next.stride + (block / next.parts) * next.bytes,
                    next.bytes);
 }
 
-// Shared memory: STAGES times [x: boxes of 64 inputs, [TOKENS][128 bytes]; per warp K_BLOCKS x 512 bytes of weights and
-// K_BLOCKS x 64 bytes of scales], then for each warp K_BLOCKS x 128 bytes of bf16 scales. At the end the sums overwrite
-// all.
-template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES>
+// ---- h = x A^T of an adapter, by the first thread blocks of the same launch ------------------------------------------
+
+struct Shrink {
+  const u16 *a0, *a1, *a2;  // [rank, K] of each slice; null if there is no such slice
+  const long long *indices;  // [tokens], negative for tokens without the adapter
+  int clusters;  // that compute h = x A^T, each for one slice and 32 ranks; 0 without an adapter
+};
+
+// Thread blocks that have written h, and thread blocks that have read it. Both are zero whenever no kernel of this
+// module runs: launches of a module must not overlap, except as dependent launches do.
+__device__ unsigned hidden_written, hidden_read;
+
+FUNCTION void wait_for_hidden(const Shrink &shrink, int splits) {  // called by a whole warp
+  if ((threadIdx.x & 31) == 0)
+    while (load_acquire(&hidden_written) != shrink.clusters * splits) __nanosleep(20);
+  __syncwarp();
+}
+
+template <int TOKENS, int WARPS>
+FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &adapter, int tokens, int K, int splits,
+                             unsigned readers) {
+  constexpr int IN_FLIGHT = TOKENS == 8 ? 4 : TOKENS == 16 ? 3 : 2;
+  const int parts = (adapter.rank + 31) / 32, slice = blockIdx.x / parts, first_rank = blockIdx.x % parts * 32;
+  const u16 *a = slice == 0 ? shrink.a0 : slice == 1 ? shrink.a1 : shrink.a2;
+  const int threads = WARPS * 32;
+  prefetch_a(a, K, first_rank, adapter.rank, blockIdx.y * threads + threadIdx.x, splits * threads);
+  wait_for_kernel_before();
+  u16 *hidden = adapter.hidden + (size_t)slice * tokens * adapter.rank;
+  shrink_tile<TOKENS, 1, WARPS, IN_FLIGHT, 8>(x, a, shrink.indices, hidden, tokens, K, adapter.rank, splits, 0,
+                                              first_rank);
+  let_next_kernel_start();
+  __syncthreads();
+  if (threadIdx.x == 0) add_release(&hidden_written, 1);
+  synchronize_cluster_without_memory();  // other thread blocks may still read this one's sums
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) {
+    while (load_acquire(&hidden_read) != readers) __nanosleep(100);
+    hidden_written = hidden_read = 0;
+  }
+}
+
+// ---- the GEMM --------------------------------------------------------------------------------------------------------
+
+// Shared memory: x of X_SLOTS times X_STAGES stages, in boxes of 64 inputs, [TOKENS][128 bytes]; then STAGES times, per
+// warp, K_BLOCKS x 512 bytes of weights and K_BLOCKS x 64 bytes of scales; then for each warp K_BLOCKS x 128 bytes of
+// bf16 scales. At the end the sums overwrite all. Weights are copied by the warp that reads them, a stage at a time, and
+// x by all warps, for X_STAGES stages at a time, so that they wait for each other only then.
+template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES, int X_STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
                            const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Next next,
-                           Adapter adapter) {
+                           Adapter adapter, Shrink shrink) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_K_BLOCKS = K_BLOCKS * GROUPS;
-  constexpr int X_TILE_BYTES = TOKENS * 128, X_BYTES = STAGE_K_BLOCKS / 4 * X_TILE_BYTES, WARP_BYTES = K_BLOCKS * 576;
-  constexpr int STAGE = X_BYTES + WARPS * WARP_BYTES;
-  static_assert((K_BLOCKS == 4 || K_BLOCKS == 8) && STAGES >= 2 && STAGE % 1024 == 0, "");
+  constexpr int X_TILE_BYTES = TOKENS * 128, X_BYTES = STAGE_K_BLOCKS / 4 * X_TILE_BYTES;
+  constexpr int X_SLOT = X_STAGES * X_BYTES, X_SLOTS = (STAGES - 2) / X_STAGES + 2, X_ALL = X_SLOTS * X_SLOT;
+  constexpr int WARP_BYTES = K_BLOCKS * 576, STAGE = WARPS * WARP_BYTES;
+  constexpr bool BY_MMA = TOKENS == 8;
+  static_assert((K_BLOCKS == 4 || K_BLOCKS == 8) && STAGES >= 2 && X_BYTES % 1024 == 0, "");
 
+  const int blocks = gridDim.x - shrink.clusters, block = blockIdx.x - shrink.clusters;  // of 256 outputs
+  const int readers = splits < 4 ? splits : 4;  // thread blocks of a cluster that add the adapter
+  if (block < 0) {
+    compute_hidden<TOKENS, WARPS>(x, shrink, adapter, tokens, K, splits, blocks * readers);
+    return;
+  }
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), group = warp / 4;
   const int k_blocks = K >> 4, stages = (k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS;
-  const int first = (int)((long long)stages * blockIdx.y / splits);
-  const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
-  const int tiles = N >> 6, tile = blockIdx.x * 4 + warp % 4;  // of 64 outputs each
+  const int first = (u32)stages * blockIdx.y / (u32)splits;
+  const int last = (u32)stages * (blockIdx.y + 1) / (u32)splits;
+  const int tiles = N >> 6, tile = block * 4 + warp % 4;  // of 64 outputs each
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
 
   float sums[4][TOKENS / 2];
@@ -61,68 +112,92 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const size_t k_block = (size_t)first * STAGE_K_BLOCKS + group * K_BLOCKS;
   const char *weight_from = (const char *)(weight + (k_block * tiles + tile) * 32 + lane) - (size_t)3 * half_k_block;
   const char *scale_from = (const char *)(scale + ((k_block + (lane >> 2)) * tiles + tile) * 4 + (lane & 3));
-  u32 weight_at = memory + X_BYTES + warp * WARP_BYTES + lane * 16;
-  u32 scale_at = memory + X_BYTES + warp * WARP_BYTES + K_BLOCKS * 512 + lane * 8;  // where this lane reads scales
-  u32 bf16_to = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + lane * 16;
-  u32 bf16_from = memory + STAGES * STAGE + warp * K_BLOCKS * 128 + (lane >> 2) * 16;
+  u32 weight_at = memory + X_ALL + warp * WARP_BYTES + lane * 16;
+  u32 scale_at = memory + X_ALL + warp * WARP_BYTES + K_BLOCKS * 512 + lane * 8;  // where this lane reads scales
+  u32 bf16_to = memory + X_ALL + STAGES * STAGE + warp * K_BLOCKS * 128 + lane * 16;
+  u32 bf16_from = memory + X_ALL + STAGES * STAGE + warp * K_BLOCKS * 128 + (lane >> 2) * 16;
   keep(x_to), keep(weight_at), keep(scale_at), keep(bf16_to), keep(bf16_from);
 
 #pragma unroll
   for (int i = 0; i < COPIES; i++)  // rows past the last token stay zero in all stages
     if (row + i * ROWS >= tokens && row + i * ROWS < TOKENS)
-      for (int stage = 0; stage < STAGES; stage++)
-        *(uint4 *)((char *)shared + (x_to - memory) + stage * STAGE + i * ROWS * 128) = make_uint4(0, 0, 0, 0);
-  make_visible_to_wgmma();
+      for (int stage = 0; stage < X_SLOTS * X_STAGES; stage++)
+        *(uint4 *)((char *)shared + (x_to - memory) + stage * X_BYTES + i * ROWS * 128) = make_uint4(0, 0, 0, 0);
 
-  auto copy_stage = [&](int stage, u32 base) {  // copies to the slot at ``base`` and advances the pointers
-    if (stage < last) {
-      if (STAGE_K_BLOCKS <= 8 || (stage + 1) * STAGE_K_BLOCKS <= k_blocks) {  // K is a multiple of 8 k-blocks
+  // Copies to the slot at ``base``; they advance their pointers.
+  auto copy_x_of_stage = [&](int stage, u32 base) {
+    if (stage >= last) return;
+    const int left = k_blocks - stage * STAGE_K_BLOCKS;
+    if (STAGE_K_BLOCKS <= 8 || left >= STAGE_K_BLOCKS) {  // K is a multiple of 8 k-blocks
 #pragma unroll
-        for (int i = 0; i < COPIES; i++)
-          if (row + i * ROWS < tokens)
-            copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);
+      for (int i = 0; i < COPIES; i++)
+        if (row + i * ROWS < tokens) copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);
+    } else {  // past K, x is zero
+      const bool inside = chunk < left * 2;
 #pragma unroll
-        for (int i = 0; i < K_BLOCKS; i++)
-          copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
-        if (K_BLOCKS == 8 || lane < 4 * K_BLOCKS) copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
-      } else {  // past K, x is zero; weights keep old bits, which always decode to finite numbers
-        const int left = k_blocks - stage * STAGE_K_BLOCKS;
-        const bool inside = chunk < left * 2;
-#pragma unroll
-        for (int i = 0; i < COPIES; i++)
-          if (row + i * ROWS < tokens)
-            copy_async_or_zero(x_to + base + i * ROWS * 128, inside ? advance(x_from, i, x_rows) : (const char *)x,
-                               inside);
-#pragma unroll
-        for (int i = 0; i < K_BLOCKS; i++)
-          if (group * K_BLOCKS + i < left)
-            copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
-        if ((K_BLOCKS == 8 || lane < 4 * K_BLOCKS) && group * K_BLOCKS + (lane >> 2) < left)
-          copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
-      }
-      x_from += STAGE_K_BLOCKS * 32;
-      weight_from = advance(weight_from, 2 * STAGE_K_BLOCKS, half_k_block);
-      scale_from = advance(scale_from, STAGE_K_BLOCKS, (u32)tiles * 64);
+      for (int i = 0; i < COPIES; i++)
+        if (row + i * ROWS < tokens)
+          copy_async_or_zero(x_to + base + i * ROWS * 128, inside ? advance(x_from, i, x_rows) : (const char *)x,
+                             inside);
     }
-    end_copies();
+    x_from += STAGE_K_BLOCKS * 32;
+  };
+  auto copy_x = [&](int stage, u32 base) {
+#pragma unroll
+    for (int i = 0; i < X_STAGES; i++) copy_x_of_stage(stage + i, base + i * X_BYTES);
+  };
+  auto copy_weight = [&](int stage, u32 base) {
+    if (stage >= last) return;
+    const int left = k_blocks - stage * STAGE_K_BLOCKS;
+    if (STAGE_K_BLOCKS <= 8 || left >= STAGE_K_BLOCKS) {
+#pragma unroll
+      for (int i = 0; i < K_BLOCKS; i++)
+        copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
+      if (K_BLOCKS == 8 || lane < 4 * K_BLOCKS) copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
+    } else {  // past K, weights keep old bits, which always decode to finite numbers
+#pragma unroll
+      for (int i = 0; i < K_BLOCKS; i++)
+        if (group * K_BLOCKS + i < left)
+          copy_async(weight_at + base + i * 512, advance(weight_from, 3 + 2 * i, half_k_block));
+      if ((K_BLOCKS == 8 || lane < 4 * K_BLOCKS) && group * K_BLOCKS + (lane >> 2) < left)
+        copy_async(weight_at + base + K_BLOCKS * 512, scale_from);
+    }
+    weight_from = advance(weight_from, 2 * STAGE_K_BLOCKS, half_k_block);
+    scale_from = advance(scale_from, STAGE_K_BLOCKS, (u32)tiles * 64);
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) copy_stage(first + i, i * STAGE);
-  if (adapter.hidden && blockIdx.y == 0) prefetch_b<256, THREADS>(adapter, blockIdx.x * 256, N);
+  for (int i = 0; i < STAGES - 1; i++) copy_weight(first + i, i * STAGE);
+  if (adapter.hidden && blockIdx.y == 0) prefetch_b<256, THREADS>(adapter, block * 256, N);
+  wait_for_kernel_before();  // the previous kernel may have written x
+#pragma unroll
+  for (int i = 0; i < X_SLOTS - 1; i++) copy_x(first + i * X_STAGES, i * X_SLOT);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) end_copies();  // the first wait below is for all of them
 
   // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
-  const u32 x_low = (((memory + group * (K_BLOCKS / 4) * X_TILE_BYTES) & 0x3FFFFu) >> 4) | (1u << 16);
-  const u32 x_high = (1024u >> 4) | (1u << 30);
+  const u32 x_group = memory + group * (K_BLOCKS / 4) * X_TILE_BYTES;
+  const u32 x_low = ((x_group & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
+  // For mma, a lane has the address of a row of one of the four 8 x 8 matrices that hold x of two k-blocks; the address
+  // for the next two of a box differs in one bit.
+  u32 x_row = x_group + (lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4);
+  keep(x_row);
   u32 fragments[2][4][4];  // of two k-blocks; one is dequantised while the other is multiplied
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int j = 0; j < 16; j++) fragments[i][j >> 2][j & 3] = 0;
-  u32 base = 0, before = (STAGES - 1) * STAGE;
+  u32 base = 0, before = (STAGES - 1) * STAGE, x_base = 0, x_next = (X_SLOTS - 1) * X_SLOT;
 #pragma unroll 1
   for (int stage = first; stage < last; stage++) {
+    const bool new_x = (stage - first) % X_STAGES == 0;
+    auto exchange_x = [&] {  // x of this stage is complete, and all warps are done with the oldest slot
+      __syncthreads();
+      copy_x(stage + (X_SLOTS - 1) * X_STAGES, x_next);
+      x_next = x_next == X_ALL - X_SLOT ? 0 : x_next + X_SLOT;
+    };
     wait_for_copies<STAGES - 2>();
-    make_visible_to_wgmma();
+    if (BY_MMA && new_x) exchange_x();
+    if (!BY_MMA && new_x) make_visible_to_wgmma();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < K_BLOCKS / 4; i++) {  // each scale of the stage is converted by one lane
@@ -133,7 +208,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
       store_shared_16(bf16_to + i * 512, pairs);
     }
     __syncwarp();
-    uint4 next_words = load_shared_16(weight_at + base), next_scales = load_shared_16(bf16_from);
+    uint4 next_words = load_shared_16(weight_at + base), next_scales = load_shared_16(bf16_from), columns;
 #pragma unroll
     for (int i = 0; i < K_BLOCKS; i++) {
       const uint4 words = next_words, pairs = next_scales;
@@ -141,34 +216,45 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
         next_words = load_shared_16(weight_at + base + (i + 1) * 512);
         next_scales = load_shared_16(bf16_from + (i + 1) * 128);
       }
+      if (BY_MMA && i % 2 == 0) columns = load_matrices((x_row + x_base + i / 4 * X_TILE_BYTES) ^ (i % 4 << 5));
       u32(&fragment)[4][4] = fragments[i & 1];
       dequantize(fragment[0], words.x, low_twice(pairs.x), low_twice(pairs.y));
       dequantize(fragment[1], words.y, high_twice(pairs.x), high_twice(pairs.y));
       dequantize(fragment[2], words.z, low_twice(pairs.z), low_twice(pairs.w));
       dequantize(fragment[3], words.w, high_twice(pairs.z), high_twice(pairs.w));
-      if (i == 0) {  // all warps are done with the stage before, and x of this stage is complete
-        wait_for_wgmmas<0>();
-        keep(fragments[1]);
-        __syncthreads();
-        copy_stage(stage + STAGES - 1, before);
+      if (i == 0) {
+        if constexpr (!BY_MMA) {
+          wait_for_wgmmas<0>();
+          keep(fragments[1]);
+          if (new_x) exchange_x();
+        }
+        copy_weight(stage + STAGES - 1, before);
+        end_copies();
         before = base;
       }
-      keep(fragment);
-      begin_wgmmas();
-      const u64 here = ((u64)x_high << 32) | (x_low + (base >> 4) + (i >> 2) * (X_TILE_BYTES >> 4) + (i & 3) * 2);
+      if constexpr (BY_MMA) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) wgmma(sums[j], fragment[j], here);
-      end_wgmmas();
-      if (i) {
-        wait_for_wgmmas<1>();
-        keep(fragments[(i + 1) & 1]);
+        for (int j = 0; j < 4; j++)
+          multiply(sums[j], fragment[j], i % 2 ? columns.z : columns.x, i % 2 ? columns.w : columns.y);
+      } else {
+        keep(fragment);
+        begin_wgmmas();
+        const u64 here = ((u64)x_high << 32) | (x_low + (x_base >> 4) + i / 4 * (X_TILE_BYTES >> 4) + i % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < 4; j++) wgmma(sums[j], fragment[j], here);
+        end_wgmmas();
+        if (i) {
+          wait_for_wgmmas<1>();
+          keep(fragments[(i + 1) & 1]);
+        }
       }
     }
     base = base == (STAGES - 1) * STAGE ? 0 : base + STAGE;
+    x_base = x_base == X_ALL - X_BYTES ? 0 : x_base + X_BYTES;
   }
   let_next_kernel_start();  // the next kernel waits until this one has ended before it reads y
-  if (thread == 0) fetch_to_l2(next);  // memory would be idle until the next GEMM
-  __syncwarp();  // instructions of wgmma need all lanes
+  if (thread == 0) fetch_to_l2(next, blockIdx.y * blocks + block);  // memory would be idle until the next GEMM
+  __syncwarp();  // wgmma and mma need all lanes
   const float factor = TO_VALUE * global_scale[0];
   wait_for_wgmmas<0>();
   keep(fragments[0]), keep(fragments[1]);
@@ -181,26 +267,37 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   wait_for_copies<0>();
   __syncthreads();
   if (adapter.hidden && group == 0)
-    add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, blockIdx.x * 256 + warp * 64, 0, tokens, splits);
+    add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, block * 256 + warp * 64, 0, tokens, splits,
+                                           [&] { wait_for_hidden(shrink, splits); });
 
   // The sums, [TOKENS][260], are added over the warpgroups in order, then over the cluster's thread blocks in order.
   constexpr int PITCH = 260;
-  float *block_sums = (float *)shared;
-  for (int turn = 0; turn < GROUPS; turn++) {
-    if (group == turn) {
+  float *group_sums = (float *)shared + group * (TOKENS * PITCH);
 #pragma unroll
-      for (int j = 0; j < 4; j++)
+  for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-          const int output = warp % 4 * 64 + j * 16 + (lane >> 2) + (i >> 1 & 1) * 8;
-          const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-          float *sum = block_sums + token * PITCH + output;
-          *sum = turn ? *sum + sums[j][i] : sums[j][i];
-        }
+    for (int i = 0; i < TOKENS / 2; i++) {
+      const int output = warp % 4 * 64 + j * 16 + (lane >> 2) + (i >> 1 & 1) * 8;
+      const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+      group_sums[token * PITCH + output] = sums[j][i];
     }
+  if (GROUPS > 1) {
     __syncthreads();
+    for (int i = thread; i < tokens * 64; i += THREADS) {
+      float4 *four = (float4 *)((float *)shared + i / 64 * PITCH + i % 64 * 4), sum = *four;
+#pragma unroll
+      for (int other = 1; other < GROUPS; other++) {
+        const float4 more = four[other * (TOKENS * PITCH / 4)];
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+      *four = sum;
+    }
   }
-  if (splits > 1) synchronize_cluster();
-  store_sums_of_cluster<64, THREADS>(memory, y, bias, tokens, blockIdx.x * 256, N, splits);
-  if (splits > 1) synchronize_cluster();  // other thread blocks may still read this one's sums
+  if (splits > 1)
+    synchronize_cluster();
+  else
+    __syncthreads();
+  store_sums_of_cluster<64, THREADS, 8>(memory, y, bias, tokens, block * 256, N, splits);
+  if (adapter.hidden && thread == 0 && blockIdx.y < readers) add_relaxed(&hidden_read, 1);
+  if (splits > 1) synchronize_cluster_without_memory();  // other thread blocks may still read this one's sums
 }

@@ -3,8 +3,8 @@
 These GEMMs take most of the time of a decoding step. With so few tokens, the bandwidth of reading the weights should
 bound their time, but a straightforward conversion of 4-bit weights to bf16 takes more instructions than an SM issues in
 that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: one integer multiplication moves the
-bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` takes the
-weights of 64 outputs from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
+bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` or ``mma``
+takes the weights from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
 
 Weights have the layout of humming-kernels 0.1.17, which ``fragments`` defines, so that benchmarks can compare Humming's
 GEMM on the same memory. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
@@ -42,6 +42,12 @@ class Variant(NamedTuple):
     """Thread blocks that run on an SM at the same time; the compiler limits the registers accordingly."""
 
     @property
+    def x_stages(self) -> int:
+        """Pipeline stages whose inputs x are copied to shared memory together; more would take the memory that
+        ``blocks`` thread blocks have."""
+        return {8: 4, 16: 2}.get(self.tokens, 1)
+
+    @property
     def threads(self) -> int:
         return 128 * self.groups
 
@@ -49,8 +55,10 @@ class Variant(NamedTuple):
     def shared_bytes(self) -> int:
         """Bytes of shared memory per thread block."""
         warps = 4 * self.groups
-        stage = self.tokens * 32 * self.k_blocks * self.groups + warps * self.k_blocks * 576
-        return max(self.stages * stage + warps * self.k_blocks * 128, self.tokens * 260 * 4)
+        x = self.tokens * 32 * self.k_blocks * self.groups * self.x_stages * ((self.stages - 2) // self.x_stages + 2)
+        weights = self.stages * warps * self.k_blocks * 576
+        hidden = warps * self.tokens * (lora_hopper.BLOCK_RANKS + 4) * 4
+        return max(x + weights + warps * self.k_blocks * 128, self.groups * self.tokens * 260 * 4, hidden)
 
 
 class Schedule(NamedTuple):
@@ -62,45 +70,73 @@ class Schedule(NamedTuple):
     a cluster."""
 
 
-MANY_BLOCKS = [Variant(8, 1, 8, 2, 4), Variant(16, 1, 8, 2, 4), Variant(32, 1, 8, 2, 4), Variant(64, 1, 8, 2, 2)]
-FEW_BLOCKS = [Variant(8, 2, 8, 2, 2), Variant(16, 2, 8, 2, 2), Variant(32, 2, 4, 4, 2)]
+WIDE = {
+    8: Variant(8, 1, 8, 2, 3),
+    16: Variant(16, 1, 8, 2, 3),
+    32: Variant(32, 1, 4, 3, 4),
+    64: Variant(64, 1, 8, 2, 2),
+}
+WIDE_OF_8 = Variant(8, 1, 4, 3, 5)  # for outputs in ``costs.FIVE_PER_SM`` and up to 8 tokens
+NARROW = {8: Variant(8, 2, 4, 3, 2), 16: Variant(16, 2, 4, 3, 2), 32: Variant(32, 2, 4, 3, 2)}
+NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Variant(32, 4, 4, 2, 1)}
+VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values()]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
     """Choose the schedule of a GEMM; None if this kernel cannot run the GEMM, or if another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % BLOCK_OUTPUTS or inputs % (8 * K_BLOCK):
         return None
-    blocks = outputs // BLOCK_OUTPUTS
-    wide = blocks > costs.WIDE
-    variant = next((v for v in (MANY_BLOCKS if wide else FEW_BLOCKS) if num_tokens <= v.tokens), None)
-    if variant is None:
+    size, blocks = next(most for most in WIDE if num_tokens <= most), outputs // BLOCK_OUTPUTS
+    schedule = _choose_wide(size, blocks) if blocks > costs.WIDE else _choose_narrow(size, blocks, inputs)
+    if schedule is None:
         return None
-    if not wide:
-        # Divide K into the largest number of parts with which all clusters run at the same time, with one thread block
-        # per SM. The SMs of a cluster have to be in one GPC.
-        fitting = (s for s in range(MOST_SPLITS, 0, -1) if costs.GPCS * (costs.SMS_OF_GPC // s) >= blocks)
-        splits = next(fitting)
-    elif num_tokens <= FEW_TOKENS:
-        splits = costs.WIDE_SPLITS
-    else:
+    variant, splits = schedule
+    return Schedule(variant, min(splits, inputs // K_BLOCK // (variant.k_blocks * variant.groups) or 1))
+
+
+def _choose_wide(size: int, blocks: int) -> Schedule | None:
+    """Choose for a linear with so many blocks of 256 outputs that they fill the GPU almost without dividing K."""
+    if size > FEW_TOKENS:
+        variant = WIDE[size]
         resident = costs.SMS * variant.blocks
         splits = resident // blocks
-        if splits not in (1, 2) or splits * blocks < costs.FULL_WAVE * resident:
-            return None
-    return Schedule(variant, min(splits, inputs // K_BLOCK // (variant.k_blocks * variant.groups) or 1))
+        full = splits in (1, 2) and splits * blocks >= costs.FULL_WAVE * resident
+        return Schedule(variant, splits) if full else None
+    if size == 8 and blocks * BLOCK_OUTPUTS in costs.FIVE_PER_SM:
+        return Schedule(WIDE_OF_8, costs.SMS * WIDE_OF_8.blocks // blocks)
+    return Schedule(WIDE[size], min(max(1, round(costs.WIDE_BLOCKS[size] / blocks)), MOST_SPLITS))
+
+
+def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
+    """Choose for a linear with few blocks of 256 outputs."""
+    if size > FEW_TOKENS:
+        return None
+    # Divide K into the largest number of parts with which all clusters run at the same time, with one thread block per
+    # SM. The SMs of a cluster have to be in one GPC.
+    fitting = (s for s in range(MOST_SPLITS, 0, -1) if costs.GPCS * (costs.SMS_OF_GPC // s) >= blocks)
+    splits = next(fitting)
+    if splits <= costs.FEW_SPLITS:
+        return Schedule(NARROW[size], min(costs.NARROW_BLOCKS // blocks, MOST_SPLITS))
+    if inputs > costs.LONG_INPUTS and blocks * splits < costs.FULL_NARROW * costs.SMS:
+        return Schedule(NARROW_LONG[size], splits)
+    return Schedule(NARROW[size], splits)
 
 
 @cache
 def kernel(variant: Variant) -> hopper.Kernel:
     """Return the instance of the kernel template in `nvfp4_decode.cu` for a variant."""
-    name, parameters = "nvfp4_decode_" + "_".join(map(str, variant)), ", ".join(map(str, variant[:-1]))
+    name, parameters = (
+        "nvfp4_decode_" + "_".join(map(str, variant)),
+        ", ".join(map(str, (*variant[:-1], variant.x_stages))),
+    )
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
     {name}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias, u16 *y,
     int tokens, int N, int K, int splits, const char *next, int parts, int stride, int blocks,
-    int bytes, {lora_hopper.PARAMETERS}) {{
+    int bytes, {lora_hopper.PARAMETERS}, {lora_hopper.SHRINK_PARAMETERS}) {{
   nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits,
-                             Next{{next, parts, stride, blocks, bytes}}, {lora_hopper.ADAPTER});
+                             Next{{next, parts, stride, blocks, bytes}}, {lora_hopper.ADAPTER},
+                             {lora_hopper.SHRINK});
 }}
 """
     return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
@@ -108,8 +144,7 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
     """List every kernel that a linear of this shape may need for any number of tokens."""
-    counts = [variant.tokens for variant in MANY_BLOCKS]  # they include all token counts of FEW_BLOCKS
-    schedules = (choose_schedule(most, outputs, inputs) for most in counts)
+    schedules = (choose_schedule(most, outputs, inputs) for most in WIDE)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
 
 
@@ -121,10 +156,14 @@ def decode_linear(
     bias: Tensor | None,
     schedule: Schedule,
     out: Tensor | None = None,
-    update: lora_hopper.Update | None = None,
+    adapter: lora_hopper.Adapter | None = None,
     next_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once.
+    """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
+
+    A few thread blocks of the same launch compute h while the others multiply x by the weight, and the others wait for
+    it at their end. They count in global memory that belongs to the kernel, so two streams must not run these kernels
+    at the same time.
 
     Args:
         x: [T, K] bf16.
@@ -134,8 +173,7 @@ def decode_linear(
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         schedule: from ``choose_schedule``.
         out: [T, N] bf16, contiguous, to write the result to; None allocates it.
-        update: the adapter, or None. ``lora_hopper.shrink``, which computed its h, must be the previous kernel of the
-            stream, and x must have been complete before it started.
+        adapter: the adapter, or None; ``lora_hopper.fits_adapter`` must hold for it.
         next_weight: weight in the same order that the next call will multiply by, or None. The kernel starts to fetch
             ``costs.FETCHED_AHEAD`` bytes of it to L2 as soon as it has read its own weight, so that memory is not idle
             until the next call. No result depends on this.
@@ -146,19 +184,27 @@ def decode_linear(
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
     y = x.new_empty(num_tokens, outputs) if out is None else out
+    update, clusters = None, 0
+    if adapter:
+        rank = len(adapter.a[0])
+        update = lora_hopper.Update(x.new_empty(len(adapter.a), num_tokens, rank), adapter.b)
+        clusters = len(adapter.a) * -(-rank // lora_hopper.BLOCK_RANKS)
+    blocks = outputs // BLOCK_OUTPUTS
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits]
     arguments += [
-        *_fetched(next_weight, num_tokens, outputs // BLOCK_OUTPUTS * schedule.splits),
+        *_fetched(next_weight, num_tokens, blocks * schedule.splits),
         *lora_hopper.arguments(update),
+        *lora_hopper.shrink_arguments(adapter),
+        clusters,
     ]
     hopper.launch(
         kernel(schedule.variant),
-        grid=(outputs // BLOCK_OUTPUTS, schedule.splits, 1),
+        grid=(clusters + blocks, schedule.splits, 1),
         threads=schedule.variant.threads,
         cluster=schedule.splits,
         device=x.device,
         arguments=arguments,
-        pdl=update is not None,
+        pdl=True,
     )
     return y
 

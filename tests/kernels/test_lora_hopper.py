@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,33 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.costs import WIDE_OUTPUTS, WIDE_TOKENS
-from qerl_pl.kernels.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Schedule, Update, shrink
+from qerl_pl.kernels.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
 from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments
 from tests.kernels.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
 
-LINEARS = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
+MODULES = {"decode": nvfp4_decode, "batch": nvfp4_batch}
 
 
 def draw(*shape: int, device: str = "cuda") -> Tensor:
     return torch.randn(shape, device=device).bfloat16()
+
+
+def with_adapter(
+    name: str,
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    schedule: Any,
+    adapter: Adapter,
+    parts: Schedule | None,
+    out: Tensor,
+) -> Tensor:
+    """The linear with its adapter; ``parts`` is the schedule of the kernel for h, where h has its own kernel."""
+    if name == "decode":
+        return nvfp4_decode.decode_linear(x, *weights, bias, schedule, out=out, adapter=adapter)
+    assert parts is not None
+    update = Update(shrink(x, adapter.a, adapter.indices, parts), adapter.b)
+    return nvfp4_batch.batch_linear(x, *weights, bias, schedule, out=out, update=update)
 
 
 def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda") -> tuple[list[Tensor], list[Tensor]]:
@@ -166,7 +185,7 @@ def assert_base_and_adapter(
     """Of one kernel's schedules, at all numbers of tokens for which it has one: also in a CUDA graph."""
     from qerl_pl.kernels.lora import add_lora_reference
 
-    module, linear = LINEARS[name]
+    module = MODULES[name]
     codes, scales = random_linear(sum(widths), inputs, "cuda")
     weight, ordered = fragments(codes, scales)
     global_scale, bias = torch.tensor([2.0**-7], device="cuda"), draw(sum(widths))
@@ -177,16 +196,17 @@ def assert_base_and_adapter(
     }
     assert schedules
     all_ways = [
-        (tokens, schedule, parts) for tokens, schedule in schedules.items() for parts in all_blocks(tokens, len(widths))
+        (tokens, schedule, parts)
+        for tokens, schedule in schedules.items()
+        for parts in ([None] if name == "decode" else all_blocks(tokens, len(widths)))
     ]
     for tokens, schedule, parts in all_ways:
         x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens,), device="cuda")
         y = torch.empty(tokens, sum(widths), device="cuda", dtype=torch.bfloat16)
 
         def run(x=x, indices=indices, schedule=schedule, y=y, parts=parts) -> Tensor:
-            update = Update(shrink(x, a, indices, parts), b)
-            ordered_bias = nvfp4_decode.humming_bias(bias)
-            return linear(x, weight, ordered, global_scale, ordered_bias, schedule, out=y, update=update)
+            weights, ordered_bias = (weight, ordered, global_scale), nvfp4_decode.humming_bias(bias)
+            return with_adapter(name, x, weights, ordered_bias, schedule, Adapter(a, b, indices), parts, y)
 
         base = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, global_scale) + bias.float()
         exact = add_lora_reference(base, x, a, b, indices)
@@ -205,7 +225,7 @@ def assert_base_and_adapter(
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("rank", [8, 32, 64])
 @pytest.mark.parametrize(
     ("widths", "inputs"),
@@ -218,17 +238,39 @@ def test_base_and_adapter_are_the_formula(name, widths, inputs, rank):
 
 @on_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", nvfp4_decode.VARIANTS, ids=str)
+@pytest.mark.parametrize(("splits", "rank"), [(1, 32), (2, 64), (5, 16), (8, 32)])
+def test_every_variant_and_split_adds_the_adapter_in_one_launch(variant, splits, rank):
+    from qerl_pl.kernels.lora import add_lora_reference
+
+    widths, inputs, one = (512, 256), 2176, torch.ones(1, device="cuda")  # 136 k-blocks: not whole stages of 16
+    codes, scales = random_linear(sum(widths), inputs, "cuda")
+    weights = *fragments(codes, scales), one
+    a, b = adapter(widths, inputs, rank)
+    schedule = nvfp4_decode.Schedule(variant, splits)
+    for tokens in (1, variant.tokens - 3, variant.tokens):
+        x, indices = draw(tokens, inputs), torch.randint(-1, 1, (tokens,), device="cuda")
+        y, given = torch.empty(tokens, sum(widths), device="cuda", dtype=torch.bfloat16), Adapter(a, b, indices)
+        base = decode_linear_reference(x, E2M1.cuda()[codes.long()], scales, one)
+        exact = add_lora_reference(base, x, a, b, indices)
+        found, *others = (with_adapter("decode", x, weights, None, schedule, given, None, y).clone() for _ in range(4))
+        assert (found - exact).abs().max() <= 2**-7 * exact.abs().max()
+        assert all(torch.equal(found, other) for other in others), "the counters are zero again after each launch"
+
+
+@on_gpu
+@pytest.mark.gpu
 def test_base_and_adapter_with_64_tokens_in_the_kernel_for_few():
     assert_base_and_adapter("decode", (13824, 13824), 5120, 32, (33, 64))
 
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("between", ["kernel", "early kernel", "nothing"])
 def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
     """Kernels that start early, one after another in a graph, and the input of each is the output of the one before."""
-    module, linear = LINEARS[name]
+    module = MODULES[name]
     size, rank, tokens = 2048, 32, 64 if name == "batch" else 8
     codes, scales = random_linear(size, size, "cuda")
     weight, ordered = fragments(codes, scales)
@@ -247,8 +289,8 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
     def layers(x: Tensor, *, slowly: bool) -> Tensor:
         for _ in range(12):
             y = torch.empty_like(x)  # before ``shrink``: here it is filled, by a kernel that would come between
-            update = Update(shrink(x, a, indices, Schedule(tokens, 1)), b)
-            linear(x, weight, ordered, global_scale, None, schedule, out=y, update=update)
+            weights, parts = (weight, ordered, global_scale), Schedule(tokens, 1)
+            with_adapter(name, x, weights, None, schedule, Adapter(a, b, indices), parts, y)
             if slowly:
                 torch.cuda.synchronize()
             x = between(y)

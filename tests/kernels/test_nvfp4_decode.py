@@ -9,8 +9,8 @@ import torch
 
 from qerl_pl.kernels import costs, hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
-    FEW_BLOCKS,
-    MANY_BLOCKS,
+    VARIANTS,
+    WIDE,
     choose_schedule,
     decode_linear,
     fragments,
@@ -25,8 +25,6 @@ from tests.kernels.nvfp4_linears import (
     on_gpu,
     random_linear,
 )
-
-VARIANTS = [*MANY_BLOCKS, *FEW_BLOCKS]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -68,8 +66,8 @@ def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
 
 def test_with_more_tokens_it_has_the_linears_that_fill_the_gpu():
     """By a sweep on an H200: with 64 tokens gate and up of 14B and 32B are faster with it, and those of 7B are not."""
-    assert choose_schedule(64, 27648, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 2)
-    assert choose_schedule(33, 55296, 5120) == nvfp4_decode.Schedule(MANY_BLOCKS[-1], 1)
+    assert choose_schedule(64, 27648, 5120) == nvfp4_decode.Schedule(WIDE[64], 2)
+    assert choose_schedule(33, 55296, 5120) == nvfp4_decode.Schedule(WIDE[64], 1)
     assert (
         choose_schedule(33, 37888, 3584) is choose_schedule(33, 22016, 2048) is choose_schedule(33, 5120, 13824) is None
     )

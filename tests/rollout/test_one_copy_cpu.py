@@ -50,7 +50,8 @@ def hoppers_linears(policy: Policy) -> Iterator[None]:
         scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
         patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
         patch.setattr(nvfp4, "prepare", lambda *shape: None)
-        patch.setattr(nvfp4, "_native_kernel", lambda *shape, **options: None)
+        patch.setattr(nvfp4, "_base_kernel", lambda *shape: None)
+        patch.setattr(nvfp4, "_fused_kernel", lambda *shape: None)
         patch.setattr(loader, "register_loader", lambda *given, **more: register(*given, **{**more, "one_copy": True}))
         yield
 

@@ -116,18 +116,14 @@ def nvfp4_linear(
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
-    adapter = None
-    if indices is not None and no_lora is not None and not no_lora.item():
-        adapter = slots(a), slots(b), indices
-    if adapter and (found := _fused_kernel(len(x), *adapter[:2], next_weight)):
-        multiply, schedule = found
-        x = x.contiguous()
-        first, second, which = adapter
-        update = lora_hopper.Update(lora_hopper.shrink(x, first, which, schedule), second)
-        return multiply(x, weight, weight_scale, weight_scale_2, bias, update=update)
-    y = _without_adapter(x, (weight, weight_scale, weight_scale_2), bias, next_weight)
-    if adapter:
-        add_lora(y, x, *adapter)
+    weights = weight, weight_scale, weight_scale_2
+    if indices is None or no_lora is None or no_lora.item():
+        return _without_adapter(x, weights, bias, next_weight)
+    adapter = lora_hopper.Adapter(slots(a), slots(b), indices)
+    if multiply := _fused_kernel(len(x), adapter.a, adapter.b, next_weight):
+        return multiply(x.contiguous(), *weights, bias, adapter=adapter)
+    y = _without_adapter(x, weights, bias, next_weight)
+    add_lora(y, x, *adapter)
     return y
 
 
@@ -138,15 +134,15 @@ def _without_adapter(
     ``dequantised_linear``. ``weights`` are the weight and its two scales; all arguments are as in ``nvfp4_linear``."""
     outputs, inputs = weights[1].shape[1], x.shape[1]
     parts = x.split(nvfp4_batch.MOST_TOKENS) if len(x) <= MOST_NATIVE else [x]
-    chosen = (_native_kernel(len(part), outputs, inputs, next_weight) for part in parts)
-    kernels = [kernel for kernel in chosen if kernel]
+    chosen = (_base_kernel(len(part), outputs, inputs, next_weight) for part in parts)
+    kernels = [multiply for multiply in chosen if multiply]
     if len(kernels) < len(parts):
         # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
         in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
         return dequantised_linear(x, *weights, in_rows)
     y = x.new_empty(len(x), outputs)
-    for part, kernel, out in zip(parts, kernels, y.split(nvfp4_batch.MOST_TOKENS), strict=True):
-        kernel.multiply(part, *weights, bias, out=out)
+    for part, multiply, out in zip(parts, kernels, y.split(nvfp4_batch.MOST_TOKENS), strict=True):
+        multiply(part, *weights, bias, out=out)
     return y
 
 
@@ -169,33 +165,46 @@ def dequantised_linear(
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
 
-class _Kernel(NamedTuple):
-    multiply: Callable[..., Tensor]
-    spare: lora_hopper.SpareSMs
-
-
-def _native_kernel(
-    tokens: int, outputs: int, inputs: int, next_weight: Tensor | None = None, *, fuses_lora: bool = False
-) -> _Kernel | None:
-    """Choose this project's native kernel for a GEMM with an NVFP4 weight, which also adds an adapter if ``fuses_lora``
-    is set. Return None if no native kernel can run it."""
+def _base_kernel(
+    tokens: int, outputs: int, inputs: int, next_weight: Tensor | None = None
+) -> Callable[..., Tensor] | None:
+    """Choose this project's native kernel for a GEMM with an NVFP4 weight; None if no native kernel can run it."""
     if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
-        multiply = partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
-        return _Kernel(multiply, lora_hopper.SpareSMs(0, 0.0))
-    if more := nvfp4_batch.choose_schedule(tokens, outputs, inputs, fuses_lora=fuses_lora):
-        multiply = partial(nvfp4_batch.batch_linear, schedule=more)
-        return _Kernel(multiply, nvfp4_batch.spare_sms(more, tokens, outputs, inputs))
-    return None
+        return partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
+    more = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
+    return partial(nvfp4_batch.batch_linear, schedule=more) if more else None
 
 
 def _fused_kernel(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], next_weight: Tensor | None = None
-) -> tuple[Callable[..., Tensor], lora_hopper.Schedule] | None:
-    """Choose a native GEMM that also adds the LoRA adapter, and the schedule of the kernel for x A^T. Return None if no
-    such GEMM exists, or if adding the adapter after the GEMM is faster."""
-    native = _native_kernel(tokens, sum(map(len, b)), a[0].shape[1], next_weight, fuses_lora=True)
-    schedule = lora_hopper.choose_schedule(tokens, a, b, native.spare) if native else None
-    return (native.multiply, schedule) if native and schedule else None
+) -> Callable[..., Tensor] | None:
+    """Choose a native kernel that also adds the LoRA adapter, which it gets as its argument ``adapter``. Return None if
+    no native kernel can, or if adding the adapter after the GEMM is faster."""
+    shape = tokens, sum(map(len, b)), a[0].shape[1]
+    few = nvfp4_decode.choose_schedule(*shape)
+    if few and lora_hopper.fits_adapter(a, b):
+        return partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
+    if few or not (more := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
+        return None
+    parts = lora_hopper.choose_schedule(tokens, a, b, nvfp4_batch.spare_sms(more, *shape))
+    return partial(_batch_with_adapter, schedule=more, parts=parts) if parts else None
+
+
+def _batch_with_adapter(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    adapter: lora_hopper.Adapter,
+    schedule: nvfp4_batch.Schedule,
+    parts: lora_hopper.Schedule,
+) -> Tensor:
+    """Compute a linear for a batch with its adapter, in two kernels that overlap; ``parts`` divides the work of the
+    adapter's."""
+    update = lora_hopper.Update(lora_hopper.shrink(x, adapter.a, adapter.indices, parts), adapter.b)
+    return nvfp4_batch.batch_linear(x, weight, scales, global_scale, bias, schedule, update=update)
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
