@@ -7,16 +7,16 @@ FUNCTION void prefetch_a(const u16 *a, int K, int first_rank, int rank, int part
   for (int i = part * LINE; i < size; i += parts * LINE) prefetch_to_l2(a + (size_t)first_rank * K + i);
 }
 
-// Computes h for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y); each slice of the adapter
-// by WARPS warps of a thread block. ``a`` is the matrix of this warp's slice, ``hidden`` the start of the first slice.
+// Computes h for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y), each slice of the
+// adapter by WARPS warps of each. ``a`` is the matrix of this warp's slice, ``hidden`` the start of the first slice.
 //
 // A chunk is 32 inputs. A lane loads 8 contiguous inputs of a chunk and passes them to two mma instructions; the order
 // of the inputs within a chunk does not matter, because A and x are loaded in the same order. The warps have different
 // chunks. A thread block adds up its warps' sums in shared memory, [warps][TOKENS][36] fp32, and the cluster adds up
 // those of its thread blocks. They may still read this one's sums when the function returns.
 template <int TOKENS, int SLICES, int WARPS, int IN_FLIGHT, int SUMS_IN_FLIGHT>
-FUNCTION void shrink_tile(const u16 *x, const u16 *a, const long long *indices, u16 *hidden, int tokens, int K, int rank,
-                          int splits, int first_token, int first_rank) {
+FUNCTION void shrink_tile(const u16 *x, const u16 *a, const long long *indices, u16 *hidden, int tokens, int K,
+                          int rank, int splits, int first_token, int first_rank) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int THREADS = SLICES * WARPS * 32, RANKS = 32, PITCH = RANKS + 4, TILES = TOKENS / 8;
   const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, c = lane & 3;
@@ -77,7 +77,8 @@ FUNCTION void shrink_tile(const u16 *x, const u16 *a, const long long *indices, 
   for (int part = thread * splits + blockIdx.y; part < SLICES * TOKENS * FOURS; part += splits * THREADS) {
     const int of_slice = part / (TOKENS * FOURS), token = part / FOURS % TOKENS, r = part % FOURS * 4;
     if (first_token + token >= tokens || first_rank + r >= rank) continue;
-    const float4 sum = sum_of_cluster<SUMS_IN_FLIGHT>(memory + ((of_slice * WARPS * TOKENS + token) * PITCH + r) * 4, splits);
+    const u32 address = memory + ((of_slice * WARPS * TOKENS + token) * PITCH + r) * 4;
+    const float4 sum = sum_of_cluster<SUMS_IN_FLIGHT>(address, splits);
     const bool with_adapter = indices[first_token + token] >= 0;
     u16 *to = hidden + ((size_t)of_slice * tokens + first_token + token) * rank + first_rank + r;
     *(uint2 *)to = with_adapter ? four_to_bf16(sum) : make_uint2(0, 0);

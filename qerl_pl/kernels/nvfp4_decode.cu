@@ -19,7 +19,7 @@ FUNCTION void fetch_to_l2(const Next &next, int block) {  // this thread block's
                    next.bytes);
 }
 
-// ---- h = x A^T of an adapter, by the first thread blocks of the same launch ------------------------------------------
+// ---- h = x A^T of an adapter, by the first thread blocks of the same launch -----------------------------------------
 
 struct Shrink {
   const u16 *a0, *a1, *a2;  // [rank, K] of each slice; null if there is no such slice
@@ -59,12 +59,12 @@ FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &
   }
 }
 
-// ---- the GEMM --------------------------------------------------------------------------------------------------------
+// ---- the GEMM -------------------------------------------------------------------------------------------------------
 
 // Shared memory: x of X_SLOTS times X_STAGES stages, in boxes of 64 inputs, [TOKENS][128 bytes]; then STAGES times, per
 // warp, K_BLOCKS x 512 bytes of weights and K_BLOCKS x 64 bytes of scales; then for each warp K_BLOCKS x 128 bytes of
-// bf16 scales. At the end the sums overwrite all. Weights are copied by the warp that reads them, a stage at a time, and
-// x by all warps, for X_STAGES stages at a time, so that they wait for each other only then.
+// bf16 scales. At the end the sums overwrite all. Weights are copied by the warp that reads them, a stage at a time,
+// and x by all warps, for X_STAGES stages at a time, so that they wait for each other only then.
 template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES, int X_STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
                            const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Next next,
