@@ -60,12 +60,11 @@ Wide linears fill the GPU almost without dividing the inputs K into parts."""
 WIDE_BLOCKS = {8: 430, 16: 430, 32: 375}
 """Thread blocks of a wide linear, by its largest number of tokens: K is divided into as many parts as come closest.
 
-From a sweep of all variants and splits over the linears of Qwen2.5-3B to 32B on an H200, 8 to 32 tokens."""
+Threshold: `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to 32 tokens; so are those below."""
 FIVE_PER_SM = range(36096, 42241)
 """Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM.
 
-With K in 4 parts, these linears fill the GPU almost exactly. From the same sweep: gate and up of Qwen2.5-7B take 27.8
-us instead of 28.6."""
+With K in 4 parts, these linears fill the GPU almost exactly: gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""
 GPCS, SMS_OF_GPC = 8, 16
 """Number of GPCs of the GPU, and number of SMs per GPC, by which a narrow linear is scheduled; a cluster has to fit in
 one GPC."""
@@ -73,13 +72,13 @@ FEW_SPLITS, NARROW_BLOCKS = 4, 198
 """If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
 thread blocks, two on some SMs.
 
-From the same sweep: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
+q, k and v of Qwen2.5-14B then take 4 to 14 % less time."""
 LONG_INPUTS, FULL_NARROW = 8192, 0.8
 """A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if its own occupy less than this share
 of the SMs.
 
-From the same sweep: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time, and that of 7B, whose thread blocks
-occupy 0.85 of the SMs, 1 % more."""
+``down`` of Qwen2.5-14B and 32B then takes 3 to 30 % less time, and that of 7B, whose thread blocks occupy 0.85 of the
+SMs, would take 1 % more."""
 FULL_WAVE = 0.75
 """Smallest share of the GPU that a wide linear's thread blocks have to occupy, with K in one or two parts, for the
 decode GEMM to run it with 33 to 64 tokens.

@@ -161,9 +161,10 @@ def decode_linear(
 ) -> Tensor:
     """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
 
-    A few thread blocks of the same launch compute h while the others multiply x by the weight, and the others wait for
-    it at their end. They count in global memory that belongs to the kernel, so two streams must not run these kernels
-    at the same time.
+    The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
+    launch), so that kernel must not write ``weight`` or ``scales``. A few thread blocks compute h while the others
+    multiply x by the weight, and the others wait for h at their end. They count in global memory that belongs to the
+    kernel, so two streams must not run these kernels at the same time.
 
     Args:
         x: [T, K] bf16.

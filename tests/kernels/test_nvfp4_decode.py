@@ -16,6 +16,7 @@ from qerl_pl.kernels.nvfp4_decode import (
     fragments,
     humming_bias,
 )
+from tests.bench import bench_decode
 from tests.kernels.nvfp4_linears import (
     SHAPES,
     SHARED,
@@ -25,6 +26,7 @@ from tests.kernels.nvfp4_linears import (
     on_gpu,
     random_linear,
 )
+from tests.random_models import FUSED, linear_shapes
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -55,6 +57,17 @@ def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
     assert tokens <= schedule.variant.tokens < 2 * max(tokens, 8)
     assert 1 <= schedule.splits <= 8
     assert schedule.splits <= max(1, shape[1] // 16 // (schedule.variant.k_blocks * schedule.variant.groups))
+
+
+@pytest.mark.parametrize("size", ["3B", "7B", "14B", "32B"])
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_the_benchmark_of_schedules_tries_what_is_chosen(size, tokens):
+    for parts in FUSED.values():
+        widths, inputs = zip(*(linear_shapes(size)[part] for part in parts), strict=True)
+        shape = sum(widths), inputs[0]
+        tried = list(bench_decode.schedules(tokens, *shape))
+        assert choose_schedule(tokens, *shape) in tried
+        assert len(tried) == len(set(tried)) > 30
 
 
 @pytest.mark.parametrize(

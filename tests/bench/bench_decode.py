@@ -1,0 +1,146 @@
+"""Every variant and division of K of the decode GEMM: python -m tests.bench.bench_decode
+
+For the constants of ``qerl_pl/kernels/costs.py`` that choose the decode GEMM's schedules. ``decode/alone`` is each
+fused linear of a block with its adapter, in a CUDA graph in which copies of the weight take turns. A linear that is
+fastest alone need not be fastest among others, so ``decode/layer`` is a whole layer as in ``bench_layer``, with the
+chosen schedules and with each of the fastest ones of one linear in the place of its own. A line has the schedule that
+was measured, and whether it is the chosen one. Takes about a minute per size; ``decode/layer`` needs vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
+from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
+from tests.bench import bench_layer
+from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
+from tests.random_models import FUSED, SIZES, linear_shapes
+
+CACHE_BYTES, LAYERS, FASTEST = 3e8, 6, 4
+REGISTERS = {8: 96, 16: 96, 32: 120, 64: 168}  # that a thread needs, by the tokens of a variant
+SM_REGISTERS, SM_SHARED, BLOCK_SHARED, RESERVED = 65536, 228 * 1024, 227 * 1024, 1024  # of Hopper; bytes
+GROUPS, K_BLOCKS, STAGES, BLOCKS = (1, 2, 4), (4, 8), (2, 3, 4, 6), (1, 2, 3, 4, 5, 6)
+
+
+def variants(size: int) -> Iterator[Variant]:
+    """Yield the variants for up to ``size`` tokens that an SM has registers and shared memory for."""
+    for parameters in product(GROUPS, K_BLOCKS, STAGES, BLOCKS):
+        variant = Variant(size, *parameters)
+        registers = variant.blocks * variant.threads * REGISTERS[size]
+        shared = variant.blocks * (variant.shared_bytes + RESERVED)
+        if registers <= SM_REGISTERS and shared <= SM_SHARED and variant.shared_bytes <= BLOCK_SHARED:
+            yield variant
+
+
+def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
+    """Yield the schedules to try for a linear: those with at least half a thread block per SM, and with at most twice
+    the thread blocks that run at the same time."""
+    blocks = outputs // nvfp4_decode.BLOCK_OUTPUTS
+    for variant, splits in product(variants(size), range(1, nvfp4_decode.MOST_SPLITS + 1)):
+        stages = inputs // nvfp4_decode.K_BLOCK // (variant.k_blocks * variant.groups)
+        enough = splits == min(stages, nvfp4_decode.MOST_SPLITS) or blocks * splits >= costs.SMS / 2
+        if enough and splits <= stages and blocks * splits <= 2 * costs.SMS * variant.blocks:
+            yield Schedule(variant, splits)
+
+
+def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
+    """Measure one fused linear with its adapter with every schedule, print the chosen one and the fastest, and return
+    the fastest."""
+    widths, columns = zip(*(linear_shapes(size)[part] for part in FUSED[name]), strict=True)
+    outputs, inputs = sum(widths), columns[0]
+    chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
+    assert chosen is not None, (size, name, tokens)
+    weights = [
+        random_weight(outputs, inputs) for _ in range(max(2, int(CACHE_BYTES / (outputs * inputs * 0.5625)) + 1))
+    ]
+    scale, x = torch.full((1,), inputs**-0.5, device="cuda"), torch.randn(tokens, inputs, device="cuda").bfloat16()
+    a = [torch.randn(RANK, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in widths]
+    b = [torch.randn(width, RANK, device="cuda").bfloat16() * 0.1 for width in widths]
+    adapter = lora_hopper.Adapter(a, b, torch.zeros(tokens, dtype=torch.int64, device="cuda"))
+
+    def run(schedule: Schedule) -> Tensor:
+        products = [
+            nvfp4_decode.decode_linear(x, weight, scales, scale, None, schedule, adapter=adapter)
+            for weight, scales in weights
+        ]
+        return products[-1]
+
+    tried = dict.fromkeys([chosen, *schedules(chosen.variant.tokens, outputs, inputs)])
+    hopper.prepare({nvfp4_decode.kernel(schedule.variant) for schedule in tried}, x.device)
+    exact = run(chosen)
+    check((str(schedule), relative_error(run(schedule), exact), 2**-6) for schedule in tried)
+    runs: dict[str, Callable[[], object]] = {str(schedule): captured(partial(run, schedule)) for schedule in tried}
+    times = timed(runs, repeats=3)
+    fastest = sorted(tried, key=lambda schedule: times[str(schedule)])[:FASTEST]
+    again = timed({str(schedule): runs[str(schedule)] for schedule in {chosen, *fastest}}, repeats=repeats, inner=4)
+    for schedule in dict.fromkeys([chosen, *fastest]):
+        each = [seconds / len(weights) for seconds in again[str(schedule)]]
+        shape = {"model": size, "linear": name, "tokens": tokens}
+        emit("decode/alone", shape, "bfloat16", each, **about(schedule), chosen=schedule == chosen)
+    return fastest
+
+
+def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule]]) -> None:
+    """Measure a layer with the chosen schedules, and with each given one in the place of its linear's."""
+    layers = bench_layer.in_turn([bench_layer.random_layer(size) for _ in range(LAYERS)])
+    x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
+    indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    decode = partial(bench_layer.decode, layers, bench_layer.variants()["together"], x, indices)
+    choose, runs = nvfp4_decode.choose_schedule, {"chosen": captured(decode)}
+    tried = {f"{name} {number}": (name, each) for name, some in fastest.items() for number, each in enumerate(some)}
+    for key, (name, schedule) in tried.items():
+        widths, columns = zip(*(linear_shapes(size)[part] for part in FUSED[name]), strict=True)
+        shape = tokens, sum(widths), columns[0]
+
+        def instead(*given: int, shape: tuple[int, ...] = shape, schedule: Schedule = schedule) -> Schedule | None:
+            return schedule if given == shape else choose(*given)
+
+        with patch.object(nvfp4_decode, "choose_schedule", instead):
+            runs[key] = captured(decode)
+    for key, seconds in timed(runs, repeats=repeats, inner=4).items():
+        name, schedule = tried.get(key, (None, None))
+        each = [second / LAYERS for second in seconds]
+        more: dict[str, Any] = about(schedule) if schedule else {"chosen": True}
+        emit("decode/layer", {"model": size, "linear": name, "tokens": tokens}, "bfloat16", each, **more)
+
+
+def random_weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Draw a weight and its scales in the order of ``nvfp4_decode.fragments``."""
+    words = torch.randint(-(2**31), 2**31 - 1, (inputs // 16, 2 * outputs), dtype=torch.int32, device="cuda")
+    return words, (torch.rand(inputs // 16, outputs, device="cuda") + 0.5).to(torch.float8_e4m3fn)
+
+
+def about(schedule: Schedule) -> dict[str, Any]:
+    """Describe a schedule in a line."""
+    return {"variant": schedule.variant._asdict(), "splits": schedule.splits}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7B", "14B"])
+    parser.add_argument("--tokens", type=int, nargs="+", choices=range(1, 33), default=[8, 16, 32], metavar="T")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
+        print("decode: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr)
+        return
+    for size, tokens in product(args.sizes, args.tokens):
+        fastest = {name: alone(size, name, tokens, args.repeats) for name in FUSED}
+        if importlib.util.find_spec("vllm"):
+            layer(size, tokens, args.repeats, fastest)
+
+
+if __name__ == "__main__":
+    main()
