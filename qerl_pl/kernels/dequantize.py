@@ -30,7 +30,7 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     Args:
         codes: [N, K/2] uint8, contiguous.
         block_scale: [N, K/16] uint8, contiguous: the bits of float8_e4m3fn values.
-        global_scale: [] fp64 on the same device.
+        global_scale: one number, fp64 or fp32, on the same device.
         dtype: dtype of the result.
 
     Returns:
@@ -38,10 +38,9 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     """
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
-    num_words, global_scale = words.numel(), global_scale.double()
+    grid, arguments = (triton.cdiv(words.numel(), WORDS),), (words, block_scale, global_scale, out, words.numel())
     with torch.cuda.device_of(codes):
-        arguments = words, block_scale, global_scale, out, num_words
-        launch(_nvfp4_kernel, (triton.cdiv(num_words, WORDS),), arguments, {"WORDS": WORDS}, num_warps=WARPS)
+        launch(_nvfp4_kernel, grid, arguments, {"WORDS": WORDS}, num_warps=WARPS)
     return out
 
 
@@ -54,7 +53,7 @@ def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     Args:
         codes: [K / 16, 2 N] int32; the stride of the first dimension may be larger, that of the second is 1.
         block_scale: [K / 16, N] uint8, the bits of float8_e4m3fn values; strides as for ``codes``.
-        global_scale: [] fp64 on the same device.
+        global_scale: one number, fp64 or fp32, on the same device.
         dtype: dtype of the result.
 
     Returns:
@@ -64,7 +63,7 @@ def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
     (blocks, rows), columns = block_scale.shape, 16 * block_scale.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     grid, constants = (rows // 64, triton.cdiv(blocks, TILE_BLOCKS)), {"NUM_BLOCKS": blocks, "BLOCKS": TILE_BLOCKS}
-    arguments = codes, block_scale, global_scale.double(), out, codes.stride(0), block_scale.stride(0)
+    arguments = codes, block_scale, global_scale, out, codes.stride(0), block_scale.stride(0)
     with torch.cuda.device_of(codes):
         launch(_tile_kernel, grid, arguments, constants, num_warps=TILE_WARPS)
     return out
@@ -111,7 +110,7 @@ def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.co
     # times 2^-120, subnormals included. The product of this value and the tensor scale is computed in fp64 and rounded
     # to fp32 once, as in ``nvfp4.effective_scale``.
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
-    scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
+    scale = (scaled_down * (tl.load(global_scale).to(tl.float64) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
     # An E2M1 code's sign, exponent and mantissa, moved to bits 31 and 24 to 22 of an fp32, give the code's value times
     # 2^-126.
@@ -138,7 +137,7 @@ def _tile_kernel(
     # ``_nvfp4_kernel`` explain.
     bits = bits.to(tl.int32)  # [BLOCKS, 64]
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
-    scale = (scaled_down * (tl.load(global_scale) * 2.0**120)).to(tl.float32)
+    scale = (scaled_down * (tl.load(global_scale).to(tl.float64) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
     # Among the 64 scales of a k-block of a tile, the scale of output 8 j + g is at position 8 g + j, with j = 2 word +
     # half.

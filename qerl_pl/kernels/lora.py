@@ -17,7 +17,7 @@ tokens, K inputs, N outputs of which a slice has n, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ class ExpandTiles(NamedTuple):
     warps: int = 4
 
 
+@lru_cache(1024)
 def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkTiles:
     """Choose tile sizes of ``shrink`` with enough splits of K to occupy the GPU, but few for ``expand`` to add up."""
     tokens, tile_rank, k_block = min(_power_of_2(num_tokens), 64), min(_power_of_2(rank), 64), 128
@@ -70,14 +71,15 @@ def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkT
     return ShrinkTiles(tokens, tile_rank, k_block, k_block * triton.cdiv(K, k_block * splits))
 
 
-def expand_tiles(num_tokens: int, widths: Sequence[int]) -> ExpandTiles:
+@lru_cache(1024)
+def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
     """Choose tile sizes of ``expand`` such that each SM has four programs or more, if there are enough outputs."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
     outputs = min(_power_of_2(per_program), 128)
     return ExpandTiles(EXPAND_TOKENS, outputs, min(_power_of_2_below(per_program // outputs), MOST_STEPS))
 
 
-def token_counts(K: int, widths: Sequence[int], rank: int, *, fewest: int = 1) -> list[int]:
+def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
     """Return the lowest number of tokens for each combination of tile sizes of ``shrink`` and ``expand``.
 
     Numbers below ``fewest`` are ignored. Calling ``add_lora`` with each number compiles every kernel that it may need.
@@ -110,7 +112,7 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
         add_lora(y[:, width:], x, a[MOST_SLICES:], b[MOST_SLICES:], indices)
     else:
         partials = shrink(x, a, shrink_tiles(len(x), x.shape[1], len(a[0]), len(a)))
-        expand(y, partials, b, indices, expand_tiles(len(x), [len(matrix) for matrix in b]))
+        expand(y, partials, b, indices, expand_tiles(len(x), tuple(map(len, b))))
 
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:

@@ -72,8 +72,7 @@ def variants() -> dict[str, Add]:
         return native.nvfp4_linear(x, *linear.operands, [], [], None, None)
 
     def together(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
-        a, b = ([matrix[None, None] for matrix in matrices] for matrices in (linear.a, linear.b))
-        return native.nvfp4_linear(x, *linear.operands, a, b, indices, no_lora)
+        return native.nvfp4_linear(x, *linear.operands, linear.a, linear.b, indices, no_lora)
 
     def unfetched(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         return together(linear._replace(operands=(*linear.operands[:-1], None)), x, indices)

@@ -178,5 +178,5 @@ def test_what_was_compiled_is_enough_for_any_number_of_tokens(cuda, monkeypatch)
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
     for num_tokens in range(1, 1100):
-        cuda.add_lora(y[:num_tokens], x[:num_tokens], [*a], [*b], indices, no_lora)
+        cuda.add_lora(y[:num_tokens], x[:num_tokens], cuda.slots(a), cuda.slots(b), indices, no_lora)
     assert not compiled

@@ -89,7 +89,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             output_slices: not used; the sizes n are taken from B.
         """
         assert scale == 1, scale
-        torch.ops.qerl_pl.add_lora(y, x, lora_a_stacked, lora_b_stacked, *self.tokens)
+        torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,11 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
     """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that is opaque to torch.compile.
 
+    ``a`` and ``b`` are views of the adapter's slot, because compiled code makes views in less time than this function.
     ``no_lora`` is a tensor, because a Python bool would become a constant of the compiled graph.
     """
     if not no_lora.item():
-        lora.add_lora(y, x, slots(a), slots(b), indices)
+        lora.add_lora(y, x, a, b, indices)
 
 
 direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY)
@@ -124,7 +125,7 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
         return
     first, second = slots(a), slots(b)
-    (rank, K), widths = first[0].shape, [len(matrix) for matrix in second]
+    (rank, K), widths = first[0].shape, tuple(map(len, second))
     if lora.is_matmul_faster(first[0][:1], first):
         return
     with torch.accelerator.device_index(first[0].device.index):  # a new thread's current device is the first GPU

@@ -64,7 +64,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
     layer = self.base_layer
     if not hasattr(layer, "native") or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
-    return call(layer, x, bias, self.lora_a_stacked, self.lora_b_stacked, *self.punica_wrapper.tokens)
+    return call(layer, x, bias, slots(self.lora_a_stacked), slots(self.lora_b_stacked), *self.punica_wrapper.tokens)
 
 
 def fewest_unfused(linear: Any) -> int:
@@ -111,15 +111,15 @@ def nvfp4_linear(
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
         next_weight: as in ``Native``.
-        a: one [1, 1, R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
-        b: one [1, 1, n, R] for each part, which has n outputs.
+        a: one [R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
+        b: one [n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
     weights = weight, weight_scale, weight_scale_2
     if indices is None or no_lora is None or no_lora.item():
         return _without_adapter(x, weights, bias, next_weight)
-    adapter = lora_hopper.Adapter(slots(a), slots(b), indices)
+    adapter = lora_hopper.Adapter(a, b, indices)
     if multiply := _fused_kernel(len(x), adapter.a, adapter.b, next_weight):
         return multiply(x.contiguous(), *weights, bias, adapter=adapter)
     y = _without_adapter(x, weights, bias, next_weight)
@@ -161,7 +161,7 @@ def dequantised_linear(
         weight_scale_2: [1] fp32, tensor scale.
         bias: [N] in row order, or None.
     """
-    packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2.double())
+    packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
 
