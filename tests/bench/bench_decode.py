@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
-from tests.bench import bench_layer
 from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
 from tests.random_models import FUSED, SIZES, linear_shapes
 
@@ -93,6 +93,7 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
 
 def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule]]) -> None:
     """Measure a layer with the chosen schedules, and with each given one in the place of its linear's."""
+    bench_layer: Any = import_module("tests.bench.bench_layer")  # with Triton's kernels, which a CPU interprets
     layers = bench_layer.in_turn([bench_layer.random_layer(size) for _ in range(LAYERS)])
     x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
     indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
