@@ -126,9 +126,11 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
 // Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
 template <int FOURS, int THREADS, int IN_FLIGHT>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
-  const int parts = tokens * FOURS, share = (parts + splits - 1) / splits;  // all thread blocks get the same share
-  for (int i = threadIdx.x; i < share && blockIdx.y * share + i < parts; i += THREADS) {
-    const int part = blockIdx.y * share + i, token = part / FOURS, output = part % FOURS * 4;
+  // The thread blocks take turns with as many parts as they have threads, or with fewer if there are few parts.
+  const int parts = tokens * FOURS, turn = min(THREADS, (parts + splits - 1) / splits);
+  if (threadIdx.x >= turn) return;
+  for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn) {
+    const int token = part / FOURS, output = part % FOURS * 4;
     const u32 address = sums + (token * (FOURS * 4 + 4) + output) * 4;
     store_outputs(y, bias, token, n + output, N, sum_of_cluster<IN_FLIGHT>(address, splits));
   }
