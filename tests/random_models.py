@@ -66,6 +66,12 @@ def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
     )
 
 
+def fused_shape(name: str, fused: str) -> tuple[tuple[int, ...], int]:
+    """Outputs of each part of a fused linear, and its inputs."""
+    widths, inputs = zip(*(linear_shapes(name)[part] for part in FUSED[fused]), strict=True)
+    return widths, inputs[0]
+
+
 def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
     """Shapes of the linears of one block: name to (out, in)."""
     size = SIZES[name]

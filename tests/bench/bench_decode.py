@@ -25,7 +25,7 @@ from torch import Tensor
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
 from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
-from tests.random_models import FUSED, SIZES, linear_shapes
+from tests.random_models import FUSED, SIZES, fused_shape, linear_shapes
 
 CACHE_BYTES, LAYERS, FASTEST = 3e8, 6, 4
 REGISTERS = {8: 96, 16: 96, 32: 120, 64: 168}  # that a thread needs, by the tokens of a variant
@@ -57,8 +57,8 @@ def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
 def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
     """Measure one fused linear with its adapter with every schedule, print the chosen one and the fastest, and return
     the fastest."""
-    widths, columns = zip(*(linear_shapes(size)[part] for part in FUSED[name]), strict=True)
-    outputs, inputs = sum(widths), columns[0]
+    widths, inputs = fused_shape(size, name)
+    outputs = sum(widths)
     chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
     assert chosen is not None, (size, name, tokens)
     weights = [
@@ -101,8 +101,8 @@ def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule
     choose, runs = nvfp4_decode.choose_schedule, {"chosen": captured(decode)}
     tried = {f"{name} {number}": (name, each) for name, some in fastest.items() for number, each in enumerate(some)}
     for key, (name, schedule) in tried.items():
-        widths, columns = zip(*(linear_shapes(size)[part] for part in FUSED[name]), strict=True)
-        shape = tokens, sum(widths), columns[0]
+        widths, inputs = fused_shape(size, name)
+        shape = tokens, sum(widths), inputs
 
         def instead(*given: int, shape: tuple[int, ...] = shape, schedule: Schedule = schedule) -> Schedule | None:
             return schedule if given == shape else choose(*given)

@@ -23,7 +23,7 @@ from torch import Tensor
 from qerl_pl.kernels import lora
 from tests.bench.bench_schedules import random_linear
 from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
-from tests.random_models import FUSED, linear_shapes
+from tests.random_models import FUSED, fused_shape, linear_shapes
 
 REPLAYS = 8
 Add = Callable[["Linear", Tensor, Tensor], Tensor]
@@ -40,9 +40,9 @@ class Linear(NamedTuple):
 
 def random_layer(size: str) -> dict[str, Linear]:
     """Make the fused linears of a block, by name, and prepare their kernels."""
-    shapes, layer = linear_shapes(size), {}
-    for name, parts in FUSED.items():
-        widths, inputs = [shapes[part][0] for part in parts], shapes[parts[0]][1]
+    layer = {}
+    for name in FUSED:
+        widths, inputs = fused_shape(size, name)
         a = [torch.randn(RANK, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in widths]
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
         _, tensors = random_linear(sum(widths), inputs)

@@ -22,7 +22,7 @@ from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
 from qerl_pl.rollout.vllm.humming import decoding_schedule
 from tests.bench.harness import captured, check, emit, relative_error, timed
-from tests.random_models import FUSED, SIZES, linear_shapes
+from tests.random_models import FUSED, SIZES, fused_shape
 
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
 CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096
@@ -91,8 +91,8 @@ def rounds(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Te
 def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     """Check one linear's schedules against each other, and time them."""
     rule: Any = import_module("humming.tune").get_heuristics_config
-    rows, columns = zip(*(linear_shapes(model)[part] for part in FUSED[name]), strict=True)
-    outputs, inputs = sum(rows), columns[0]
+    widths, inputs = fused_shape(model, name)
+    outputs = sum(widths)
     config, tensors = random_linear(outputs, inputs)
     size = sum(tensor.nbytes for tensor in tensors.values())
     copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]

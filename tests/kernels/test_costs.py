@@ -11,10 +11,11 @@ import torch
 from qerl_pl.kernels import costs, lora_hopper, nvfp4_batch, nvfp4_decode
 from tests.bench import bench_constants
 from tests.bench.harness import RANK
-from tests.random_models import FUSED, linear_shapes
+from tests.random_models import FUSED, fused_shape
 
 CHOICES = "46bb3a7e65103dcf"
-"""Digest of the schedules below. If it changes, engines run other schedules: measure them with bench_schedules."""
+"""Digest of the schedules below. If it changes, engines run other schedules: measure them with bench_decode
+and bench_schedules."""
 
 
 def test_predicted_times_give_the_constants_back():
@@ -37,9 +38,8 @@ def test_predicted_times_give_the_constants_back():
 def test_the_schedules_of_qwen_models_change_only_on_purpose():
     found = []
     for size in ("3B", "7B", "14B", "32B"):
-        shapes = linear_shapes(size)
-        for parts in FUSED.values():
-            widths, inputs = [shapes[part][0] for part in parts], shapes[parts[0]][1]
+        for name in FUSED:
+            widths, inputs = fused_shape(size, name)
             a = [torch.empty(RANK, inputs, dtype=torch.bfloat16, device="meta") for _ in widths]
             b = [torch.empty(width, RANK, dtype=torch.bfloat16, device="meta") for width in widths]
             for tokens in (1, 8, 16, 32, 33, *nvfp4_batch.FULL_TILES):

@@ -26,7 +26,7 @@ from tests.kernels.nvfp4_linears import (
     on_gpu,
     random_linear,
 )
-from tests.random_models import FUSED, linear_shapes
+from tests.random_models import FUSED, fused_shape
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -62,9 +62,9 @@ def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
 @pytest.mark.parametrize("size", ["3B", "7B", "14B", "32B"])
 @pytest.mark.parametrize("tokens", [8, 16, 32])
 def test_the_benchmark_of_schedules_tries_what_is_chosen(size, tokens):
-    for parts in FUSED.values():
-        widths, inputs = zip(*(linear_shapes(size)[part] for part in parts), strict=True)
-        shape = sum(widths), inputs[0]
+    for name in FUSED:
+        widths, inputs = fused_shape(size, name)
+        shape = sum(widths), inputs
         tried = list(bench_decode.schedules(tokens, *shape))
         assert choose_schedule(tokens, *shape) in tried
         assert len(tried) == len(set(tried)) > 30
