@@ -179,9 +179,14 @@ def arguments(update: Update | None) -> list[Any]:
 
 
 def shrink_arguments(adapter: Adapter | None) -> list[Any]:
-    """Build the launch arguments by which a GEMM computes h = x A^T itself, as ``SHRINK_PARAMETERS`` declares them, but
-    for the number of clusters."""
-    return [*_pointers(adapter.a), adapter.indices] if adapter else [None] * 4
+    """Build the launch arguments by which the decode GEMM computes h = x A^T, as ``SHRINK_PARAMETERS`` declares them;
+    null pointers and zero if there is no adapter."""
+    return [*_pointers(adapter.a), adapter.indices, hidden_clusters(adapter)] if adapter else [None] * 4 + [0]
+
+
+def hidden_clusters(adapter: Adapter) -> int:
+    """Return the number of clusters of the decode GEMM that compute h: one for each slice and ``BLOCK_RANKS`` ranks."""
+    return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 
 def _pointers(matrices: Sequence[Tensor]) -> list[Tensor | None]:

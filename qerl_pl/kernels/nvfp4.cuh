@@ -27,7 +27,7 @@ FUNCTION void scales_to_bf16(u32 bytes, u32 &even, u32 &odd) {
 
 // ---- an adapter ----------------------------------------------------------------------------------------------------
 
-struct Adapter {  // y += h B^T; lora_hopper.py computes h
+struct Adapter {  // y += h B^T; the decode GEMM computes h itself, lora_hopper.cu computes it for the batch GEMM
   u16 *hidden;  // [slices, tokens, rank]; null without an adapter
   const u16 *b0, *b1, *b2;  // [outputs of a slice, rank]
   int first1, first2;  // first output of slices 2 and 3; N or more if there is none

@@ -40,7 +40,7 @@ FUNCTION void wait_for_hidden(const Shrink &shrink, int splits) {  // called by 
 template <int TOKENS, int WARPS>
 FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &adapter, int tokens, int K, int splits,
                              unsigned readers) {
-  constexpr int IN_FLIGHT = TOKENS == 8 ? 4 : TOKENS == 16 ? 3 : 2;
+  constexpr int IN_FLIGHT = TOKENS == 8 ? 4 : TOKENS == 16 ? 3 : 2;  // as many as registers allow
   const int parts = (adapter.rank + 31) / 32, slice = blockIdx.x / parts, first_rank = blockIdx.x % parts * 32;
   const u16 *a = slice == 0 ? shrink.a0 : slice == 1 ? shrink.a1 : shrink.a2;
   const int threads = WARPS * 32;
@@ -78,7 +78,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   static_assert((K_BLOCKS == 4 || K_BLOCKS == 8) && STAGES >= 2 && X_BYTES % 1024 == 0, "");
 
   const int blocks = gridDim.x - shrink.clusters, block = blockIdx.x - shrink.clusters;  // of 256 outputs
-  const int readers = splits < 4 ? splits : 4;  // thread blocks of a cluster that add the adapter
+  constexpr int FRAGMENTS = 4;  // of a tile and k-block
+  const int readers = splits < FRAGMENTS ? splits : FRAGMENTS;  // thread blocks of a cluster that add the adapter
   if (block < 0) {
     compute_hidden<TOKENS, WARPS>(x, shrink, adapter, tokens, K, splits, blocks * readers);
     return;
@@ -267,8 +268,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   wait_for_copies<0>();
   __syncthreads();
   if (adapter.hidden && group == 0)
-    add_adapter<4, TOKENS / 8, TOKENS / 8>(sums[0], adapter, block * 256 + warp * 64, 0, tokens, splits,
-                                           [&] { wait_for_hidden(shrink, splits); });
+    add_adapter<FRAGMENTS, TOKENS / 8, TOKENS / 8>(sums[0], adapter, block * 256 + warp * 64, 0, tokens, splits,
+                                                   [&] { wait_for_hidden(shrink, splits); });
 
   // The sums, [TOKENS][260], are added over the warpgroups in order, then over the cluster's thread blocks in order.
   constexpr int PITCH = 260;

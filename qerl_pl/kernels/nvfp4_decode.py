@@ -187,16 +187,14 @@ def decode_linear(
     y = x.new_empty(num_tokens, outputs) if out is None else out
     update, clusters = None, 0
     if adapter:
-        rank = len(adapter.a[0])
-        update = lora_hopper.Update(x.new_empty(len(adapter.a), num_tokens, rank), adapter.b)
-        clusters = len(adapter.a) * -(-rank // lora_hopper.BLOCK_RANKS)
+        update = lora_hopper.Update(x.new_empty(len(adapter.a), num_tokens, len(adapter.a[0])), adapter.b)
+        clusters = lora_hopper.hidden_clusters(adapter)
     blocks = outputs // BLOCK_OUTPUTS
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits]
     arguments += [
         *_fetched(next_weight, num_tokens, blocks * schedule.splits),
         *lora_hopper.arguments(update),
         *lora_hopper.shrink_arguments(adapter),
-        clusters,
     ]
     hopper.launch(
         kernel(schedule.variant),
