@@ -168,10 +168,12 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         harness.emit("grpo/too-small", shape_of(args), "bfloat16", output=args.output, reason=reason)
         return
     curves = read_curves(folder / "run")
-    phases = {phase: curves[f"time/{phase}_s"].values[1:] for phase in harness.PHASES if f"time/{phase}_s" in curves}
-    steps = curves["time/step_s"].values[1:] if "time/step_s" in curves else []  # the first is a warm-up
+    warm_up = 1 if args.steps > 1 else 0
+    times = {name: curve.values[warm_up:] for name, curve in curves.items() if name.startswith("time/")}
+    phases = {phase: times[f"time/{phase}_s"] for phase in harness.PHASES if f"time/{phase}_s" in times}
+    steps = times.get("time/step_s", [])
     if not steps or not (finished or args.limit):
-        raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after the first")
+        raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after {warm_up} of warm-up")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
     if is_together():  # what the GPU's driver counts is everybody's
         memory, peak = {}, {"bytes": None}
@@ -188,7 +190,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         peak_bytes=peak["bytes"],
         logged=memory,
         finished=finished,
-        steps_done=len(steps) + 1,
+        steps_done=len(steps) + warm_up,
         quarters=quarters(curves, usage) if len(steps) >= 40 else None,
         total_s=total_s,
     )
@@ -310,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
     parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
     parser.add_argument("--plain", action="store_true", help="recompute every block, by chains of kernels")
-    parser.add_argument("--steps", type=int, default=3, help="rollouts")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts; of several, the first is a warm-up")
     parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
     parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
     parser.add_argument("--sleep-level", type=int, default=0)
