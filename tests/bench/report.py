@@ -145,11 +145,13 @@ def rollouts_table(lines: list[Line]) -> str:
 
 
 def whole_steps(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model and policy on a whole GPU, sorted by size, without long runs."""
+    """Choose the last run of each model and policy on a whole GPU, sorted by size, without long runs and single
+    steps."""
     runs = [
         line
         for line in _of_kind("grpo/", lines)
         if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
+        if line.get("steps_done") != 1
         if _kernel(line) != "humming"
     ]
     return sorted(_last(runs, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
@@ -209,13 +211,18 @@ def steps_table(lines: list[Line]) -> str:
 
 
 def cards(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model, policy and memory limit that has a plan, and those that were refused."""
+    """Choose the last run of each model, policy and memory limit that has a plan, without long runs, and those that
+    were refused."""
 
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
 
     refused = _of_kind("grpo/too-small", lines)
-    ran = [line for line in _of_kind("grpo/step", lines) if "predicted_peak_gib" in line["logged"]]
+    ran = [
+        line
+        for line in _of_kind("grpo/step", lines)
+        if "predicted_peak_gib" in line["logged"] and not line.get("quarters")
+    ]
     return sorted(
         _last(refused + ran, setting), key=lambda line: (*_model_size(line), line["shape"]["cap"] or float("inf"))
     )

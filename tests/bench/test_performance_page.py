@@ -116,6 +116,13 @@ def test_an_adapters_share_compares_one_engine_with_itself():
     assert "added by LoRA" not in rollouts_table(rollouts(NEW))
 
 
+def test_single_steps_show_their_memory_alone_and_long_runs_have_a_table_of_their_own():
+    usual, single = step("nvfp4", 10, "b"), step("nvfp4", 99, "c", steps=1, completion=32512) | {"steps_done": 1}
+    long = step("nvfp4", 12, "d", completion=256) | {"quarters": {"step_s": [1, 1, 1, 1]}}
+    assert whole_steps([usual, single, long]) == [usual]
+    assert cards([usual, single, long]) == [usual, single]
+
+
 def test_memory_is_what_was_seen_from_outside_and_models_stand_by_size():
     seen = {**step("nvfp4", 10, "b", cap=16), "peak_bytes": 9.5 * 2**30}
     small = {"name": "grpo/too-small", "shape": step("nvfp4", 1, "b", cap=13)["shape"], "commit": "b"}
