@@ -104,7 +104,7 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
     """
     if not len(x):
         return
-    if is_matmul_faster(x, a) or len(y) * y.stride(0) >= 2**31:  # the kernels' offsets have 32 bits
+    if is_matmul_faster(x, a) or not have_short_offsets(x, y):
         add_lora_by_matmul(y, x, a, b, indices)
     elif len(a) > MOST_SLICES:
         width = sum(map(len, b[:MOST_SLICES]))
@@ -119,6 +119,11 @@ def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
     """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the Triton kernels' products do not support."""
     lowest_rank = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
     return len(a[0]) >= lowest_rank or x.dtype == torch.float32
+
+
+def have_short_offsets(*matrices: Tensor) -> bool:
+    """Return whether every element's offset from the start of its matrix fits the 32 bits that the kernels have."""
+    return all(len(matrix) * matrix.stride(0) < 2**31 for matrix in matrices)
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:

@@ -102,6 +102,15 @@ def test_rows_may_lie_apart_and_garbage_stays_where_it_is(kernels):
     assert (wide_y[:, 34:] == 7).all()
 
 
+def test_offsets_beyond_32_bits_are_seen_in_the_inputs_and_in_the_outputs(kernels):
+    wide, narrow = (torch.empty(81920, width, device="meta") for width in (27648, 5120))  # down_proj of Qwen2.5-32B
+    assert kernels.have_short_offsets(narrow, narrow)
+    assert not kernels.have_short_offsets(wide, narrow)
+    assert not kernels.have_short_offsets(narrow, wide)
+    assert not kernels.have_short_offsets(wide[:, :8]), "rows that lie apart"
+    assert kernels.have_short_offsets(wide[: 2**31 // 27648])
+
+
 def test_no_token_with_the_adapter_changes_nothing(kernels):
     problem = Problem(20, 48, 8, (20, 10), torch.float16)
     problem.y[0] = -0.0
