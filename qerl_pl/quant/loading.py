@@ -163,6 +163,8 @@ def _fill(
     module = model.get_submodule(slot.module)
     meta = getattr(module, slot.leaf)
     _check_finite(tensor, name)
+    if slot.leaf == "block_scale":
+        _check_magnitudes(tensor, name)
     value = slot.convert(tensor, meta.shape) if slot.convert else tensor
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
     if value.shape != meta.shape or not same_kind:
@@ -182,6 +184,15 @@ def _check_finite(tensor: Tensor, name: str) -> None:
     numbers = tensor.float()
     if not numbers.isfinite().all():
         raise ValueError(f"{name} holds NaN or infinity in {(~numbers.isfinite()).sum()} of {tensor.numel()} places")
+
+
+def _check_magnitudes(scales: Tensor, name: str) -> None:
+    """Refuse negative scales of blocks: the codes have the signs, and not every kernel reads one of a scale."""
+    if scales.is_floating_point() and (number := int((scales.float() < 0).sum())):
+        raise ValueError(
+            f"{name} holds {number} negative block scales of {scales.numel()}; expected magnitudes, as the 4-bit codes "
+            "have the signs: quantise the model again"
+        )
 
 
 def _tie(model: PreTrainedModel, path: Path) -> None:

@@ -304,6 +304,18 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., 
         load(sharded)
 
 
+def with_numbers(folder: Path, name: str, numbers: dict[int, float]) -> Path:
+    """Replace elements of one tensor of a checkpoint, in place."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            changed = tensors[name].float()
+            for place, number in numbers.items():
+                changed.view(-1)[place] = number
+            save_file(tensors | {name: changed.to(tensors[name].dtype)}, file, metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -314,11 +326,16 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., 
 )
 def test_a_tensor_that_is_not_finite_is_named(make_checkpoint, tmp_path, name, number):
     quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
-    for file in (tmp_path / "packed").glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            numbers = tensors[name].float()
-            numbers.view(-1)[1] = number
-            save_file(tensors | {name: numbers.to(tensors[name].dtype)}, file, metadata={"format": "pt"})
+    with_numbers(tmp_path / "packed", name, {1: number})
     with pytest.raises(ValueError, match=f"{name} holds NaN or infinity in 1 of"):
+        load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+
+
+def test_negative_block_scales_are_refused_and_a_negative_zero_is_none(make_checkpoint, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    with_numbers(tmp_path / "packed", name, {0: -0.0})
+    load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+    with_numbers(tmp_path / "packed", name, {1: -2.0, 3: -448.0})
+    with pytest.raises(ValueError, match=f"{name} holds 2 negative block scales of"):
         load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
