@@ -443,10 +443,12 @@ def test_compiled_kernels_are_not_chosen_by_their_speed():
     from torch._inductor import config
     from vllm.config import CompilationConfig, VllmConfig
 
-    assert inductor_settings("humming") == {"deterministic": True}
-    assert inductor_settings("native") == {"triton.enable_pdl": True, "deterministic": True}
+    plain, overlapping = {"deterministic": True}, {"triton.enable_pdl": True, "deterministic": True}
+    assert inductor_settings("humming", recurrent=False) == inductor_settings("humming", recurrent=True) == plain
+    assert inductor_settings("native", recurrent=False) == overlapping
+    assert inductor_settings("native", recurrent=True) == plain, "Inductor's fills wait for no kernel"
     keys = set()
-    for settings in ({}, inductor_settings("humming"), inductor_settings("native")):
+    for settings in ({}, plain, overlapping):
         assert settings.keys() <= config.get_config_copy().keys(), "Inductor has no such setting"
         compiled = CompilationConfig(inductor_compile_config={**settings})
         keys.add(VllmConfig(compilation_config=compiled).compute_hash())

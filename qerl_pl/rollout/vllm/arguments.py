@@ -52,7 +52,9 @@ def llm_arguments(
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
     if not on_cpu:
-        arguments["compilation_config"] = {"inductor_compile_config": inductor_settings(kernel)}
+        arguments["compilation_config"] = {
+            "inductor_compile_config": inductor_settings(kernel, recurrent=num_recurrent_layers(policy.config) > 0)
+        }
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
     arguments["load_format"] = register_loader(
@@ -141,19 +143,22 @@ def policy_arguments(
     }
 
 
-def inductor_settings(kernel: Literal["native", "humming"]) -> dict[str, bool]:
+def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
     """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention on a GPU.
 
     Args:
         kernel: as in ``llm_arguments``.
+        recurrent: whether some layers keep a recurrent state instead of keys and values.
     """
     # Choose the tile sizes of reductions by a rule, which costs no measurable time. Inductor otherwise takes those that
     # are fastest when a process first runs them, and sums depend on them in their last bits.
     settings = {"deterministic": True}
-    if kernel == "native":
+    if kernel == "native" and not recurrent:
         # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic
         # dependent launch). With this option, kernels that Inductor generates do so too, which saves time because a
-        # decoding step has hundreds of short kernels.
+        # decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two kernels of theirs, and
+        # a kernel that Inductor generates for a fill does not wait for the kernel before it, so a later kernel that
+        # waits for the fill alone could read what the first of them has not yet written.
         settings["triton.enable_pdl"] = True
     return settings
 
