@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.common.files import allow_reading
+from qerl_pl.common.files import allow_reading, read_lines
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
 from qerl_pl.quant.linear import FrozenLinear
@@ -175,7 +175,7 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
     prompt tokens."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in read_lines(file):
             row = json.loads(line)
             prompt, completion = (
                 tokenizer(row[name], add_special_tokens=False).input_ids for name in ("prompt", "completion")

@@ -41,7 +41,9 @@ def write_completions(run: Path, name: str, texts: list[str]) -> None:
         for at, text in enumerate(texts)
     ]
     (run / "completions").mkdir(exist_ok=True)
-    (run / "completions" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "completions" / f"{name}.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_pl.common.files import read_lines
 from qerl_pl.rollout.token_file import read_tokens
 
 STEP = 1000  # integer per nat: per-token numbers are stored as integers in thousandths of a nat
@@ -48,7 +49,7 @@ def block(path: Path, run: int) -> dict[str, Any]:
         little-endian integers: piece indices are uint32, the others int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
-    lines = [_read(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    lines = [_read(line) for line in read_lines(path, errors="replace")]
     rows = [_row(line) for line in lines if line is not None]
     found = {"run": run, "stage": stage, "step": int(step), "rows": rows, "damaged": len(lines) - len(rows)}
     tokens_path = path.with_suffix(".safetensors")
