@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_pl.common.files import write_whole
+from qerl_pl.common.files import read_lines, write_whole
 from qerl_pl.common.types import Prompt
 
 
@@ -23,12 +23,17 @@ class EvaluationCache:
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / _digest(identity)
 
-    def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]] | None:
-        """Return the stored records of a batch of prompts, or None if the batch has not been finished."""
+    def read(self, prompts: Sequence[Prompt], *, num_rows: int) -> list[dict[str, Any]] | None:
+        """Return the ``num_rows`` stored records of a batch of prompts, or None if the batch has not been finished or
+        its file is damaged."""
         path = self._path(prompts)
         if not path.exists():
             return None
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            rows = [json.loads(line) for line in read_lines(path)]
+        except ValueError:  # not UTF-8, or no JSON
+            return None
+        return rows if len(rows) == num_rows else None
 
     def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
         """Store the records of a batch atomically."""

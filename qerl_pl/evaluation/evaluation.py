@@ -49,7 +49,8 @@ class Evaluation:
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Return one record per completion of a batch of prompts, from the cache, or by sampling and scoring
         completions."""
-        rows = None if self._cache is None else self._cache.read(prompts)
+        num_rows = len(prompts) * self._sampling.num_completions
+        rows = None if self._cache is None else self._cache.read(prompts, num_rows=num_rows)
         if rows is None:
             watch = Stopwatch()
             rows = self._loop.evaluate(prompts, sampling=self._sampling, seed=self._seed, watch=watch).rows()

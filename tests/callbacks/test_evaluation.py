@@ -29,6 +29,18 @@ def test_accuracies_are_over_problems_and_unscored_counts_as_wrong():
 def test_finished_batches_are_found_again_by_the_same_policy_alone(tmp_path):
     prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u00e9", "reward": 1.0}]
     EvaluationCache(tmp_path, {"adapter": 1}).write(prompts, rows)
-    assert EvaluationCache(tmp_path, {"adapter": 1}).read(prompts) == rows
-    assert EvaluationCache(tmp_path, {"adapter": 2}).read(prompts) is None
-    assert EvaluationCache(tmp_path, {"adapter": 1}).read([Prompt((1, 2), "4")]) is None
+    assert EvaluationCache(tmp_path, {"adapter": 1}).read(prompts, num_rows=1) == rows
+    assert EvaluationCache(tmp_path, {"adapter": 2}).read(prompts, num_rows=1) is None
+    assert EvaluationCache(tmp_path, {"adapter": 1}).read([Prompt((1, 2), "4")], num_rows=1) is None
+
+
+@pytest.mark.parametrize("damage", [lambda text: b"", lambda text: text[:-9], lambda text: text * 2, lambda text: b"\xff"])
+def test_a_batch_whose_file_is_damaged_is_not_finished(tmp_path, damage):
+    prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u2028", "reward": 1.0}]
+    cache = EvaluationCache(tmp_path, {})
+    cache.write(prompts, rows)
+    [file] = tmp_path.glob("*/*.jsonl")
+    file.write_bytes(damage(file.read_bytes()))
+    assert cache.read(prompts, num_rows=1) is None
+    cache.write(prompts, rows)
+    assert cache.read(prompts, num_rows=1) == rows
