@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from qerl_pl.common.program import Stopped
+
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -66,7 +68,7 @@ class GracefulStop(Callback):
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._asked:
-            raise SystemExit(128 + signum)
+            raise Stopped(128 + signum)
         self._asked = signum
         name = NAMES[signal.Signals(signum)]
         print(f"\n{name}: finishing this step, then writing a checkpoint (again: stop at once)", flush=True)

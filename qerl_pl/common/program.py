@@ -1,4 +1,5 @@
-"""The parser of commands' options, arguments and environment of the process, and how the user calls this program."""
+"""The parser of commands' options, arguments and environment of the process, how the user calls this program, and the
+exception with which a signal ends it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,13 @@ def called_as(command: str) -> str:
     """Return how to call a command of this program: ``qerl COMMAND`` if the user started the program as ``qerl``, and
     ``python -m qerl_pl COMMAND`` otherwise."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
+
+
+class Stopped(SystemExit):
+    """Raised where the program is when a signal asks it to end at once; the status is 128 plus the signal's number.
+
+    ``rewards.guard`` tells it by its type from a reward that asks the program to exit.
+    """
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qerl_pl.common.program import Stopped
 from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
 
 LARGEST = torch.finfo(torch.float32).max
@@ -57,7 +58,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
         _seed_streams(seed)
         try:
             yield restart
-        except (RewardError, KeyboardInterrupt):
+        except (RewardError, KeyboardInterrupt, Stopped):
             raise
         except _Late:
             raise RewardError(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from callbacks.graceful_stop import GracefulStop
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.guard import RewardError
@@ -57,6 +58,15 @@ def test_an_exception_or_an_exit_names_the_reward(reward, message):
     with pytest.raises(RewardError, match=f"reward 'mine' {message}"):
         scored(reward)
     assert os._exit.__module__ in ("posix", "nt"), "put back"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_program_while_a_reward_runs(number):
+    stop = GracefulStop()
+    stop._handle(number, None)
+    with pytest.raises(SystemExit) as ended:
+        scored(lambda prompts, completions: stop._handle(number, None))
+    assert ended.value.code == stop.exit_status == 128 + number
 
 
 @pytest.mark.parametrize(
