@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.checkpoint import LAST, PREVIOUS, SafeCheckpointIO
@@ -20,12 +26,14 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt`` and the checkpoint before it, ``previous.ckpt``.
 
     A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
-    step's scalars are on disk, and its validation is over. A killed run therefore resumes from a step whose results are
-    complete, and repeats what came after it.
+    step's scalars are on disk, and its validation is over; if the validation has changed the state of a callback, such
+    as EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results
+    are complete, and repeats what came after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
     before that are not saved, so that training does not wait for the disk. A killed run then repeats at most the steps
     that fit into the time of two writes, and two more; a run that fails with an error repeats at most half as many.
+    Only a checkpoint that is written again after a validation waits for the disk.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
@@ -55,6 +63,7 @@ class LastCheckpoint(ModelCheckpoint):
         self._pending = False
         self._step_is_over = False  # and that step's scalars are on disk, so its checkpoint may be renamed
         self._is_left_out = False  # whether the last step was not saved
+        self._saved_states: dict[str, Any] | None = None  # of the other callbacks, when the last step was saved
 
     @property
     @override
@@ -80,8 +89,15 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_left_out and trainer.should_stop:  # the validation after the step has stopped the run
-            self._save(trainer)
+        if self._is_left_out:
+            if trainer.should_stop:  # the validation after the step has stopped the run
+                self._save(trainer)
+        elif self._saved_states is not None:  # None before the first step
+            changed = not are_equal(_states(trainer), self._saved_states)
+            if trainer.strategy.reduce_boolean_decision(changed, all=False):
+                if writer := _writer(trainer):
+                    writer.wait()
+                self._write(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,12 +116,16 @@ class LastCheckpoint(ModelCheckpoint):
     def _save(self, trainer: Trainer) -> None:
         self._commit(trainer)
         self._step_is_over = False
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
         pending = self._folder / PENDING
         if trainer.is_global_zero:
             pending.unlink(missing_ok=True)  # left by a killed run
         options = {"background_bytes": self.background_bytes} if _writer(trainer) else None
         trainer.save_checkpoint(pending, weights_only=False, storage_options=options)
         self._pending = True
+        self._saved_states = copy.deepcopy(_states(trainer))
 
     def _commit(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or not self._pending:
@@ -126,12 +146,39 @@ class LastCheckpoint(ModelCheckpoint):
             # exists.
             link = self._folder / (PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
-            os.link(last, link)
+            _link(last, link)
             replace = writer.replace if writer else os.replace
             replace(link, self._folder / PREVIOUS)
         os.replace(self._folder / PENDING, last)
         if writer:
             writer.damaged = None
+
+
+def are_equal(first: Any, second: Any) -> bool:
+    """Compare states of callbacks: nested dicts and lists of tensors, arrays and plain values."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(are_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(are_equal, first, second))
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    return bool(np.all(first == second))
+
+
+def _states(trainer: Trainer) -> dict[str, Any]:
+    return {callback.state_key: callback.state_dict() for callback in trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _link(path: Path, link: Path) -> None:
+    """Give a file a second name; copy it on file systems without hard links, such as exFAT and many network mounts."""
+    try:
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        shutil.copyfile(path, link)
 
 
 def _writer(trainer: Trainer) -> SafeCheckpointIO | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -9,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from callbacks.last_checkpoint import LastCheckpoint
+from callbacks.last_checkpoint import LastCheckpoint, are_equal
 from qerl_pl.checkpoint import SafeCheckpointIO
 from tests.two_ranks import on_two_ranks
 
@@ -90,11 +93,33 @@ class _Block:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Block:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Block)
+
+    def __hash__(self) -> int:
+        return 0
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         assert self.disk.writes.wait(20), "training waits for the disk"
         if self.disk.is_full:
             raise OSError("no space left on device")
         return OrderedDict, ()
+
+
+class Counter(Callback):
+    """Counts validations, in a list that its state refers to."""
+
+    def __init__(self) -> None:
+        self.counted = [0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": self.counted, "as": torch.tensor(self.counted)}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.counted[0] += 1
 
 
 class Stops(Callback):
@@ -192,6 +217,42 @@ def test_a_run_that_validation_stops_keeps_its_last_step(tmp_path, last):
     disk = [] if last["background_bytes"] else [Disk()]
     fit(tmp_path, Stops("validation", 4), *disk, last=last, **validation)
     assert kept(tmp_path)["last"] == 4
+
+
+@pytest.mark.parametrize("last", [IN_BACKGROUND, AT_ONCE])
+@pytest.mark.parametrize(("at", "counted"), [(2, 0), (3, 1), (4, 1), (5, 2)])
+def test_what_a_validation_changes_in_a_callback_is_kept(tmp_path, last, at, counted):
+    validation = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit(tmp_path, Counter(), Stops("amid", at), last=last, **validation)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    steps, states = torch.load(path, weights_only=True)["global_step"], torch.load(path, weights_only=True)["callbacks"]
+    assert states["Counter"]["counted"] == [steps // 2], "as many validations as until the end of the step"
+    if last == AT_ONCE:
+        assert (steps, states["Counter"]["counted"]) == (at - 1, [counted])
+
+
+def test_states_are_compared_by_their_values():
+    state = {"a": [1, torch.tensor([1.0])], "b": {"c": np.arange(3), "d": None}}
+    assert are_equal(state, copy.deepcopy(state))
+    for other in (
+        {**state, "a": [1, torch.tensor([2.0])]},
+        {**state, "a": [1]},
+        {**state, "b": {"c": np.arange(3)}},
+        {**state, "b": {"c": np.arange(1, 4), "d": None}},
+        {**state, "a": [True, torch.tensor([1.0])]},
+    ):
+        assert not are_equal(state, other)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_has_both_checkpoints(tmp_path, monkeypatch, number):
+    def link(path, link):
+        raise OSError(number, os.strerror(number), str(path), None, str(link))
+
+    monkeypatch.setattr(os, "link", link)
+    fit(tmp_path, last=AT_ONCE)
+    assert kept(tmp_path) == {"last": 6, "previous": 5}
 
 
 @pytest.mark.parametrize("at", [(), (2,), (3,)])  # told at the end of the run, or to a callback that waits
