@@ -44,24 +44,30 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
     return [torch.tensor(batches[place]) for place in fullest_first]
 
 
-def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int) -> list[Tensor]:
+def micro_batches_of_groups(
+    lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int, *, least_saved: float
+) -> list[Tensor]:
     """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
 
     Each group is split into units, each with as many of its rows as fit into one micro-batch. ``micro_batches`` then
-    divides the units, as if each were a row.
+    divides the units, as if each were a row. Micro-batches that fit only with shared prompts, but in which sharing
+    saves too little to be done, are dissolved, and their rows are divided without sharing.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.
         prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
         group: [B] int64, index of each row's group.
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
+        least_saved: smallest share of a micro-batch's tokens that sharing must save to be done.
 
     Returns:
-        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
+        Row indices of each micro-batch, int64; every row occurs once, and the micro-batch with the most tokens comes
+        first. Empty without rows.
 
     Raises:
         ValueError: a single row is longer than ``max_tokens``.
     """
+    lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
     parts: dict[int, int] = {}
@@ -75,5 +81,17 @@ def micro_batches_of_groups(lengths: Tensor, prompts: Tensor, group: Tensor, max
         sizes[key] = sizes[key] + length - prompt if key in units else length
         units.setdefault(key, []).append(row)
     rows = list(units.values())
-    chosen = micro_batches(torch.tensor(list(sizes.values()), dtype=torch.int64), max_tokens)
-    return [torch.tensor([row for unit in some.tolist() for row in rows[unit]]) for some in chosen]
+    shared = torch.tensor(list(sizes.values()), dtype=torch.int64)
+    found: list[tuple[int, Tensor]] = []  # each with its tokens
+    alone: list[Tensor] = []
+    for some in micro_batches(shared, max_tokens):
+        chosen = torch.tensor([row for unit in some.tolist() for row in rows[unit]])
+        tokens, whole = int(shared[some].sum()), int(lengths[chosen].sum())
+        if whole <= max_tokens or whole - tokens >= least_saved * whole:
+            found.append((tokens, chosen))
+        else:
+            alone.append(chosen)
+    if alone:
+        left = torch.cat(alone)
+        found += [(int(lengths[left[some]].sum()), left[some]) for some in micro_batches(lengths[left], max_tokens)]
+    return [chosen for _, chosen in sorted(found, key=lambda each: -each[0])]

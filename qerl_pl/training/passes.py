@@ -12,7 +12,7 @@ from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy
-from qerl_pl.policy.shared_prompts import first_equal
+from qerl_pl.policy.shared_prompts import WORTH, first_equal
 
 T = TypeVar("T")
 
@@ -80,9 +80,8 @@ class Batch:
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
-            chunks = micro_batches_of_groups(
-                lengths, prompts, first_equal(self.experience.tokens[rows], prompts), max_tokens
-            )
+            groups = first_equal(self.experience.tokens[rows], prompts)
+            chunks = micro_batches_of_groups(lengths, prompts, groups, max_tokens, least_saved=WORTH)
         else:
             chunks = micro_batches(lengths, max_tokens)
         for chunk in chunks:
