@@ -81,11 +81,13 @@ def update_metrics(
 def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
     """Return metrics of the importance weights by which the objective corrects the difference between trainer and
     sampler: share of weights outside their bounds, share of rejected rows, and effective sample size. Empty without
-    correction."""
+    correction, or if no rank has a weight."""
     if not objective.corrects:
         return {}
     experience = batch.experience
     whole = objective.importance(batch.old - experience.sampler_logprobs, experience.mask)
+    if ranks.mean(whole.num_units.double()) == 0:
+        return {}
     found = {
         "correction/effective_share": over_ranks(EffectiveShare(), whole.num_units, whole.weight_sum, whole.square_sum)
     }

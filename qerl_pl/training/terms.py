@@ -37,7 +37,8 @@ class BatchTerms:
     held_back_share: Tensor | None
     """[] share of the tokens of all ranks that covariance control (Clip-Cov, KL-Cov) restrains; None without it."""
     mean_entropy: float | None
-    """Mean entropy of the tokens in the loss, in nats, over all ranks; None if the objective does not depend on it."""
+    """Mean entropy of the tokens in the loss, in nats, over all ranks; None if the objective does not depend on it or
+    the loss has no token."""
 
 
 def batch_terms(
@@ -81,7 +82,7 @@ def batch_terms(
     if objective.entropy_control is not None:
         entropies = batch.entropy[experience.mask].double()
         total, count = ranks.mean(torch.stack([entropies.sum(), entropies.new_tensor(len(entropies))])).tolist()
-        mean_entropy = total / max(count, torch.finfo(torch.float64).tiny)
+        mean_entropy = total / count if count else None  # a batch without tokens says nothing of the entropy
     return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, penalized, held_back_share, mean_entropy)
 
 

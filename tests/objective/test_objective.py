@@ -122,6 +122,18 @@ def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
     assert "correction/outside_share" not in report.metrics
 
 
+def test_a_batch_without_tokens_in_the_loss_changes_nothing_and_measures_nothing(policy):
+    experience, _ = sampled_elsewhere(policy)
+    empty = replace(experience, mask=torch.zeros_like(experience.mask))
+    control = EntropyControl(target=0.2, step=0.005)
+    objective = Objective(correction="truncate", rejection=Rejection(), entropy_control=control)
+    report, gradient = updated(policy, empty, objective, entropy_coefficient=0.03)
+    assert report.entropy_coefficient == 0.03, "kept: nothing is known of the entropy"
+    assert not gradient.any()
+    assert not [name for name in report.metrics if name.startswith("correction/")]
+    assert not [name for name, value in report.metrics.items() if torch.as_tensor(value).isnan()]
+
+
 def away_from_its_base(policy: Policy) -> Policy:
     """The policy with an adapter that does something."""
     generator = torch.Generator().manual_seed(1)
