@@ -25,6 +25,10 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 POSITIVE = ("rms_norm_eps", "rope_theta")
 HIGHEST_EPS = 0.1
 """Largest accepted rms_norm_eps; published models have 1e-6 or 1e-5."""
+LONGROPE = ("longrope", "su")
+"""Names of the rope type LongRoPE; "su" is that of early Phi-3 checkpoints."""
+ORIGINAL = "original_max_position_embeddings"
+"""Name in config.json of the longest sequence, in tokens, with which LongRoPE uses its short factors."""
 
 
 def check_family(path: str | Path) -> Mapping:
@@ -65,14 +69,21 @@ def has_experts(config: Mapping) -> bool:
 
 
 def check_positions(config: Mapping, *, longest: int) -> None:
-    """Check that a model has enough positions for the longest prompt and completion.
+    """Check that a model has enough positions for the longest prompt and completion, and that trainer and vLLM give
+    every sequence the same positions.
+
+    A model with LongRoPE has short and long factors of the rotary embedding. transformers chooses between them by the
+    longest row of a forward pass, so that one long row would change all rows that are packed with it. vLLM chooses once
+    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than
+    original_max_position_embeddings.
 
     Args:
         config: the model's config.json.
         longest: tokens of the longest prompt and completion together.
 
     Raises:
-        ValueError: ``longest`` is larger than the model's number of positions.
+        ValueError: ``longest`` is larger than the model's number of positions, or than the number up to which LongRoPE
+            uses its short factors.
     """
     limit = config.get("max_position_embeddings", longest)
     if longest > limit:
@@ -80,6 +91,24 @@ def check_positions(config: Mapping, *, longest: int) -> None:
             f"prompts and completions may reach {longest} tokens and the model has {limit} positions; lower "
             "data.max_prompt_tokens or model.sampling.max_tokens"
         )
+    short = _longest_with_short_factors(config)
+    if short is not None and longest > short:
+        raise ValueError(
+            f"prompts and completions may reach {longest} tokens; expected at most {short} ({ORIGINAL}), because "
+            "the model has LongRoPE, whose factors for longer sequences trainer and vLLM would use for different "
+            "sequences; lower data.max_prompt_tokens or model.sampling.max_tokens (and model.val_sampling.max_tokens, "
+            f"if set) so that together they are at most {short}"
+        )
+
+
+def _longest_with_short_factors(config: Mapping) -> int | None:
+    """Return the tokens of the longest sequence with which LongRoPE uses its short factors; None if the model does not
+    have LongRoPE, or if config.json has no such number, so that transformers never uses the long factors."""
+    ropes = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), Mapping)]
+    ropes += [part for rope in ropes for part in rope.values() if isinstance(part, Mapping)]  # one per kind of layer
+    scaled = [rope for rope in ropes if (rope.get("rope_type") or rope.get("type")) in LONGROPE]
+    limits = [where[ORIGINAL] for where in (config, *scaled) if type(where.get(ORIGINAL)) is int]
+    return min(limits, default=None) if scaled else None
 
 
 def _check_values(file: Path, config: Mapping) -> None:

@@ -77,6 +77,20 @@ def test_rows_longer_than_the_models_positions_are_refused(bases):
         module_of(bases, sampling=Sampling(num_completions=2, max_tokens=20000), max_prompt_tokens=64)
 
 
+def test_rows_in_which_longrope_would_change_its_factors_are_refused(bases, tmp_path):
+    base = shutil.copytree(bases["dense"], tmp_path / "longrope")
+    config = json.loads((base / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 96, **factors}
+    (base / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    short, long = (Sampling(num_completions=2, max_tokens=number) for number in (32, 33))
+    module_of({"dense": base}, sampling=short, max_prompt_tokens=64)
+    with pytest.raises(ValueError, match="may reach 97 tokens; expected at most 96"):
+        module_of({"dense": base}, sampling=long, max_prompt_tokens=64)
+    with pytest.raises(ValueError, match="may reach 97 tokens; expected at most 96"):
+        module_of({"dense": base}, sampling=short, val_sampling=long, max_prompt_tokens=64)
+
+
 @pytest.mark.parametrize("gib", [0.0, -1.0])
 def test_a_limit_of_no_memory_is_refused(gib, bases):
     with pytest.raises(ValueError, match="gpu_memory"):

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.policy.policy import DTYPES
@@ -87,6 +90,58 @@ def test_rows_longer_than_a_models_positions_are_refused_and_longer_than_a_windo
     check_positions(config, longest=100)
     with pytest.raises(ValueError, match="may reach 101 tokens and the model has 100 positions"):
         check_positions(config, longest=101)
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32},
+        {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32},
+        {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 32}, "rope_parameters": None},
+        {"rope_parameters": {"rope_type": "longrope", "type": "su"}, "original_max_position_embeddings": 32},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 32}}},
+    ],
+    ids=str,
+)
+def test_rows_in_which_longrope_would_change_its_factors_are_refused(where):
+    config = {**SMALL, "max_position_embeddings": 128, **where}
+    check_positions(config, longest=32)
+    with pytest.raises(ValueError, match=r"may reach 33 tokens; expected at most 32 .* together they are at most 32"):
+        check_positions(config, longest=33)
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"type": "yarn", "factor": 4.0}], ids=str)
+def test_other_rotary_embeddings_may_go_beyond_the_original_positions(rope):
+    config = {**SMALL, "max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": rope}
+    check_positions(config, longest=128)
+
+
+def test_the_longest_rows_that_longrope_may_have_are_those_with_its_short_factors():
+    sizes = {**SMALL, "model_type": "phi3", "max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    config = Phi3Config(
+        **sizes, pad_token_id=0, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+    )
+    rotary = Phi3RotaryEmbedding(config)
+
+    def angles(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(torch.zeros(1), torch.arange(length).unsqueeze(0))
+
+    longest = max(length for length in range(1, 129) if is_taken(config.to_dict(), length))
+    whole, beyond = angles(longest), angles(longest + 1)
+    for length in range(1, longest):
+        assert all(torch.equal(part, all_[:, :length]) for part, all_ in zip(angles(length), whole, strict=True))
+    assert not torch.equal(beyond[0][:, :longest], whole[0])
+
+
+def is_taken(config: dict, longest: int) -> bool:
+    try:
+        check_positions(config, longest=longest)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {}}, {"weight_map": {"a": "../b"}}])
