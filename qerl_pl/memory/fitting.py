@@ -99,7 +99,11 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
         tokens = run.micro_batch_tokens or _micro_batch(shape, tried, gpu_bytes)
         train = plan(shape, replace(tried, micro_batch_tokens=tokens)).train
         time = time_per_token(
-            how, shape.num_layers, min(tokens, run.rows * run.longest_row), fused=run.fused and shape.fusable
+            how,
+            shape.num_layers,
+            min(tokens, run.rows * run.longest_row),
+            fused=run.fused and shape.fusable,
+            dropout=run.dropout,
         )
         found.append(Option(how, setting, tokens, train, time))
     return found

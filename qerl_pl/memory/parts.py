@@ -56,7 +56,14 @@ def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute
 
 
 def block_kept(
-    shape: ModelShape, tokens: int, itemsize: int, *, rank: int, targets: Collection[str], fused: bool = False
+    shape: ModelShape,
+    tokens: int,
+    itemsize: int,
+    *,
+    rank: int,
+    targets: Collection[str],
+    fused: bool = False,
+    dropout: bool = False,
 ) -> int:
     """Return the bytes of the activations that autograd keeps for backward of one block, if nothing is recomputed.
 
@@ -66,19 +73,32 @@ def block_kept(
     their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. Of a model with
     recurrent layers each block counts as the larger kind. Such a layer keeps, instead of attention's tensors, the
     inputs and outputs of the recurrence, the gate and the gated output; and in fp32 what its norm and gate read.
+
+    With LoRA dropout, each adapted linear keeps, instead of its input, a copy of the input with zeros for dropped
+    values, which it shares with no other linear, and a mask of one byte per value. The attention's output is kept all
+    the same, because backward of attention needs it.
     """
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
     sizes = shape.recurrent
     mixer = max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + 3 * sizes.value_width)
-    width = 2 * shape.hidden + mixer + (3 if fused else 4) * shape.inner
+    inputs = itemsize * (2 * shape.hidden + shape.inner)
+    if dropout:
+        inputs = (itemsize + 1) * sum(columns for name, _, columns in shape.linears if name in targets)
+    width = mixer + (2 if fused else 3) * shape.inner
     width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
-    return tokens * (itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
+    return tokens * (inputs + itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
 
 
 def block_kept_selectively(
-    shape: ModelShape, tokens: int, itemsize: int, *, targets: Collection[str], fused: bool = False
+    shape: ModelShape,
+    tokens: int,
+    itemsize: int,
+    *,
+    targets: Collection[str],
+    fused: bool = False,
+    dropout: bool = False,
 ) -> int:
     """Return the bytes of the activations that autograd keeps for backward of one block, if element-wise operations are
     recomputed.
@@ -86,13 +106,14 @@ def block_kept_selectively(
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
     the outputs of adapted linears. Not counted are the output of the last linear, which backward does not need, and
     outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in place. In
-    fp32: the attention's log-sum-exp.
+    fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of adapted linears are recomputed too.
     """
     sizes = shape.recurrent
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
     in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
     shared = ("v_proj", shape.last_linear, *in_place)
-    width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
+    if not dropout:
+        width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
     return tokens * (itemsize * width + 4 * shape.num_heads)
 
 
@@ -105,6 +126,7 @@ def blocks_kept(
     targets: Collection[str],
     how: Recompute,
     fused: bool = False,
+    dropout: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes of the activations that all blocks keep for backward, except the inputs of blocks all of whose
     activations are recomputed (``checkpoints`` counts these).
@@ -113,13 +135,13 @@ def blocks_kept(
         The bytes before backward, and the bytes while backward is in the last block, after recomputing its activations.
         Backward through earlier blocks takes no more, since the fully recomputed blocks are the first ones.
     """
-    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused)
+    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused, dropout=dropout)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
     number = shape.num_layers - how.blocks
     if not number:
         return 0, full
-    less = block_kept_selectively(shape, tokens, itemsize, targets=targets, fused=fused)
+    less = block_kept_selectively(shape, tokens, itemsize, targets=targets, fused=fused, dropout=dropout)
     # A fused norm keeps its input in the compute dtype, so ``full`` already includes the input of the block.
     inputs = 0 if fused else tokens * shape.hidden * itemsize
     return number * less, (number - 1) * less + inputs + full

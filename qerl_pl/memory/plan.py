@@ -169,7 +169,14 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     how = run.recompute(shape.num_layers)
     assert how is not None, "choose gradient_checkpointing first"
     head, block = parts.blocks_kept(
-        shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=run.fused and shape.fusable
+        shape,
+        tokens,
+        run.itemsize,
+        rank=run.rank,
+        targets=run.targets,
+        how=how,
+        fused=run.fused and shape.fusable,
+        dropout=run.dropout,
     )
     return {
         "block inputs": _at(parts.checkpoints(shape, tokens, run.itemsize, how=how), "head", "block"),

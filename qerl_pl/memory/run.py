@@ -53,6 +53,7 @@ def run_memory(
         itemsize=dtype.itemsize,
         rank=lora.rank,
         targets=with_merged(lora.targets),
+        dropout=lora.dropout > 0,
         train_norms=lora.train_norms,
         state_bytes=state_bytes(optimizer),
         micro_batch_tokens=micro_batch_tokens,

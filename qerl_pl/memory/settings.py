@@ -62,6 +62,8 @@ class RunMemory:
     """Bytes per value of the policy's compute dtype."""
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
+    dropout: bool = False
+    """Whether LoRA has dropout, with which adapted linears keep inputs of their own for backward."""
     train_norms: bool = False
     state_bytes: int = 8
     """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""

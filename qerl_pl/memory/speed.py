@@ -26,18 +26,24 @@ OFFLOAD = 0.07
 every block."""
 
 
-def extra_work(how: Recompute, num_layers: int, *, fused: bool = False) -> float:
+def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout: bool = False) -> float:
     """Return the time that recomputation adds to a training pass, as a share of the time of a pass without
-    recomputation."""
+    recomputation.
+
+    With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
+    like a block that is recomputed completely, which is a little too much; times with dropout were not measured.
+    """
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
     all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
-    extra = whole * all_blocks + (1 - whole) * selective
+    extra = whole * all_blocks + (1 - whole) * (all_blocks if dropout else selective)
     return (1 + extra) * (1 + OFFLOAD) - 1 if how.offload else extra
 
 
-def time_per_token(how: Recompute, num_layers: int, tokens: int, *, fused: bool = False) -> float:
+def time_per_token(
+    how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
+) -> float:
     """Return the time per token of a training pass, in units of the time per token of an infinitely long pass without
     recomputation."""
-    return (1 + extra_work(how, num_layers, fused=fused)) * (1 + OVERHEAD / tokens)
+    return (1 + extra_work(how, num_layers, fused=fused, dropout=dropout)) * (1 + OVERHEAD / tokens)

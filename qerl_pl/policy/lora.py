@@ -26,7 +26,7 @@ class LoraSettings:
         rank: inner dimension of A and B.
         alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
-            differ from the ones of the policy that sampled.
+            differ from the ones of the policy that sampled, and training takes more memory.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``. Phi-3 and Phi-4 store q_proj,
             k_proj and v_proj as one linear, qkv_proj, which the three names together mean; gate_proj and up_proj
             together mean gate_up_proj.

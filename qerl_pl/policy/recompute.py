@@ -2,7 +2,7 @@
 
     none        nothing: all that autograd saves is kept
     selective   the element-wise operations (norms, rotary embeddings, activations); the results of matrix products and
-                attention are kept
+                attention are kept (with LoRA dropout, only those of attention)
     n blocks    the first n blocks from their inputs; the other blocks as in "selective"
     blocks      every block from its input
     offload     every block from its input, which is kept in host memory

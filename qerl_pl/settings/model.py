@@ -60,9 +60,9 @@ class ModuleSettings:
             micro-batch share is computed and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
         gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
-            results of element-wise operations; a number n: all activations of n blocks, and selective in the others;
-            blocks: all activations of all blocks; offload: as blocks, with the blocks' inputs kept in host memory;
-            auto: the choice that trains fastest on this GPU, and none on a CPU.
+            results of element-wise operations (with lora.dropout, of linears too); a number n: all activations of n
+            blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
+            blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
         offload_checkpoints: true means gradient_checkpointing offload.
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.

@@ -96,3 +96,14 @@ class LiveBytes(TorchDispatchMode):
 def family(request: pytest.FixtureRequest) -> str:
     """The name of a model family."""
     return request.param
+
+
+@pytest.fixture
+def masks_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout that keeps a mask of one byte per value, as on a GPU; on a CPU torch keeps one in the input's dtype."""
+
+    def dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
+        assert not inplace
+        return torch.native_dropout(x, p, training)[0]
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)

@@ -93,29 +93,35 @@ def test_a_block_that_keeps_its_products_keeps_what_the_formula_lists(family, dt
     assert (kept[3] - kept[1]) / 2 == pytest.approx(predicted + TOKENS * padding * dtype.itemsize, rel=0.02)
 
 
+@pytest.mark.usefixtures("masks_of_bytes")
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("how", ladder(4)[:-1], ids=lambda how: str(how.setting(4)))
-def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how):
+def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
     config = small_config(vocab_size=64)
-    policy = policy_of(config, torch.float32)
+    policy = policy_of(config, torch.float32, lora={"dropout": dropout})
     policy.set_recompute(how)
     tokens = torch.zeros(1, TOKENS + 1, dtype=torch.int64)
     mask = torch.arange(TOKENS + 1).unsqueeze(0) > 0
     with LiveBytes() as count:
         policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
     shape = config_shape(config, None, torch.float32)
-    _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how)
+    _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how, dropout=dropout > 0)
     kept_twice = shape.num_layers - how.blocks if how.selective else 0
     # As above, in the blocks that there are; the one that goes backward has its output twice in any case.
-    padding = 4 * TOKENS * (max(1, shape.num_layers - how.blocks) * shape.query_width + kept_twice * shape.key_width)
+    outputs_twice = kept_twice if dropout else max(1, shape.num_layers - how.blocks)
+    values_twice = 0 if dropout else kept_twice
+    padding = 4 * TOKENS * (outputs_twice * shape.query_width + values_twice * shape.key_width)
     predicted = parts.checkpoints(shape, TOKENS, 4, how=how) + blocks + parts.block_backward(shape, TOKENS, 4)
     assert count.peak == pytest.approx(predicted + padding, rel=0.05)
 
 
+@pytest.mark.usefixtures("masks_of_bytes")
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("how", [Recompute(), Recompute(selective=True)], ids=["none", "selective"])
-def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how):
+def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout):
     kept = {}
     for number in (1, 3):
-        policy = policy_of(recurrent_config(number), torch.bfloat16)
+        policy = policy_of(recurrent_config(number), torch.bfloat16, lora={"dropout": dropout})
         policy.set_recompute(how)
         policy.causal_lm.enable_input_require_grads()
         packed = pack(torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([TOKENS]))
@@ -125,9 +131,9 @@ def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how):
         del hidden
     shape, targets = config_shape(recurrent_config(3), None, torch.bfloat16), with_merged(PROJECTIONS)
     if how.selective:
-        predicted = parts.block_kept_selectively(shape, TOKENS, 2, targets=targets)
+        predicted = parts.block_kept_selectively(shape, TOKENS, 2, targets=targets, dropout=dropout > 0)
     else:
-        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, targets=targets)
+        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, targets=targets, dropout=dropout > 0)
     assert 0.8 * predicted < (kept[3] - kept[1]) / 2 <= predicted
 
 

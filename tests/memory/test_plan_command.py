@@ -70,9 +70,9 @@ def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
         "--model.base",
         str(bases["dense"]),
     ]
-    assert command([*arguments, "--model.lora.rank", "5", "--data.batch_size", "6"]) == 0
+    assert command([*arguments, "--model.lora.rank", "5", "--model.lora.dropout", "0.1", "--data.batch_size", "6"]) == 0
     run, toy = json.loads((tmp_path / "plan.json").read_text())["run"], yaml.safe_load(Path(TOY).read_text())
-    assert (run["completion_tokens"], run["rank"]) == (77, 5)
+    assert (run["completion_tokens"], run["rank"], run["dropout"]) == (77, 5, True)
     assert run["rows"] == 6 * toy["model"]["sampling"]["num_completions"]
     assert run["micro_batch_tokens"] == toy["model"]["micro_batch_tokens"]
     assert run["engine"] is None, "the toy samples with transformers"
