@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: finish the step, write a checkpoint, exit with the signal's status."""
+"""Handle Ctrl-C, SIGTERM and the end of trainer.max_time: finish the step, write a checkpoint, and exit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -19,7 +20,8 @@ class GracefulStop(Callback):
     """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C or SIGTERM.
 
     A second signal ends the run at once. The exit status of the program is then 128 plus the signal's number, so that a
-    scheduler does not take the run for a finished one.
+    scheduler does not take the run for a finished one. A run whose trainer.max_time is over ends in the same way, with
+    exit status 0.
 
     Example:
         trainer:
@@ -37,6 +39,14 @@ class GracefulStop(Callback):
         return 128 + self._asked if self._asked else 0
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Move Lightning's Timer to the front: if it ends the run after a step, ``on_train_batch_end`` knows it.
+
+        Lightning appends the Timer of trainer.max_time, whose time could end between the two callbacks.
+        """
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: not isinstance(callback, Timer))  # pyright: ignore[reportAttributeAccessIssue]
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked = 0
         self._previous = {number: signal.signal(number, self._handle) for number in NAMES}
@@ -45,13 +55,14 @@ class GracefulStop(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.strategy.reduce_boolean_decision(bool(self._asked), all=False):
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked) or _time_is_over(trainer), all=False):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
             if not due:  # Lightning validates whenever a run stops; an uninterrupted run has no validation at this step
                 trainer.limit_val_batches = 0
-            rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
+            if trainer.global_step < trainer.max_steps:
+                rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,3 +83,10 @@ class GracefulStop(Callback):
         self._asked = signum
         name = NAMES[signal.Signals(signum)]
         print(f"\n{name}: finishing this step, then writing a checkpoint (again: stop at once)", flush=True)
+
+
+def _time_is_over(trainer: Trainer) -> bool:
+    """Return whether the time of trainer.max_time, or of a Timer among the callbacks, has ended on this rank."""
+    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    left = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+    return any(seconds is not None and seconds <= 0 for seconds in left)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -289,12 +290,11 @@ class QeRLModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the checkpoint's adapter into the policy; raises ValueError if the checkpoint was written with another
         base, seed or other adapter settings."""
-        current = self._identity
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            current = current | self._rollout_identity
-        check_identity(identity_of(checkpoint), current)
-        if self.trainer.state.fn == TrainerFn.FITTING:
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        check_identity(identity_of(checkpoint), self._identity | (self._rollout_identity if fits else {}))
+        if fits:
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
+        checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)  # trainer.max_time counts from 0 in every start
         self.policy.load_adapter_state(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
         self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)

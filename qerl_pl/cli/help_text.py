@@ -20,7 +20,8 @@ MEANINGS = {
     "earlier ones.",
     "seed_everything": "seeds everything that is drawn: the adapter, the order of the problems, completions, noise.",
     "trainer.max_steps": "length of the run, in optimizer steps.",
-    "trainer.max_time": 'end the run after this time, "DD:HH:MM:SS"; it can be resumed.',
+    "trainer.max_time": 'end this start of the run after the step in which this time, "DD:HH:MM:SS", ends; resume with '
+    "--ckpt_path last.",
     "trainer.val_check_interval": "number of rollouts between two validations.",
     "trainer.precision": "leave it at 32-true: the compute dtype is model.dtype.",
     "trainer.devices": "number of GPUs; each has its own engine and its share of the prompts.",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from callbacks.graceful_stop import GracefulStop
 from qerl_pl.tools.curves import read_curves
 from tests.bench import bench_resume
 from tests.integration.conftest import IN_BACKGROUND, VLLM, assert_same_run, launch, load_last
@@ -96,6 +97,20 @@ def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(finished, run, t
     assert load_last(tmp_path / "stopped")["global_step"] == 3
     run("fit", tmp_path / "stopped", "--ckpt_path", "last")
     assert_same_run(finished, tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_every_start_has_its_own_max_time_and_the_stops_change_nothing(finished, run, tmp_path, caplog):
+    run_dir, a_step = tmp_path / "chain", ("--trainer.max_time", "{milliseconds: 1}", "--ckpt_path", "last")
+    for step in (1, 2):
+        with caplog.at_level(logging.INFO):
+            cli = run("fit", run_dir, *a_step)
+        assert load_last(run_dir)["global_step"] == step
+        assert f"stopped after step {step}; resume with --ckpt_path last" in caplog.text
+        [stop] = [callback for callback in cli.trainer.callbacks if isinstance(callback, GracefulStop)]
+        assert stop.exit_status == 0
+    run("fit", run_dir, "--ckpt_path", "last")
+    assert_same_run(finished, run_dir)
 
 
 @pytest.mark.slow
