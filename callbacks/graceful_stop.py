@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ class GracefulStop(Callback):
 
     A second signal ends the run at once. The exit status of the program is then 128 plus the signal's number, so that a
     scheduler does not take the run for a finished one. A run whose trainer.max_time is over ends in the same way, with
-    exit status 0.
+    exit status 0. A SIGTERM before the first iteration ends the run at once, because there is nothing to save.
 
     Example:
         trainer:
@@ -50,6 +51,7 @@ class GracefulStop(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked = 0
         self._previous = {number: signal.signal(number, self._handle) for number in NAMES}
+        end_if_terminated(trainer)
 
     @override
     def on_train_batch_end(
@@ -83,6 +85,16 @@ class GracefulStop(Callback):
         self._asked = signum
         name = NAMES[signal.Signals(signum)]
         print(f"\n{name}: finishing this step, then writing a checkpoint (again: stop at once)", flush=True)
+
+
+def end_if_terminated(trainer: Trainer) -> None:
+    """Raise Lightning's SIGTERMException on all ranks if one has got a SIGTERM while Lightning handles it. Collective.
+
+    Lightning's handler, which GracefulStop replaces when training starts, only sets ``trainer.received_sigterm``.
+    """
+    if trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
+        rank_zero_info("stopped by SIGTERM before the first step")
+        raise SIGTERMException
 
 
 def _time_is_over(trainer: Trainer) -> bool:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
+
+from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
     """Runs the validation loop when a fresh run starts; a resumed run has done so already.
+
+    A SIGTERM before it, or while the rollout engine starts, ends the run without it.
 
     Example:
         trainer:
@@ -19,6 +24,12 @@ class ValidateFirst(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0 or not trainer.enable_validation:
             return
+        end_if_terminated(trainer)
         trainer.validating = True  # selects the loop that `log` writes to
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:  # and the engine has just started
+            end_if_terminated(trainer)

@@ -11,7 +11,7 @@ import pytest
 import train
 from qerl_pl.__main__ import main as command
 from qerl_pl.tools.event_files import read_scalars
-from tests.integration.conftest import ROOT, arguments, differences, load_last
+from tests.integration.conftest import ROOT, arguments, differences, launch, load_last
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,21 @@ def test_ctrl_c_before_the_first_rollout_ends_the_program_in_one_line(bases, tmp
     assert said.endswith("\nstopped by Ctrl-C\n")
     assert "KeyboardInterrupt" not in said
     assert not list(tmp_path.glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_validated"),
+    [("on_train_start", False), ("on_validation_start", False), ("on_validation_batch_start", True)],
+)
+def test_sigterm_before_the_first_step_ends_the_program_without_one(bases, tmp_path, hook, is_validated):
+    early = ("--trainer.callbacks+=tests.integration.toy.SigtermEarly", f"--trainer.callbacks.hook={hook}")
+    process = launch("fit", bases["nvfp4"], tmp_path, *early)
+    output, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "stopped by SIGTERM before the first step" in output
+    written = [path.name for path in tmp_path.glob("completions/*.jsonl")]
+    assert written == (["validate-000000.jsonl"] if is_validated else [])
+    assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(run, tmp_path):

@@ -64,6 +64,16 @@ class CtrlCAtTheStart(Callback):
         signal.raise_signal(signal.SIGINT)
 
 
+class SigtermEarly(Callback):
+    """Sends SIGTERM when the hook of this name is called, as the first callback and before training has begun."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+
+
 class SpoilGradient(Callback):
     """Multiplies the gradient of one matrix in one rollout."""
 
