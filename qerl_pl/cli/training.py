@@ -28,6 +28,7 @@ from qerl_pl.checkpoint import LAST
 from qerl_pl.cli.checks import check_checkpoint, check_groups
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
+from qerl_pl.cli.evaluation_folder import evaluation_folder
 from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
 from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
@@ -132,7 +133,8 @@ class QeRLCLI(LightningCLI):
         """Check the trainer's settings and choose the folder that the loggers write to.
 
         An evaluation writes to RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), so that its
-        curves and completions stay apart from those of training.
+        curves and completions stay apart from those of training. If the folder has the results of an evaluation with
+        other problems, sampling settings, base or checkpoint, it is DATASET-CHECKPOINT-2, and so on.
         """
         command = str(self.subcommand)
         config = self.config[command]
@@ -164,7 +166,8 @@ class QeRLCLI(LightningCLI):
         source = config.data.source
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
         policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""
-        folder = str(Path(config.run_dir, command, name.lower() + policy))
+        settings = yaml.safe_load(self._parser(command).dump(config, skip_none=False))
+        folder = str(evaluation_folder(Path(config.run_dir, command, name.lower() + policy), settings))
         config.trainer.default_root_dir = folder
         self._log_to(folder, loggers)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -63,16 +62,22 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
     """Read pass@k of a run's evaluation by k; empty if the evaluation has not been run. One completion per problem
-    gives k = 1 alone."""
-    folders = sorted({path.parent for path in (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")})
+    gives k = 1 alone.
+
+    An evaluation that was repeated with other settings has several folders; the one that was written last counts.
+    """
+    files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
+    newest_last = sorted(files, key=lambda path: path.name)  # the names begin with the time
     found: dict[int, float] = {}
-    for folder in folders:
-        curves = read_curves(Path(folder))
+    for folder in dict.fromkeys(path.parent for path in reversed(newest_last)):
+        curves = read_curves(folder)
         if "test/accuracy" in curves:
             found[1] = curves["test/accuracy"].values[-1]
         for tag, curve in curves.items():
             if tag.startswith("test/pass@"):
                 found[int(tag.removeprefix("test/pass@"))] = curve.values[-1]
+        if found:
+            break
     return dict(sorted(found.items()))
 
 

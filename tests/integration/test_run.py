@@ -419,6 +419,10 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     assert json.loads((of_base / "test.json").read_text())["checkpoint"] is None
     assert len(list(of_base.glob("*/*.jsonl"))) == 3
     assert json.loads((of_policy / "test.json").read_text()) == whole, "the base's table replaced the policy's"
+    run("test", tmp_path, *more, *checkpoint, "--data.val_limit", "2")
+    of_two = tmp_path / "test" / "arithmetic-last-2" / "evaluation" / "test.json"
+    assert json.loads(of_two.read_text())["num_problems"] == 2
+    assert json.loads((of_policy / "test.json").read_text()) == whole, "other problems' table replaced it"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
 from qerl_pl.study.analysis import compared, gather, tables
-from qerl_pl.study.readouts import area, entropy_at, equal_reward, readouts, smooth
+from qerl_pl.study.readouts import area, entropy_at, equal_reward, pass_at_k, readouts, smooth
 from qerl_pl.study.study_file import Analysis, Run, Study
 from qerl_pl.tools.curves import Curve
 
@@ -58,6 +58,16 @@ def study(tmp_path: Path) -> Study:
     for run in study.runs():
         finish(study, run)
     return study
+
+
+def test_an_evaluation_that_was_repeated_with_other_settings_counts_alone(study):
+    run = study.runs()[0]
+    folder = run.folder / "evaluations" / "reach" / "test"
+    for number in (9, 10):
+        log(folder / f"words-last-{number}", {"test/accuracy": [0.1 * number], "test/pass@2": [0.05 * number]})
+        [file] = (folder / f"words-last-{number}").iterdir()
+        file.rename(file.with_name(f"events.out.tfevents.9999999{number:03}.x"))
+    assert pass_at_k(run, "reach") == pytest.approx({1: 1.0, 2: 0.5})
 
 
 def test_readouts_are_what_the_curves_say(study):
