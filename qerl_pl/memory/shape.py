@@ -88,6 +88,8 @@ class ModelShape:
     """Number of weights of the largest packed linear; 0 for a dense base."""
     recurrent: Recurrent
     """Layers without attention."""
+    positions: int | None
+    """Most tokens of a prompt and completion together that the model supports; None if config.json does not say."""
 
     @property
     def num_key_heads(self) -> int:
@@ -189,6 +191,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         other_bytes=other_bytes,
         largest_packed=largest_packed,
         recurrent=_recurrent(config),
+        positions=getattr(config, "max_position_embeddings", None),
     )
 
 

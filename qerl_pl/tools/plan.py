@@ -40,6 +40,7 @@ from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
+from qerl_pl.quant.families import check_positions
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm.setup import ONE_COPY
 from qerl_pl.settings.trainer import check_devices
@@ -79,6 +80,8 @@ def main(argv: list[str]) -> int:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
         shape = shape_of(config["model"])
+        if options.longest is None and shape.positions:
+            check_positions({"max_position_embeddings": shape.positions}, longest=run.max_model_len)
         run.recompute(shape.num_layers)  # refuses more blocks than there are
         if options.longest is not None:
             print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
@@ -197,6 +200,9 @@ def check_counts(config: Mapping[str, Any]) -> None:
         ValueError: names the setting.
     """
     model, data, trainer = config["model"], config["data"], config["trainer"]
+    for name in ("base", "engine"):
+        if not model[name]:
+            raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
     sampling, evaluation = model["sampling"], model["val_sampling"] or model["sampling"]
     counts = {
         "data.batch_size": data["batch_size"],
@@ -278,6 +284,8 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
             row += [str(how), str(found.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
         table.add_row(*row)
     Console().print(table)
+    if shape.positions:
+        print(f"the model has {shape.positions} positions; a run with longer prompts and completions is refused")
 
 
 def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, c
         (("--gpu-memory", "8", "--model.sampling.max_tokens", "-3"), "max_tokens"),
         (("--gpu-memory", "8", "--model.micro_batch_tokens", "0"), "model.micro_batch_tokens is 0"),
         (("--gpu-memory", "8", "--model.gradient_checkpointing", "99"), "gradient_checkpointing is 99"),
+        (("--gpu-memory", "8", "--model.sampling.max_tokens", "99999"), "and the model has 2048 positions; lower"),
     ],
     ids=lambda value: "=".join(value[-2:]).removeprefix("--") if isinstance(value, tuple) else "",
 )
@@ -156,6 +157,16 @@ def test_numbers_that_no_run_has_never_fit(bases, capsys, wrong, said):
     assert said in output.err
     assert output.err.count("\n") == 1
     assert "fits" not in output.out
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing"), [(("gsm8k",), "base"), (("qwen2.5-7b",), "engine"), (("gsm8k", "nvfp4"), "base")], ids=str
+)
+def test_a_configuration_without_a_model_or_a_task_is_refused(capsys, parts, missing):
+    given = [argument for part in parts for argument in ("-c", part)]
+    assert command(["plan", *given, "--gpu-memory", "80"]) == 2
+    error = f"error: model.{missing} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b\n"
+    assert capsys.readouterr().err == error
 
 
 def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(bases, tmp_path, capsys):
@@ -171,7 +182,9 @@ def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(
 def test_the_longest_completion_is_told_for_each_size_of_gpu(bases, capsys):
     arguments = ["plan", "-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM, "--model.micro_batch_tokens", "null"]
     assert command([*arguments, "--longest", "0.1", "4", "8"]) == 0
-    none, *found = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    said = capsys.readouterr().out
+    assert said.endswith(" positions; a run with longer prompts and completions is refused\n")
+    none, *found = [line.split("│") for line in said.splitlines() if line.startswith("│")]
     assert none[2].strip() == "does not fit"
     assert 0 < int(found[0][2]) < int(found[1][2])
     assert command([*arguments, "--longest", "0"]) == 2
