@@ -162,8 +162,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             raise
         except (Damaged, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise ValueError(
-                f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); give another one by --ckpt_path, or "
-                "delete it to start anew"
+                f"the checkpoint {path} is damaged or not one of this program ({str(error).splitlines()[0]}); give "
+                "another one by --ckpt_path (last, best or a .ckpt file of a run), or start anew with another --run_dir"
             ) from error
 
 
