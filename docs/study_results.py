@@ -164,9 +164,9 @@ def claim() -> str:
         "policy of 10 million parameters on generated word problems, the mean accuracy over training changed by "
         f"{of('nvfp4', 'bf16')} with NVFP4 in place of bf16, by {of('bf16+aqn', 'bf16')} with AQN on bf16, and by "
         f"{of('nvfp4+aqn', 'nvfp4')} with AQN on NVFP4 (differences with 95 % intervals). "
-        f"{verdict(list(decided.values()))} Therefore this page's commands train without noise; the arms with `aqn` in "
-        "their names add it. [docs/study_results.md](docs/study_results.md) says what follows for larger models, and "
-        "what does not."
+        f"{verdict(list(decided.values()))} Therefore the recipes on this page train without noise; the arms with "
+        "`aqn` in their names, and the quickstart, add it. [docs/study_results.md](docs/study_results.md) says what "
+        "follows for larger models, and what does not."
     )
 
 

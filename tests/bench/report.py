@@ -93,7 +93,7 @@ def headline_table(lines: list[Line]) -> str:
         for model in dict.fromkeys(model for model, _ in speeds)
     ]
     columns = (f"{count} sequences" for count in HEADLINE)
-    return table(["model", *columns, "whole step", "smallest GPU, GiB"], rows)
+    return table(["model", *columns, "whole step of 8", "smallest GPU, GiB"], rows)
 
 
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], tuple[Line, Line]]:
