@@ -75,6 +75,17 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
 
 
 @pytest.mark.slow
+def test_the_page_on_metrics_explains_every_scalar_of_a_run(finished):
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    patterns = [re.escape(name) for row in names for name in re.findall(r"`([^`]+)`", row)]
+    for wildcard, meaning in ((r"\*", ".*"), ("/NAME", "/(low_tokens|format)"), ("@K", r"@\d+")):
+        patterns = [pattern.replace(wildcard, meaning) for pattern in patterns]
+    tags = set(read_curves(finished))
+    assert {"train/loss", "train/format", "gap/count", "lr-AdamW"} <= tags
+    assert {tag for tag in tags if not any(re.fullmatch(pattern, tag) for pattern in patterns)} == set()
+
+
+@pytest.mark.slow
 def test_tensorboard_has_pinned_charts_settings_and_histograms_in_decades(finished):
     events = EventAccumulator(str(finished), {"histograms": 0, "tensors": 0}).Reload()
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
