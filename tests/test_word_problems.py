@@ -265,6 +265,14 @@ def test_the_source_and_the_command_give_the_same_sets(tmp_path):
         assert [row["question"] for row in rows] == [problem.question for problem in problems]
 
 
+@pytest.mark.parametrize("option", ["--reach-operations", "--reach_operations"])
+def test_the_reach_set_has_the_operations_that_are_asked_for_in_either_spelling(tmp_path, option):
+    sizes = ["--train", "3", "--validation", "3", "--reach", "4", "--operations", "2", "6"]
+    assert command(["problems", "--output", str(tmp_path), *sizes, option, "8", "8"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "reach.jsonl").read_text().splitlines()]
+    assert {row["operations"] for row in rows} == {8}
+
+
 @pytest.mark.parametrize(("flag", "values"), [("--train", ["0"]), ("--operations", ["3", "20"])])
 def test_the_command_refuses_what_cannot_be(tmp_path, capsys, flag, values):
     assert command(["problems", "--output", str(tmp_path / "out"), flag, *values]) == 1

@@ -27,14 +27,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
     for split, num in (("train", 8192), ("validation", 512), ("reach", 512)):
         parser.add_argument(f"--{split}", type=int, default=num, help=f"problems of this set (default: {num})")
-    for name, default in (("operations", (MIN_OPERATIONS, MAX_OPERATIONS)), ("reach_operations", (12, MAX_OPERATIONS))):
+    for names, which, default in (
+        (["--operations"], "", (MIN_OPERATIONS, MAX_OPERATIONS)),
+        (["--reach-operations", "--reach_operations"], " of the reach set", (12, MAX_OPERATIONS)),
+    ):
         parser.add_argument(
-            f"--{name}",
+            *names,
             type=int,
             nargs=2,
             default=default,
             metavar=("FEWEST", "MOST"),
-            help=f"of a problem{' of the reach set' if 'reach' in name else ''} (default: {default[0]} {default[1]})",
+            help=f"of a problem{which} (default: {default[0]} {default[1]})",
         )
     options = parser.parse_args(argv)
     sizes: dict[Split, int] = {name: getattr(options, name) for name in ("train", "validation", "reach")}
