@@ -356,14 +356,17 @@ def test_the_folder_is_an_ordinary_checkpoint_with_a_record_a_task_and_a_reach_s
     output = capsys.readouterr().out
     assert "nothing to do" in output
     assert "3 to 6 operations: pass@1 0.0%, pass@2 0.0%: OUTSIDE of pass@1 of 5% to 20% and pass@2 above 50%" in output
+    assert "no range of operations has room: train the policy further with --start and --left-out" in output
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before
     assert command(pretrain(made, "--seed", "1")) == 1
     assert "is not an empty folder" in capsys.readouterr().err
 
 
-def test_training_may_start_from_another_policy(made, tmp_path):
+def test_training_may_start_from_another_policy(made, tmp_path, capsys):
     output = tmp_path / "policy"
     assert command(pretrain(output, "--start", str(made), "--learning-rate", "1e-9", "--left-out", "0.4")) == 0
+    advice = "no range of operations has room: remove the folder and change --steps or --left-out"
+    assert advice in capsys.readouterr().out
     start, end = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (made, output))
     for name, weight in start.items():
         torch.testing.assert_close(end[name], weight, rtol=0, atol=1e-7)

@@ -216,7 +216,7 @@ def make(options: argparse.Namespace, settings: Settings, stop: Callable[[], boo
     most = chosen.operations[1]
     reach_operations = (min(most + 1, MAX_OPERATIONS), min(most + REACH, MAX_OPERATIONS))
     reach = out_of_reach(model, tokenizer, sampling, operations=reach_operations, num_problems=options.reach_problems)
-    text = verdict(measured, wanted, chosen, options.samples)
+    text = verdict(measured, wanted, chosen, options.samples, left_out=settings.left_out)
     text += f"\nreach set: {len(reach)} of {options.reach_problems} problems of {reach_operations[0]} to "
     text += f"{reach_operations[1]} operations were solved 0 of {options.samples} times"
     record = {
@@ -248,8 +248,9 @@ def is_made(output: Path, settings: Settings) -> bool:
     return json.loads(record.read_text())["settings"] == settings.as_json()
 
 
-def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samples: int) -> str:
-    """Format the pass rates as a table, and say whether reinforcement learning has room to improve the policy."""
+def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samples: int, *, left_out: float) -> str:
+    """Format the pass rates as a table, say whether reinforcement learning has room to improve the policy, and if not,
+    what to change: a policy that leaves out lines needs more or fewer of them, another one has yet to learn to."""
     lines = [f"operations  pass@1  pass@{num_samples}"]
     lines += [f"{each.num_operations:10}  {each.pass_at_1:6.1%}  {each.pass_at_n:6.1%}" for each in measured]
     room = f"pass@1 of {PASS_AT_1[0]:.0%} to {PASS_AT_1[1]:.0%} and pass@{num_samples} above {MIN_PASS_AT_N:.0%}"
@@ -260,7 +261,9 @@ def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samp
             f"{'inside' if each.has_room else 'OUTSIDE'} of {room}"
         )
     if not chosen.has_room:
-        lines.append("no range of operations has room: change --steps or --operations")
+        change = "remove the folder and change --steps or --left-out"
+        further = "train the policy further with --start and --left-out, or change --steps or --operations"
+        lines.append(f"no range of operations has room: {change if left_out > 0 else further}")
     return "\n".join(lines)
 
 
