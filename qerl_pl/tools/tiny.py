@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if is_made(args.output, seed=args.seed):
             print(f"{args.output} already holds this policy (seed {args.seed}): nothing to do")
             return 0
-        print(f"warm start: {SFT_STEPS} steps of supervised training, 90 seconds on two cores", flush=True)
+        print(f"warm start: {SFT_STEPS} steps of supervised training, two to three minutes on two cores", flush=True)
         record = make_tiny(args.output, seed=args.seed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
