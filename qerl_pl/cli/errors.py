@@ -25,10 +25,11 @@ EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
     "model.optimizer": "torch.optim.AdamW",
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
+    "model.rewards: reward": "my_reward.closeness or qerl_pl.rewards.math.NumericAnswer",
     "data.source": "datamodules.table.Table",
     "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
-"""Class that error messages show as an example, by the setting that expects a class."""
+"""Classes and functions that error messages show as examples, by the setting that expects one."""
 OTHER_NAMES = {
     "learning_rate": "model.optimizer.init_args.lr",
     "lr": "model.optimizer.init_args.lr",
@@ -158,6 +159,9 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
         return f"{place} needs {missing[1]} (under init_args)"
     if value := re.search(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: |$)", cause):
         return _expected(place, value[2], _kind(value[1]), arguments)
+    if path := re.search(r"Expected a dot import path string: (.+)", cause):
+        example = f", such as {EXAMPLES[place]}" if place in EXAMPLES else ""
+        return _expected(place, path[1], f"a function or class by its path{example}", arguments)
     if classes:
         cause = re.sub(r"^Problem with given class_path '[\w.]+': ", "", cause)
     return f"{place}: {cause[:300]}" if place else cause[:300]
@@ -168,7 +172,8 @@ def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> s
         own = [path for path in config_files(arguments) if path != BASE_CONFIG]
         start = "" if own else "; give configurations by -c, such as -c quickstart"
         return f"{place} is not given; expected {kinds}{start}"
-    where = _where(rf"\b{re.escape(place.rpartition('.')[2])}\s*:.*{re.escape(value)}", arguments)
+    name = re.escape(re.split(r"[.: ]+", place)[-1])
+    where = _where(rf"\b(?:{name}|class_path)\b[\"']?\s*:.*(?<![\w.]){re.escape(value)}(?![\w.])", arguments)
     near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{place} is {value[:100]!r}{where}; expected {kinds}{hint}"

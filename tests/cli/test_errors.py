@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from qerl_pl.__main__ import main as command
@@ -78,6 +80,41 @@ def test_the_line_to_blame_has_the_whole_name(tmp_path):
     message = "Parser key \"a\":\n  - module 'callbacks.aqn' has no attribute 'AdaptiveQuantizationNois'"
     said = in_short(message, keys=KEYS, arguments=["fit", "-c", str(right), "-c", str(wrong)])
     assert "wrong.yaml, line 1); did you mean AdaptiveQuantizationNoise?" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    - {name: answer, weight: 1.0, reward: accuracy}",
+        '    - {"name": "answer", "reward": "accuracy"}',
+        "    - {name: answer, reward: {class_path: accuracy}}",
+    ],
+)
+def test_a_reward_that_is_no_path_gets_its_line_and_examples(tmp_path, monkeypatch, capsys, line):
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "model:\n  rewards:\n    # reward: accuracy\n"
+        "    - {name: all, reward: qerl_pl.rewards.math.NumericAnswer}  # accuracy\n" + line + "\n"
+    )
+    arguments = ["qerl_pl", "fit", "-c", "quickstart", "-c", str(config)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as stopped:
+        command(arguments[1:])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: model.rewards: reward is 'accuracy' ({config}, line 5); expected a function or class by its path, "
+        "such as my_reward.closeness or qerl_pl.rewards.math.NumericAnswer\n"
+    )
+
+
+def test_the_line_of_a_value_has_the_whole_value(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("- {reward: my.accuracy}\n- {reward: accuracy_of}\n- {reward: accuracy}\n")
+    message = (
+        'Parser key "model.rewards":\n  Does not validate\n  Errors:\n'
+        '    - Parser key "reward": Expected a dot import path string: accuracy'
+    )
+    assert f"({config}, line 3)" in in_short(message, keys=KEYS, arguments=["fit", "-c", str(config)])
 
 
 def test_a_constructors_error_is_its_own_text():

@@ -135,7 +135,10 @@ MISTAKES = {
     "type": (["--trainer.max_steps", "many"], r"trainer\.max_steps is 'many'; expected a whole number"),
     "word": ({"model": {"dtype": "float23"}}, r"model\.dtype is 'float23' \(.*\); .*did you mean float32\?"),
     "word of a union": (["--model.objective", "dr_gpro"], r"objective\.preset is 'dr_gpro'.*did you mean dr_grpo\?"),
-    "type in a callback": (added(AQN, num_stages="ten"), r"num_stages is 'ten'; expected a whole number"),
+    "type in a callback": (
+        added(AQN, num_stages="ten"),
+        r"num_stages is 'ten' \(.*mine\.yaml, line \d+\); expected a whole number",
+    ),
     "value in a callback": (added("mine.Watcher", every=0), r"^error: Watcher: every is 0; expected at least 1$"),
     "error in a callback": (added("mine.Server"), r"^error: Server: cannot reach the server$"),
     "value in a reward": (
