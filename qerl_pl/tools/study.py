@@ -15,11 +15,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from qerl_pl.cli.yaml_files import fault_in_files
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
+
+TASK = "task.yaml"
+"""Name of the file that ``pretrain`` writes to the folder of its policy."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             for run in study.runs()[options.task :: options.of]:
                 print("\n".join(shlex.join(program(command)) for command in commands_of(study, run)))
+            if fault := _fault_in_config(study, options.study.name):
+                print(f"warning: {fault}", file=sys.stderr)
             return 0
         return _analyse(study) if options.analyse else _run(study, options)
     except ValueError as error:
@@ -70,6 +76,17 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
+def _fault_in_config(study: Study, name: str) -> str | None:
+    """Return what is wrong with the first faulty entry of the study's ``config``, which every run would be refused for;
+    None if every entry names a file or a shipped configuration, without a fault."""
+    for entry in study.config:
+        if fault := fault_in_files(["-c", entry]):
+            of_policy = Path(entry).name == TASK and not Path(entry).exists()
+            hint = '; make the policy first (docs/study.md, "Run the study on one GPU")' if of_policy else ""
+            return f"{name}: {fault}{hint}"
+    return None
+
+
 def _analyse(study: Study) -> int:
     from qerl_pl.study.analysis import gather, write_files  # scipy and matplotlib, which running a study does not need
     from qerl_pl.study.pictures import draw
@@ -84,6 +101,8 @@ def _analyse(study: Study) -> int:
 def _run(study: Study, options: argparse.Namespace) -> int:
     check_unchanged(study)
     runs = study.runs()[options.task :: options.of]
+    if not all(is_finished(study, run) for run in runs) and (fault := _fault_in_config(study, options.study.name)):
+        raise ValueError(fault)
     slots = slots_for(study, options.jobs)
     print(f"{len(runs)} runs, {len(slots)} at a time, in {study.output}", flush=True)
     share = any(slot.gpu is not None and slot.gpu == slots[0].gpu for slot in slots[1:])

@@ -10,7 +10,7 @@ import yaml
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.study.state import write_files
+from qerl_pl.study.state import succeeded, write_files
 from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from tests.program import ROOT
 
@@ -122,6 +122,53 @@ def test_a_missing_or_broken_file_is_an_error(tmp_path):
     (tmp_path / "bad.yaml").write_text("arms: [")
     with pytest.raises(ValueError, match="is no YAML"):
         read_study(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            "models/words-0/task.yaml",
+            'there is no file models/words-0/task.yaml; make the policy first (docs/study.md, "Run the study on one '
+            'GPU")\n',
+        ),
+        ("mine.yaml", "there is no file mine.yaml\n"),
+        ("gsm8", "'gsm8' is neither a file nor a shipped configuration; did you mean gsm8k? "),
+        ("broken.yaml", "broken.yaml, line 1: this is not YAML: "),
+    ],
+)
+def test_a_study_with_a_missing_or_faulty_file_starts_no_run(tmp_path, capsys, monkeypatch, entry, message):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text("model: [")
+    path = written(tmp_path / "study.yaml", config=["word_problems", entry])
+    assert command(["study", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: study.yaml: {message}")
+    assert not Path("out").exists()
+
+    assert command(["study", str(path), "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count(" fit ") == 8
+    assert printed.err.startswith(f"warning: study.yaml: {message}")
+
+
+def test_a_finished_study_no_longer_needs_its_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path / "study.yaml", config=["mine.yaml"])
+    study = read_study(path)
+    for run in study.runs():
+        write_files(study, run)
+        for name in ("fit", "reach"):
+            succeeded(run.folder, name, 1.0)
+    assert command(["study", str(path)]) == 0
+    assert "8 of 8 runs are finished" in capsys.readouterr().out
+
+
+def test_the_page_links_to_the_section_that_a_missing_policy_names():
+    page = (ROOT / "docs" / "study.md").read_text()
+    assert "](#run-the-study-on-one-gpu)" in page
+    assert "\n## Run the study on one GPU\n" in page
 
 
 def test_arms_are_compared_with_the_first_unless_the_file_says_otherwise():
