@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FOLDER = Path(__file__).parents[2] / "configs"
 """Folder of the shipped configurations, next to the package ``qerl_pl`` in the repository and in an installed wheel."""
@@ -27,6 +30,13 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
         elif argument in OPTIONS and index + 1 < len(found):
             found[index + 1] = str(config_path(found[index + 1]))
     return found
+
+
+def plain_settings(section: str) -> dict[str, Any]:
+    """Return the settings of a section of base.yaml that are single values, by their full names, such as
+    ``trainer.devices``."""
+    settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
+    return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
 
 
 def config_path(name: str) -> Path:

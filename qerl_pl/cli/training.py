@@ -30,7 +30,7 @@ from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
 from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
-from qerl_pl.cli.shipped import BASE_CONFIG, with_paths
+from qerl_pl.cli.shipped import BASE_CONFIG, plain_settings, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
@@ -128,6 +128,7 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("data.stop", "model.stop")
         # None marks an objective's setting as not given, so that its value follows from the preset.
         parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
+        parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
         """Check the trainer's settings and choose the folder that the loggers write to.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 import train
 from qerl_pl.__main__ import COMMANDS, main
 from qerl_pl.cli.help_text import DESCRIPTIONS, in_plain_text
+from qerl_pl.cli.shipped import plain_settings
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.type_words import words
 from qerl_pl.settings.trainer import UNUSABLE
@@ -36,6 +38,11 @@ def test_training_has_a_short_usage_own_settings_first_and_types_in_words(help_o
     places = [text.index(f"\n{section}:") for section in ("model", "data", "trainer")]
     assert places == sorted(places)
     assert re.search(r"--trainer.max_steps MAX_STEPS\s+length of the run, in optimizer steps. \(type: int", text)
+    defaults = dict(re.findall(r"--trainer\.(\w+) [^(]*\(type: [^)]*?, default: ([^)]*)\)", text))
+    for name, value in plain_settings("trainer").items():
+        if (name := name.partition(".")[2]) in defaults:
+            assert yaml.safe_load(defaults[name]) == value, name
+    assert {"devices", "precision", "val_check_interval"} <= defaults.keys()
     refused = [name for name in UNUSABLE if re.search(rf"--trainer\.{name} ", text)]
     assert refused == []
 
