@@ -63,7 +63,7 @@ class LastCheckpoint(ModelCheckpoint):
         self._pending = False
         self._step_is_over = False  # and that step's scalars are on disk, so its checkpoint may be renamed
         self._is_left_out = False  # whether the last step was not saved
-        self._saved_states: dict[str, Any] | None = None  # of the other callbacks, when the last step was saved
+        self._saved_states: dict[str, Any] | None = None  # of all callbacks, when a step was last saved
 
     @property
     @override
