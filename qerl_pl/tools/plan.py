@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
         shape = shape_of(config["model"])
-        if options.longest is None and shape.positions:
-            check_positions({"max_position_embeddings": shape.positions}, longest=run.max_model_len)
         run.recompute(shape.num_layers)  # refuses more blocks than there are
         if options.longest is not None:
             print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
             return 0
+        if shape.positions:
+            check_positions({"max_position_embeddings": shape.positions}, longest=run.max_model_len)
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
