@@ -143,10 +143,6 @@ FUNCTION void add_release(unsigned *to, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-FUNCTION void add_relaxed(unsigned *to, unsigned value) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-
 FUNCTION uint4 load_16_or_zero(const u16 *from, bool load) {
   uint4 r = make_uint4(0, 0, 0, 0);
   if (load)
@@ -255,5 +251,20 @@ FUNCTION void wgmma(float (&c)[64], const u32 (&a)[4], u64 x) {
       "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
       "%57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
       : EIGHT(c, 0), EIGHT(c, 8), EIGHT(c, 16), EIGHT(c, 24), EIGHT(c, 32), EIGHT(c, 40), EIGHT(c, 48), EIGHT(c, 56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+
+FUNCTION void wgmma(float (&c)[128], const u32 (&a)[4], u64 x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
+      "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
+      "%57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "
+      "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "
+      "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "
+      "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+      : EIGHT(c, 0), EIGHT(c, 8), EIGHT(c, 16), EIGHT(c, 24), EIGHT(c, 32), EIGHT(c, 40), EIGHT(c, 48), EIGHT(c, 56),
+        EIGHT(c, 64), EIGHT(c, 72), EIGHT(c, 80), EIGHT(c, 88), EIGHT(c, 96), EIGHT(c, 104), EIGHT(c, 112),
+        EIGHT(c, 120)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }

@@ -38,8 +38,8 @@ FUNCTION void wait_for_hidden(const Shrink &shrink, int splits) {  // called by 
 }
 
 template <int TOKENS, int WARPS>
-FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &adapter, int tokens, int K, int splits,
-                             unsigned readers) {
+FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &adapter, int tokens, int K,
+                             int splits) {
   constexpr int IN_FLIGHT = TOKENS == 8 ? 4 : TOKENS == 16 ? 3 : 2;  // as many as registers allow
   const int parts = (adapter.rank + 31) / 32, slice = blockIdx.x / parts, first_rank = blockIdx.x % parts * 32;
   const u16 *a = slice == 0 ? shrink.a0 : slice == 1 ? shrink.a1 : shrink.a2;
@@ -53,10 +53,6 @@ FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &
   __syncthreads();
   if (threadIdx.x == 0) add_release(&hidden_written, 1);
   synchronize_cluster_without_memory();  // other thread blocks may still read this one's sums
-  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) {
-    while (load_acquire(&hidden_read) != readers) __nanosleep(100);
-    hidden_written = hidden_read = 0;
-  }
 }
 
 // ---- the GEMM -------------------------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   constexpr int FRAGMENTS = 4;  // of a tile and k-block
   const int readers = splits < FRAGMENTS ? splits : FRAGMENTS;  // thread blocks of a cluster that add the adapter
   if (block < 0) {
-    compute_hidden<TOKENS, WARPS>(x, shrink, adapter, tokens, K, splits, blocks * readers);
+    compute_hidden<TOKENS, WARPS>(x, shrink, adapter, tokens, K, splits);
     return;
   }
   const int thread = threadIdx.x, lane = thread & 31;
@@ -299,6 +295,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   else
     __syncthreads();
   store_sums_of_cluster<64, THREADS, 8>(memory, y, bias, tokens, block * 256, N, splits);
-  if (adapter.hidden && thread == 0 && blockIdx.y < readers) add_relaxed(&hidden_read, 1);
+  if (adapter.hidden && thread == 0 && blockIdx.y < readers && atomicAdd(&hidden_read, 1u) + 1 == blocks * readers)
+    hidden_written = hidden_read = 0;  // by the last one that has read h
   if (splits > 1) synchronize_cluster_without_memory();  // other thread blocks may still read this one's sums
 }
