@@ -19,17 +19,26 @@ CLOCK_HZ = 1.755e9
 """SM clock in Hz, by which ``K_BLOCK_CYCLES`` are converted to seconds."""
 
 # The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
-# 7d881c1. For each of these linears, the schedule chosen with these constants is the fastest or within 1 % of it.
-K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74}
+# 7d881c1, and of Qwen2.5-3B to 32B with 256 to 2048 tokens on an H100. For each of these linears, the schedule chosen
+# with these constants is the fastest or, with up to 256 tokens, within 1 %, and with more, within 8 % of it.
+K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block.
+
+A GPU at its power limit needs more, about as much more for each: 64, 79, 94 and 151 on an H100.
 
 ``bench_constants`` fits them together with ``BLOCK_S`` to the times of one wave of thread blocks at several K."""
 TWO_TILES = 1.2
-"""Factor by which ``K_BLOCK_CYCLES`` grow in thread blocks of two tiles, whose two warpgroups cannot keep the tensor
-cores busy.
+"""Factor by which ``K_BLOCK_CYCLES`` grow in thread blocks of two tiles and at most 128 tokens, whose two warpgroups
+cannot keep the tensor cores busy.
 
 ``bench_constants`` measures it as the slope of the GEMM's time over K with two tiles, divided by the slope with more
 tiles."""
+LONE_TILE = 1.5
+"""Time that a thread block of a single tile takes, in tiles of a thread block of two: one warpgroup cannot keep the
+tensor cores busy.
+
+``bench_constants`` measures it as the slope of the GEMM's time over K with one tile of 256 tokens, divided by half of
+the slope with two."""
 BLOCK_S = 3e-6
 """Seconds that a thread block takes in addition to its products: start, filling the pipeline, storing the sums."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
@@ -45,12 +54,12 @@ CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
 """Clusters that run at the same time, by thread blocks per cluster, if a second kernel's clusters fill the other SMs.
 
 From a sweep of `bench_layer` at commit 443f568."""
-ADAPTER_S = {(128, 5): 2.5e-6}
+ADAPTER_S = {(128, 5): 2.5e-6, (256, 2): 2.5e-6}
 """Extra seconds that the batch GEMM takes if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block; 0
 for sizes that are not listed.
 
-A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time.
-``bench_constants`` measures it."""
+A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time; one of 256 tokens
+has half of the warps for as much work. ``bench_constants`` measures it."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE = 64

@@ -1,4 +1,4 @@
-// GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper; nvfp4_batch.py documents arguments.
+// GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper; nvfp4_batch.py documents arguments.
 //
 // Names: a k-block is 16 inputs, a tile 64 outputs, a stage 8 k-blocks of all tiles of a thread block. Each tile is
 // computed by one warpgroup, and each of its warps converts 16 outputs of a k-block to bf16. One wgmma takes the
@@ -52,7 +52,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   constexpr int WARPS = TILES * 4, THREADS = WARPS * 32, K_BLOCKS = 8;
   constexpr int X_TILE_BYTES = TOKENS * 128, WEIGHTS = 2 * X_TILE_BYTES, SCALES = WEIGHTS + K_BLOCKS * TILES * 512;
   constexpr int BYTES = SCALES + K_BLOCKS * TILES * 64, STAGE = (BYTES + 1023) / 1024 * 1024, CONVERTED = K_BLOCKS * 32;
-  constexpr int BUFFERS = TILES < 5 ? 4 : 2;  // of converted weights; one is filled while the others are multiplied
+  // Buffers of converted weights, as many as registers allow: one is filled while the others are multiplied.
+  constexpr int BUFFERS = TILES < 5 && TOKENS < 256 ? 4 : 2;
 
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), tile = warp / 4;

@@ -1,4 +1,5 @@
-"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 256 tokens on Hopper, for decoding large batches.
+"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper, for decoding large batches and for
+prompts.
 
 With this many tokens the GEMM can keep the tensor cores busy, provided that they do not wait for weights to be
 converted to bf16. Each warpgroup therefore computes outputs that no other warpgroup has, converts their weights in
@@ -13,6 +14,7 @@ block; a wave is as many thread blocks as the GPU runs at the same time. Letters
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from heapq import heapreplace
@@ -23,19 +25,25 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
-MOST_TOKENS = 256
+MOST_TOKENS = 2048
+"""Most tokens that this kernel multiplies; with more, ``dequantize`` and cuBLAS are faster.
+
+Here weights are converted again for every token tile, there only once. On an H100, cuBLAS takes 1.37 to 1.5 times as
+long for the linears of Qwen2.5-7B to 32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04 times with 2048."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
-MOST_TOKEN_TILES, MOST_WAVES = 2, 8
+MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # tokens of decoding, and their token tiles; with more tokens there are more
+MOST_WAVES = 8  # numbers of waves that are tried for a variant
 
 
 class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
     tokens: int
-    """Tokens per thread block: 64, 96 or 128."""
+    """Tokens per thread block: 64, 96, 128 or 256."""
     tiles: int
-    """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup."""
+    """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup. Two if there are 256 tokens, as
+    their sums take half of an SM's registers."""
 
     def token_tiles(self, num_tokens: int) -> int:
         """Count the thread blocks into which the tokens are divided, that is, which compute the same outputs for
@@ -82,11 +90,12 @@ class Schedule(NamedTuple):
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
 
-VARIANTS = [Variant(tokens, tiles) for tokens in costs.K_BLOCK_CYCLES for tiles in range(2, 6)]
-FULL_TILES = sorted({tokens * tiles for tokens in costs.K_BLOCK_CYCLES for tiles in range(1, MOST_TOKEN_TILES + 1)})
+VARIANTS = [*(Variant(tokens, tiles) for tokens in (64, 96, 128) for tiles in range(2, 6)), Variant(256, 2)]
+PROMPTS = [variant for variant in VARIANTS if variant.tokens >= 128]  # for more than ``MOST_DECODED`` tokens
+FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
+"""Numbers of tokens that fill their token tiles; any other number has the schedule of the next larger one of these."""
 
 
-@cache
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
     """Choose the schedule of the GEMM whose predicted time (``seconds``) is shortest.
 
@@ -101,12 +110,19 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
     """
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
         return None
+    return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
+
+
+@cache
+def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Schedule:
+    """Return the schedule of the shortest predicted time."""
 
     def cost(schedule: Schedule) -> tuple[float, int]:
         adapter = costs.ADAPTER_S.get(schedule.variant, 0.0) * _waves(schedule, num_tokens) if fuses_lora else 0.0
         return seconds(schedule, num_tokens, outputs, inputs) + adapter, schedule.blocks
 
     fitting = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
+    fitting = fitting if num_tokens <= MOST_DECODED else PROMPTS
     return min((one for variant in fitting for one in _schedules(variant, num_tokens, outputs)), key=cost)
 
 
@@ -136,7 +152,8 @@ def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Sche
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
     for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS):  # the latter leaves SMs to one cluster of ``shrink``
-        for waves in range(1, MOST_WAVES + 1):
+        first = fewest * token_tiles // sms + 1
+        for waves in range(first, first + MOST_WAVES):
             if fewest < (blocks := waves * sms // token_tiles) <= most:
                 yield Schedule(variant, 1, blocks)
 
@@ -146,18 +163,19 @@ def _clusters(schedule: Schedule, num_tokens: int) -> int:
 
 
 def _waves(schedule: Schedule, num_tokens: int) -> int:
-    return -(-_clusters(schedule, num_tokens) // costs.RESIDENT_CLUSTERS[schedule.splits])
+    return -(-_clusters(schedule, num_tokens) // costs.CONCURRENT_CLUSTERS[schedule.splits])
 
 
 @cache
-def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> int:
-    """Return the largest number of tiles that one of ``sms`` SMs computes one after another.
+def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
+    """Return the largest number of tiles that one of ``sms`` SMs computes one after another; a thread block of one tile
+    counts as ``costs.LONE_TILE``.
 
     An SM starts the next thread block when its previous one has ended.
     """
-    wide = schedule.wide(outputs)
-    widths = [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
-    ends = [0] * sms
+    wide, tiles = schedule.wide(outputs), schedule.variant.tiles
+    widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
+    ends = [0.0] * sms
     for width in widths * token_tiles:
         heapreplace(ends, ends[0] + width)
     return max(ends)
@@ -168,7 +186,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
     has."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
-    return k_blocks * costs.K_BLOCK_CYCLES[tokens] * (costs.TWO_TILES if tiles == 2 else 1) / costs.CLOCK_HZ
+    alone = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
+    return k_blocks * costs.K_BLOCK_CYCLES[tokens] * alone / costs.CLOCK_HZ
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
@@ -182,10 +201,10 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
     if splits == 1:
         in_turn = _tiles_in_turn(schedule, schedule.variant.token_tiles(num_tokens), outputs, costs.SMS)
         return in_turn * _tile_s(schedule, inputs) + waves * costs.BLOCK_S
-    if waves > 1 or splits > inputs // STAGE_INPUTS:
+    if splits > inputs // STAGE_INPUTS:
         return math.inf
     sums = costs.SUMS_S * (splits - 1) / splits * tiles * tokens / 512
-    return tiles * _tile_s(schedule, inputs) + costs.BLOCK_S + costs.CLUSTER_S + sums
+    return waves * (tiles * _tile_s(schedule, inputs) + costs.BLOCK_S + costs.CLUSTER_S + sums)
 
 
 @cache
@@ -205,15 +224,13 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
 
 
 def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
-    """List every kernel that a linear of this shape may need.
-
-    The numbers of tokens that fill their token tiles are enough: any other has the schedule of the next larger one of
-    these.
-    """
+    """List every kernel that a linear of this shape may need."""
+    decoded = [most for most in FULL_TILES if most <= MOST_DECODED]
     schedules = (
-        choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in FULL_TILES for fuses in (False, True)
+        choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in decoded for fuses in (False, True)
     )
-    return [kernel(schedule.variant) for schedule in schedules if schedule]
+    chosen = [schedule.variant for schedule in schedules if schedule]
+    return [kernel(variant) for variant in (*chosen, *PROMPTS) if chosen]
 
 
 def batch_linear(

@@ -44,19 +44,21 @@ class GemmTime(Protocol):
     ) -> float: ...
 
 
-def fitted(variant: Variant, gemm_s: GemmTime) -> tuple[float, float]:
-    """Fit one wave of thread blocks over K: cycles of an SM per k-block and tile, and seconds besides."""
-    schedule = Schedule(variant, 1, costs.SMS)
-    outputs = costs.SMS * variant.tiles * TILE
+def fitted(variant: Variant, gemm_s: GemmTime, *, tiles: int | None = None) -> tuple[float, float]:
+    """Fit one wave of thread blocks, of all tiles of the variant or of one fewer, over K: cycles of an SM per k-block
+    and tile, and seconds besides."""
+    schedule, tiles = Schedule(variant, 1, costs.SMS), tiles or variant.tiles
+    outputs = costs.SMS * tiles * TILE
     slope, rest = linear_regression(DEPTHS, [gemm_s(schedule, variant.tokens, outputs, K) for K in DEPTHS])
-    return slope * K_BLOCK / variant.tiles * costs.CLOCK_HZ, rest
+    return slope * K_BLOCK / tiles * costs.CLOCK_HZ, rest
 
 
 def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
     """Compute the constants of the batch GEMM from its times."""
-    fits = {tokens: fitted(Variant(tokens, 4), gemm_s) for tokens in costs.K_BLOCK_CYCLES}
+    fits = {tokens: fitted(Variant(tokens, 2 if tokens == 256 else 4), gemm_s) for tokens in costs.K_BLOCK_CYCLES}
     for tokens, (cycles, _) in fits.items():
         yield Constant(f"K_BLOCK_CYCLES[{tokens}]", costs.K_BLOCK_CYCLES[tokens], cycles)
+    yield Constant("LONE_TILE", costs.LONE_TILE, fitted(Variant(256, 2), gemm_s, tiles=1)[0] / fits[256][0])
     yield Constant("BLOCK_S", costs.BLOCK_S, fmean(rest for _, rest in fits.values()))
     yield Constant("TWO_TILES", costs.TWO_TILES, fitted(Variant(128, 2), gemm_s)[0] / fits[128][0])
 
@@ -75,7 +77,7 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
         return gemm_s(*shape, fuses_lora=True) - gemm_s(*shape)
 
     for (tokens, tiles), today in costs.ADAPTER_S.items():
-        more = adapter_s(Variant(tokens, tiles)) - adapter_s(Variant(tokens, tiles - 1))
+        more = adapter_s(Variant(tokens, tiles)) - adapter_s(Variant(128, 4))
         yield Constant(f"ADAPTER_S[{tokens}, {tiles}]", today, more)
 
 

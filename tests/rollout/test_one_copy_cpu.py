@@ -1,6 +1,6 @@
 """One copy of the packed base in a real engine on a CPU, with the linears that it has on Hopper.
 
-The native kernels do not run here, so every step is dequantised, as steps with more than 512 tokens are on Hopper.
+The native kernels do not run here, so every step is dequantised, as steps with more than 2048 tokens are on Hopper.
 """
 
 from __future__ import annotations

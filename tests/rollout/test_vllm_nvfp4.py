@@ -60,7 +60,7 @@ def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, devi
 
 def in_order_of(tokens: int, bias: Tensor | None) -> Tensor | None:
     """The bias [N] as it is added: the native kernels, which are replaced here, get it in the order of the tiles."""
-    return bias if bias is None or tokens > 512 else nvfp4_decode.humming_bias(bias)
+    return bias if bias is None or tokens > nvfp4_batch.MOST_TOKENS else nvfp4_decode.humming_bias(bias)
 
 
 def product(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,15 +147,14 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
         return torch.relu(kernel.apply_weights(layer, x * 2, layer.bias))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
-    for tokens in (8, 32, 33, 200, 256, 257, 512, 513):
+    for tokens in (8, 32, 33, 200, 257, 2048, 2049):
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
         y, exact = function(x), torch.relu(product(2 * x.float(), in_order_of(tokens, bias)))
         assert (y - exact).abs().max() <= 2**-7 * exact.abs().max()
-    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 200), ("batch", 256)]
-    in_parts = [("batch", 256), ("decode", 1), ("batch", 256), ("batch", 256)]
-    assert calls == chosen + in_parts, "compiled once, chosen each time; more tokens are dequantised"
+    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 200), ("batch", 257), ("batch", 2048)]
+    assert calls == chosen, "compiled once, chosen each time; with more tokens the weight is dequantised"
     calls.clear()
     skipped = kernel.apply_weights(layer, x[:200].view(2, 100, K))
     assert torch.equal(skipped, product(x[:200], None).view(2, 100, N)), "without the bias, for any shape"
@@ -183,7 +182,7 @@ def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128),
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels
 
     wrapper: Any = object.__new__(OneAdapterKernels)
-    wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0], device=device).repeat(300)
+    wrapper._token_lora_indices = torch.tensor([0, -1, -1, 0], device=device).repeat(600)
     wrapper.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False]))
     a = tuple(torch.randn(1, 1, rank, K, device=device).bfloat16() for _ in slices)
     b = tuple(torch.randn(1, 1, width, rank, device=device).bfloat16() * 0.1 for width in slices)
@@ -260,17 +259,17 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
         exact = sums(wrapped, x, in_order_of(tokens, bias))
         assert (function(x) - exact).abs().max() <= 2**-6 * exact.abs().max()
     together = [("decode", 8), ("with adapter", 8), ("shrink", 64), ("batch", 64), ("shrink", 65), ("batch", 65)]
-    assert calls == [*together, ("batch", 256), ("decode", 1), ("adapter", 257)]
+    assert calls == [*together, ("batch", 257), ("adapter", 257)]
     calls.clear()
     wrapped.punica_wrapper.token_mapping_meta.no_lora_flag_cpu.fill_(True)
     exact = product(x.float(), in_order_of(tokens, bias))
     assert (function(x) - exact).abs().max() <= 2**-7 * exact.abs().max()
-    assert calls == [("batch", 256), ("decode", 1)], "no request has the adapter"
+    assert calls == [("batch", 257)], "no request has the adapter"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
-@pytest.mark.parametrize("tokens", [1, 33, 65, 256, 257, 300, 512, 513, 1100])
+@pytest.mark.parametrize("tokens", [1, 33, 65, 256, 257, 300, 512, 2048, 2049])
 def test_on_hopper_any_number_of_tokens_gets_base_and_adapter(tokens):
     from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 

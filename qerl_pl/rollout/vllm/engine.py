@@ -61,9 +61,9 @@ class VLLMEngine:
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
             kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
         decoding_kernel: what computes the linears of an NVFP4 base: "native" (this project's kernels,
-            `docs/kernels.md`; steps of more than 512 tokens, that is, with prompts, dequantise each linear to scratch
-            memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which decode
-            slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
+            `docs/kernels.md`; steps of more than 2048 tokens, that is, with many prompts, dequantise each linear to
+            scratch memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which
+            decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
 
     Raises:
         ValueError: a value is out of its range.

@@ -1,5 +1,5 @@
-"""Operators that compute the NVFP4 linears of vLLM on Hopper: native kernels for up to 512 tokens; for more tokens,
-i.e. passes with prompts, the weight is dequantised to scratch memory and multiplied by cuBLAS.
+"""Operators that compute the NVFP4 linears of vLLM on Hopper: native kernels for up to 2048 tokens; in passes with more
+prompt tokens than that, the weight is dequantised to scratch memory and multiplied by cuBLAS.
 
 The native kernels are in ``qerl_pl.kernels``. ``native_linear.py`` has the kernel class by which vLLM calls these
 operators. This module imports vLLM, so the engine imports it only if the native kernels can run.
@@ -27,12 +27,6 @@ from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, slots
 
 _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's operators when the Library object is deleted
 _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
-
-MOST_NATIVE = 2 * nvfp4_batch.MOST_TOKENS
-"""Most tokens for which native kernels compute a linear, in parts; with more, dequantising is faster.
-
-On one H200, a block of Qwen2.5-7B takes 258 us with 256 tokens, and dequantised 373 us with 264 and 513 us with 512.
-CUDA graphs, which vLLM captures for up to 512 tokens, would also keep the memory to which a weight is dequantised."""
 
 
 class Native(NamedTuple):
@@ -102,7 +96,7 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with native kernels or, for more than ``MOST_NATIVE`` tokens, by
+    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with native kernels or, where none fits the number of tokens, by
     ``dequantised_linear``; registered as an operator that is opaque to torch.compile.
 
     The linear's kernel also adds the adapter if this is supported and faster; otherwise ``kernels.lora.add_lora`` adds
@@ -130,20 +124,12 @@ def nvfp4_linear(
 def _without_adapter(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, next_weight: Tensor | None
 ) -> Tensor:
-    """Compute a linear without its adapter, by native kernels for up to ``MOST_NATIVE`` tokens and otherwise by
-    ``dequantised_linear``. ``weights`` are the weight and its two scales; all arguments are as in ``nvfp4_linear``."""
-    outputs, inputs = weights[1].shape[1], x.shape[1]
-    parts = x.split(nvfp4_batch.MOST_TOKENS) if len(x) <= MOST_NATIVE else [x]
-    chosen = (_base_kernel(len(part), outputs, inputs, next_weight) for part in parts)
-    kernels = [multiply for multiply in chosen if multiply]
-    if len(kernels) < len(parts):
-        # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
-        in_rows = None if bias is None else nvfp4_decode.humming_bias(bias)
-        return dequantised_linear(x, *weights, in_rows)
-    y = x.new_empty(len(x), outputs)
-    for part, multiply, out in zip(parts, kernels, y.split(nvfp4_batch.MOST_TOKENS), strict=True):
-        multiply(part, *weights, bias, out=out)
-    return y
+    """Compute a linear without its adapter. ``weights`` are the weight and its two scales; all arguments are as in
+    ``nvfp4_linear``."""
+    if multiply := _base_kernel(len(x), weights[1].shape[1], x.shape[1], next_weight):
+        return multiply(x, *weights, bias)
+    # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
+    return dequantised_linear(x, *weights, None if bias is None else nvfp4_decode.humming_bias(bias))
 
 
 def dequantised_linear(
@@ -184,7 +170,7 @@ def _fused_kernel(
     few = nvfp4_decode.choose_schedule(*shape)
     if few and lora_hopper.fits_adapter(a, b):
         return partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
-    if few or not (more := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
+    if few or tokens > lora_hopper.MOST_TOKENS or not (more := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None
     parts = lora_hopper.choose_schedule(tokens, a, b, nvfp4_batch.spare_sms(more, *shape))
     return partial(_batch_with_adapter, schedule=more, parts=parts) if parts else None
