@@ -19,12 +19,14 @@ CLOCK_HZ = 1.755e9
 """SM clock in Hz, by which ``K_BLOCK_CYCLES`` are converted to seconds."""
 
 # The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
-# 7d881c1, and of Qwen2.5-3B to 32B with 256 to 2048 tokens on an H100. For each of these linears, the schedule chosen
-# with these constants is the fastest or, with up to 256 tokens, within 1 %, and with more, within 8 % of it.
+# 7d881c1. For each of these linears, the schedule chosen with these constants was the fastest or within 1 % of it. What
+# concerns 256 tokens per thread block is from `bench_batch`, Qwen2.5-3B to 32B with 192 to 2048 tokens on an H100: each
+# chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block.
 
-A GPU at its power limit needs more, about as much more for each: 64, 79, 94 and 151 on an H100.
+A GPU at its power limit needs 16 to 21 more for each (on an H100), so that thread blocks of 256 tokens are better than
+predicted.
 
 ``bench_constants`` fits them together with ``BLOCK_S`` to the times of one wave of thread blocks at several K."""
 TWO_TILES = 1.2
@@ -38,7 +40,7 @@ LONE_TILE = 1.5
 tensor cores busy.
 
 ``bench_constants`` measures it as the slope of the GEMM's time over K with one tile of 256 tokens, divided by half of
-the slope with two."""
+the slope with two. With fewer tokens, where such thread blocks were never the fastest, it is assumed to be the same."""
 BLOCK_S = 3e-6
 """Seconds that a thread block takes in addition to its products: start, filling the pipeline, storing the sums."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
@@ -47,13 +49,15 @@ CLUSTER_S, SUMS_S = 1e-6, 4e-6
 Adding up the sums takes a cluster of ``splits`` thread blocks the share (splits - 1) / splits of ``SUMS_S``.
 ``bench_constants`` solves for both constants from the times of equal work in 2 and in 8 splits."""
 RESIDENT_CLUSTERS = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
-"""Clusters that run at the same time, by thread blocks per cluster, with one thread block per SM.
+"""Clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), by thread blocks per
+cluster, with one thread block per SM.
 
-``bench_constants`` prints what the driver says (``cuOccupancyMaxActiveClusters``) next to each number."""
+``bench_constants`` prints what the driver says next to each number. It says less than what runs."""
 CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
-"""Clusters that run at the same time, by thread blocks per cluster, if a second kernel's clusters fill the other SMs.
+"""Clusters that run at the same time, as measured, by thread blocks per cluster.
 
-From a sweep of `bench_layer` at commit 443f568."""
+From a sweep of `bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs that the first leaves, and
+from the time of 64 clusters of two on an H100."""
 ADAPTER_S = {(128, 5): 2.5e-6, (256, 2): 2.5e-6}
 """Extra seconds that the batch GEMM takes if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block; 0
 for sizes that are not listed.

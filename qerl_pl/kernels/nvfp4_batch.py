@@ -26,14 +26,15 @@ from torch import Tensor
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
 MOST_TOKENS = 2048
-"""Most tokens that this kernel multiplies; with more, ``dequantize`` and cuBLAS are faster.
+"""Most tokens that this kernel multiplies; with more, dequantising the weight and cuBLAS take as long or less.
 
-Here weights are converted again for every token tile, there only once. On an H100, cuBLAS takes 1.37 to 1.5 times as
-long for the linears of Qwen2.5-7B to 32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04 times with 2048."""
+Here weights are converted again for every token tile, there only once. On an H100, dequantising and cuBLAS together
+take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04
+times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
-MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # tokens of decoding, and their token tiles; with more tokens there are more
-MOST_WAVES = 8  # numbers of waves that are tried for a variant
+MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # up to so many tokens, a schedule has at most so many token tiles
+MOST_WAVES = 3  # numbers of waves that are tried for a variant
 
 
 class Variant(NamedTuple):
@@ -93,7 +94,8 @@ class Schedule(NamedTuple):
 VARIANTS = [*(Variant(tokens, tiles) for tokens in (64, 96, 128) for tiles in range(2, 6)), Variant(256, 2)]
 PROMPTS = [variant for variant in VARIANTS if variant.tokens >= 128]  # for more than ``MOST_DECODED`` tokens
 FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
-"""Numbers of tokens that fill their token tiles; any other number has the schedule of the next larger one of these."""
+"""Numbers of tokens between which no variant has another number of token tiles; any other number has the schedule of
+the next larger one of these."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
@@ -121,9 +123,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
         adapter = costs.ADAPTER_S.get(schedule.variant, 0.0) * _waves(schedule, num_tokens) if fuses_lora else 0.0
         return seconds(schedule, num_tokens, outputs, inputs) + adapter, schedule.blocks
 
-    fitting = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
-    fitting = fitting if num_tokens <= MOST_DECODED else PROMPTS
-    return min((one for variant in fitting for one in _schedules(variant, num_tokens, outputs)), key=cost)
+    tried = (one for variant in variants_for(num_tokens) for one in schedules(variant, num_tokens, outputs))
+    return min(tried, key=cost)
 
 
 @cache
@@ -145,13 +146,20 @@ def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) ->
     return lora_hopper.SpareSMs(int((costs.SMS - fewest) * whole / first), first)
 
 
-def _schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield candidate schedules: one per number of splits of K, and ones without splits whose thread blocks, of two
-    different numbers of tiles, fill whole waves."""
+def variants_for(num_tokens: int) -> list[Variant]:
+    """Return the variants among which the schedule is chosen."""
+    few = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
+    return few if num_tokens <= MOST_DECODED else PROMPTS
+
+
+def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
+    """Yield the schedules of a variant among which one is chosen: one per number of splits of K, and ones without
+    splits whose thread blocks, of two different numbers of tiles, fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
-    for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS):  # the latter leaves SMs to one cluster of ``shrink``
+    # Fewer SMs leave room for one cluster of ``shrink``.
+    for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS) if num_tokens <= MOST_DECODED else (costs.SMS,):
         first = fewest * token_tiles // sms + 1
         for waves in range(first, first + MOST_WAVES):
             if fewest < (blocks := waves * sms // token_tiles) <= most:
@@ -193,8 +201,7 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
     """Predict the GEMM's time in seconds on the GPU that ``costs`` describes.
 
-    The time is infinite for schedules that were never the fastest: ones in which K is split and the clusters take more
-    than one wave, or in which K is split into more parts than it has pipeline stages.
+    The time is infinite if K is split into more parts than it has pipeline stages.
     """
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)

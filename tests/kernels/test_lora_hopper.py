@@ -260,6 +260,15 @@ def test_every_variant_and_split_adds_the_adapter_in_one_launch(variant, splits,
 
 @on_gpu
 @pytest.mark.gpu
+def test_base_and_adapter_in_thread_blocks_of_one_tile(monkeypatch):
+    schedule = nvfp4_batch.Schedule(nvfp4_batch.Variant(256, 2), 1, 8)
+    assert schedule.wide(704) == 3, "the others have one of the 11 tiles each"
+    monkeypatch.setattr(nvfp4_batch, "choose_schedule", lambda *_, **__: schedule)
+    assert_base_and_adapter("batch", (512, 192), 1152, 32, (200, 256))
+
+
+@on_gpu
+@pytest.mark.gpu
 def test_base_and_adapter_with_64_tokens_in_the_kernel_for_few():
     assert_base_and_adapter("decode", (13824, 13824), 5120, 32, (33, 64))
 

@@ -71,7 +71,7 @@ def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, token
     token_tiles = -(-tokens // variant.tokens)
     assert token_tiles <= 2 or tokens > 256
     assert 1 <= splits <= inputs // 128
-    assert splits == 1 or tokens > 256 or blocks * token_tiles <= costs.RESIDENT_CLUSTERS[splits]
+    assert splits == 1 or tokens > 256 or blocks * token_tiles <= costs.CONCURRENT_CLUSTERS[splits]
     *others, last = widths(Schedule(variant, splits, blocks), outputs)
     assert sum(others) < outputs // 64 <= sum(others) + last
 
@@ -90,7 +90,7 @@ def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape
         assert schedule is None or nvfp4_batch.kernel(schedule.variant).name in prepared
 
 
-def test_a_number_of_tokens_has_the_schedule_of_the_next_one_that_fills_its_tiles():
+def test_a_number_of_tokens_has_the_schedule_of_the_next_one_with_as_many_token_tiles():
     assert FULL_TILES[-1] == MOST_TOKENS
     for tokens in range(1, MOST_TOKENS + 1):
         full = next(most for most in FULL_TILES if tokens <= most)
@@ -174,6 +174,16 @@ def test_the_rule_counts_what_an_adapter_adds_to_blocks_with_few_registers():
 )
 def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
     assert choose_schedule(tokens, outputs, inputs) is None
+
+
+@pytest.mark.parametrize("shape", [(57344, 8192), (8192, 28672)], ids=str)
+def test_a_schedule_is_among_few_that_are_tried(shape):
+    """As it is chosen in a forward pass, when a number of tokens comes for the first time."""
+    outputs, _ = shape
+    for tokens in (256, 1920, MOST_TOKENS):
+        variants = nvfp4_batch.variants_for(tokens)
+        tried = [one for variant in variants for one in nvfp4_batch.schedules(variant, tokens, outputs)]
+        assert sum(one.blocks * one.variant.token_tiles(tokens) for one in tried if one.splits == 1) <= 120_000
 
 
 def test_a_linear_that_does_not_fill_whole_waves_is_split_or_divided_unequally():

@@ -1,0 +1,90 @@
+"""Schedules of the batch GEMM, and dequantising with cuBLAS: python -m tests.bench.bench_batch
+
+For the constants of ``qerl_pl/kernels/costs.py`` that choose the batch GEMM's schedules, and for
+``nvfp4_batch.MOST_TOKENS``. Each fused linear of a block without an adapter, in a CUDA graph in which copies of the
+weight take turns: ``batch/gemm`` with the chosen schedule and with the one of each variant that is predicted to be the
+fastest; ``batch/dequantised`` dequantises the weight to memory and multiplies by cuBLAS. A line has the schedule that
+was measured, and whether it is the chosen one. Takes about a minute per size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qerl_pl.kernels import hopper, nvfp4_batch
+from qerl_pl.kernels.dequantize import dequantize_tiles
+from qerl_pl.kernels.nvfp4_batch import Schedule
+from tests.bench.bench_decode import CACHE_BYTES, random_weight
+from tests.bench.harness import captured, check, emit, relative_error, timed
+from tests.random_models import FUSED, SIZES, fused_shape
+
+SAMPLE_S = 0.03
+
+
+def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
+    """Return the chosen schedule, and the best of each variant that the rule chooses among."""
+    chosen = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
+    assert chosen is not None, (tokens, outputs, inputs)
+    best = (
+        min(
+            nvfp4_batch.schedules(variant, tokens, outputs),
+            key=lambda schedule: nvfp4_batch.seconds(schedule, tokens, outputs, inputs),
+        )
+        for variant in nvfp4_batch.variants_for(tokens)
+    )
+    return list(dict.fromkeys([chosen, *best]))
+
+
+def linear(size: str, name: str, tokens: int, repeats: int) -> None:
+    """Check and measure one fused linear with each candidate, and dequantised."""
+    widths, inputs = fused_shape(size, name)
+    outputs = sum(widths)
+    weights = [random_weight(outputs, inputs) for _ in range(max(2, int(CACHE_BYTES / (outputs * inputs * 0.5625))))]
+    scale, x = torch.full((1,), inputs**-0.5, device="cuda"), torch.randn(tokens, inputs, device="cuda").bfloat16()
+    chosen, *others = candidates(tokens, outputs, inputs)
+
+    def multiply(schedule: Schedule) -> Tensor:
+        return [nvfp4_batch.batch_linear(x, *weight, scale, None, schedule) for weight in weights][-1]
+
+    def dequantised() -> Tensor:
+        dense = (dequantize_tiles(codes, scales.view(torch.uint8), scale, x.dtype) for codes, scales in weights)
+        return [F.linear(x, weight) for weight in dense][-1]
+
+    hopper.prepare({nvfp4_batch.kernel(schedule.variant) for schedule in (chosen, *others)}, x.device)
+    exact = dequantised()
+    check((str(one), relative_error(multiply(one), exact), 2**-6) for one in (chosen, *others))
+    runs = {str(one): captured(partial(multiply, one)) for one in (chosen, *others)} | {"": captured(dequantised)}
+    once = timed({"": runs[""]}, repeats=1)[""][0]
+    times = timed(runs, repeats=repeats, inner=1 + int(SAMPLE_S / once))
+    shape = {"model": size, "linear": name, "tokens": tokens}
+    for schedule in (chosen, *others):
+        each = [seconds / len(weights) for seconds in times[str(schedule)]]
+        about = {"variant": schedule.variant._asdict(), "splits": schedule.splits, "blocks": schedule.blocks}
+        emit("batch/gemm", shape, "bfloat16", each, **about, chosen=schedule == chosen)
+    emit("batch/dequantised", shape, "bfloat16", [seconds / len(weights) for seconds in times[""]])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7B", "32B"])
+    parser.add_argument("--linears", nargs="+", choices=FUSED, default=list(FUSED))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192, 256, 512, 1024, 2048])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
+        print("batch: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr)
+        return
+    for size, tokens, name in product(args.sizes, args.tokens, args.linears):
+        linear(size, name, tokens, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
