@@ -90,8 +90,8 @@ class Family:
             given = [part for part in parts if part in found]
             if given and len(given) < len(parts):
                 raise ValueError(
-                    f"lora targets name {given}, which are a part of {merged} in this model; name {merged}, or none of "
-                    f"{', '.join(parts)}"
+                    f"model.lora.targets has {given}, which are a part of {merged} in this model; name {merged}, or "
+                    f"none of {', '.join(parts)}"
                 )
             if given:
                 found = [merged, *(name for name in found if name not in parts and name != merged)]

@@ -47,13 +47,13 @@ class LoraSettings:
     def __post_init__(self) -> None:
         require_finite("model.lora", alpha=self.alpha, dropout=self.dropout)
         if self.rank < 1:
-            raise ValueError(f"lora rank is {self.rank}; expected at least 1")
+            raise ValueError(f"model.lora.rank is {self.rank}; expected at least 1")
         if self.alpha <= 0:
-            raise ValueError(f"lora alpha is {self.alpha}; expected more than 0")
+            raise ValueError(f"model.lora.alpha is {self.alpha}; expected more than 0")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora dropout is {self.dropout}; expected 0 or more and less than 1")
+            raise ValueError(f"model.lora.dropout is {self.dropout}; expected 0 or more and less than 1")
         if not self.targets:
-            raise ValueError("lora targets is empty; name at least one linear, e.g. q_proj")
+            raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -155,11 +155,13 @@ def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) ->
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:
-        raise ValueError(f"lora targets {unmatched} match no linear of the model; it has {sorted(linears)}")
+        raise ValueError(
+            f"model.lora.targets has {unmatched}, which match no linear of the model; it has {sorted(linears)}"
+        )
     outside = [target for target in targets if target not in family.projections]
     if outside:
         raise ValueError(
-            f"lora targets {outside} are no projections of the blocks; expected some of "
+            f"model.lora.targets has {outside}, which are no projections of the blocks; expected some of "
             f"{', '.join(family.projections)} (the head's weight is read directly: an adapter on it would never "
             "be trained)"
         )

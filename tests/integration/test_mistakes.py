@@ -145,6 +145,12 @@ MISTAKES = {
         reward({"class_path": "mine.Scaled", "init_args": {"scale": 0}}),
         r"^error: Scaled: scale is 0\.0; expected more than 0$",
     ),
+    "rank of the adapter": (["--model.lora.rank", "0"], r"model\.lora\.rank is 0; expected at least 1"),
+    "linears of the adapter": (["--model.lora.targets", "[]"], r"model\.lora\.targets is empty; name at least one"),
+    "linear of the adapter": (
+        ["--model.lora.targets", "[query]"],
+        r"model\.lora\.targets has \['query'\], which match no",
+    ),
     "value in the engine": (["--model.engine.batch_tokens", "0"], r"TransformersEngine: batch_tokens is 0; expected"),
     "class of a module": (
         added("callbacks.completions.CompletionLoger"),

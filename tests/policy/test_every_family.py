@@ -166,7 +166,7 @@ def test_all_parts_of_a_merged_linear_stand_for_it():
     assert phi.targets(("qkv_proj",)) == ("qkv_proj",)
     assert phi.targets(("gate_proj", "up_proj")) == ("gate_up_proj",)
     assert llama.targets(("q_proj",)) == ("q_proj",)
-    with pytest.raises(ValueError, match=r"lora targets name \['q_proj'\], which are a part of qkv_proj"):
+    with pytest.raises(ValueError, match=r"model\.lora\.targets has \['q_proj'\], which are a part of qkv_proj"):
         phi.targets(("q_proj", "o_proj"))
 
 

@@ -173,7 +173,7 @@ def accepted_rank(rank: int) -> int:
 
     accepted = sorted(get_args(MaxLoRARanks))
     if rank > accepted[-1]:
-        raise ValueError(f"lora rank is {rank}; vLLM takes at most {accepted[-1]}")
+        raise ValueError(f"model.lora.rank is {rank}; vLLM takes at most {accepted[-1]}")
     return next(larger for larger in accepted if larger >= rank)
 
 
