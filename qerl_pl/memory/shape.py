@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
 from qerl_pl.base.layers import head_dims, layer_configs, num_recurrent_layers
-from qerl_pl.quant.families import check_family
+from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
@@ -90,6 +90,8 @@ class ModelShape:
     """Layers without attention."""
     positions: int | None
     """Most tokens of a prompt and completion together that the model supports; None if config.json does not say."""
+    short_positions: int | None
+    """Most tokens of them with which LongRoPE uses its short factors; None if the model does not have LongRoPE."""
 
     @property
     def num_key_heads(self) -> int:
@@ -134,19 +136,21 @@ def checkpoint_shape(
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; expected a Hugging Face checkpoint folder (model.base)")
-    check_family(path)
+    short = longest_with_short_factors(check_family(path))
     layout = declared_layout(path)
     model = meta_model(path, dtype)
     family = FAMILIES[model.config.model_type]
     if layout is None:
-        return _shape(model, fmt, lambda name: not (is_ignored(name, ignore) or family.stays_dense(name)))
+        return _shape(model, fmt, lambda name: not (is_ignored(name, ignore) or family.stays_dense(name)), short)
     if not any(path.glob("*.safetensors")):
-        return _shape(model, layout.fmt, lambda name: not family.stays_dense(name))
+        return _shape(model, layout.fmt, lambda name: not family.stays_dense(name), short)
     marked = set(Checkpoint(path).names())
-    return _shape(model, layout.fmt, lambda name: name + layout.marker in marked)
+    return _shape(model, layout.fmt, lambda name: name + layout.marker in marked, short)
 
 
-def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool]) -> ModelShape:
+def _shape(
+    model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool], short_positions: int | None = None
+) -> ModelShape:
     config, head = model.config, model.get_output_embeddings()
     linear_bytes = dense_bytes = packed_bytes = largest_packed = 0
     found: dict[str, FrozenLinear] = {}
@@ -192,6 +196,7 @@ def _shape(model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str]
         largest_packed=largest_packed,
         recurrent=_recurrent(config),
         positions=getattr(config, "max_position_embeddings", None),
+        short_positions=short_positions,
     )
 
 

@@ -68,7 +68,7 @@ def has_experts(config: Mapping) -> bool:
     )
 
 
-def check_positions(config: Mapping, *, longest: int) -> None:
+def check_positions(positions: int | None, short: int | None, *, longest: int) -> None:
     """Check that a model has enough positions for the longest prompt and completion, and that trainer and vLLM give
     every sequence the same positions.
 
@@ -78,20 +78,19 @@ def check_positions(config: Mapping, *, longest: int) -> None:
     original_max_position_embeddings.
 
     Args:
-        config: the model's config.json.
+        positions: the model's number of positions; None if config.json does not say.
+        short: see ``longest_with_short_factors``.
         longest: tokens of the longest prompt and completion together.
 
     Raises:
         ValueError: ``longest`` is larger than the model's number of positions, or than the number up to which LongRoPE
             uses its short factors.
     """
-    limit = config.get("max_position_embeddings", longest)
-    if longest > limit:
+    if positions is not None and longest > positions:
         raise ValueError(
-            f"prompts and completions may reach {longest} tokens and the model has {limit} positions; lower "
+            f"prompts and completions may reach {longest} tokens and the model has {positions} positions; lower "
             "data.max_prompt_tokens or model.sampling.max_tokens"
         )
-    short = _longest_with_short_factors(config)
     if short is not None and longest > short:
         raise ValueError(
             f"prompts and completions may reach {longest} tokens; expected at most {short} ({ORIGINAL}), because "
@@ -101,7 +100,7 @@ def check_positions(config: Mapping, *, longest: int) -> None:
         )
 
 
-def _longest_with_short_factors(config: Mapping) -> int | None:
+def longest_with_short_factors(config: Mapping) -> int | None:
     """Return the tokens of the longest sequence with which LongRoPE uses its short factors; None if the model does not
     have LongRoPE, or if config.json has no such number, so that transformers never uses the long factors."""
     ropes = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), Mapping)]

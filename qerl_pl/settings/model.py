@@ -20,7 +20,7 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.recompute import Setting, recompute_of
-from qerl_pl.quant.families import check_positions
+from qerl_pl.quant.families import check_positions, longest_with_short_factors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.training.optimization import Schedule
@@ -122,7 +122,9 @@ class ModuleSettings:
         )
         config = check_base(self.folder)  # may download and quantise, so after what costs nothing
         check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
-        check_positions(config, longest=self.max_model_len)
+        check_positions(
+            config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len
+        )
 
     @cached_property
     def folder(self) -> str:

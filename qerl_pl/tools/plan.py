@@ -84,8 +84,7 @@ def main(argv: list[str]) -> int:
         if options.longest is not None:
             print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
             return 0
-        if shape.positions:
-            check_positions({"max_position_embeddings": shape.positions}, longest=run.max_model_len)
+        check_positions(shape.positions, shape.short_positions, longest=run.max_model_len)
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -281,8 +280,8 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
             row += [str(how), str(found.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
         table.add_row(*row)
     Console().print(table)
-    if shape.positions:
-        print(f"the model has {shape.positions} positions; a run with longer prompts and completions is refused")
+    if limit := shape.short_positions or shape.positions:
+        print(f"the model takes {limit} tokens; a run with longer prompts and completions is refused")
 
 
 def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:

@@ -160,6 +160,24 @@ def test_numbers_that_no_run_has_never_fit(bases, capsys, wrong, said):
     assert "fits" not in output.out
 
 
+def test_rows_for_which_a_run_refuses_longrope_are_not_planned(bases, tmp_path, capsys):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    config = {**json.loads((bases["dense"] / "config.json").read_text()), "rope_parameters": rope}
+    arguments = ["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path)]
+
+    def planned(tokens: int, **more: int) -> int:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+        return command([*arguments, "--model.sampling.max_tokens", str(tokens)])
+
+    original = {"original_max_position_embeddings": 128}
+    assert planned(64, **original) == 0
+    assert planned(65) == 0, "without this number the long factors are never used"
+    assert planned(65, **original) == 2
+    assert "may reach 129 tokens; expected at most 128 (original_max_position" in capsys.readouterr().err
+    assert command([*arguments, "--longest", "8"]) == 0
+    assert "the model takes 128 tokens; a run with longer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("parts", "missing"), [(("gsm8k",), "base"), (("qwen2.5-7b",), "engine"), (("gsm8k", "nvfp4"), "base")], ids=str
 )
@@ -184,7 +202,7 @@ def test_the_longest_completion_is_told_for_each_size_of_gpu(bases, capsys):
     arguments = ["plan", "-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM, "--model.micro_batch_tokens", "null"]
     assert command([*arguments, "--longest", "0.1", "4", "8"]) == 0
     said = capsys.readouterr().out
-    assert said.endswith(" positions; a run with longer prompts and completions is refused\n")
+    assert said.endswith("the model takes 2048 tokens; a run with longer prompts and completions is refused\n")
     none, *found = [line.split("│") for line in said.splitlines() if line.startswith("│")]
     assert none[2].strip() == "does not fit"
     assert 0 < int(found[0][2]) < int(found[1][2])

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.policy.policy import DTYPES
-from qerl_pl.quant.families import check_family, check_positions
+from qerl_pl.quant.families import check_family, check_positions, longest_with_short_factors
 from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.quantize import quantize_checkpoint
 
@@ -85,11 +85,15 @@ def test_an_end_token_of_the_generation_config_is_checked_too(tmp_path):
         check_family(path)
 
 
+def check_longest(config: dict, longest: int) -> None:
+    check_positions(config.get("max_position_embeddings"), longest_with_short_factors(config), longest=longest)
+
+
 def test_rows_longer_than_a_models_positions_are_refused_and_longer_than_a_window_are_not():
     config = {**SMALL, "max_position_embeddings": 100, "use_sliding_window": True, "sliding_window": 50}
-    check_positions(config, longest=100)
+    check_longest(config, 100)
     with pytest.raises(ValueError, match="may reach 101 tokens and the model has 100 positions"):
-        check_positions(config, longest=101)
+        check_longest(config, 101)
 
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -108,15 +112,15 @@ FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 )
 def test_rows_in_which_longrope_would_change_its_factors_are_refused(where):
     config = {**SMALL, "max_position_embeddings": 128, **where}
-    check_positions(config, longest=32)
+    check_longest(config, 32)
     with pytest.raises(ValueError, match=r"may reach 33 tokens; expected at most 32 .* together they are at most 32"):
-        check_positions(config, longest=33)
+        check_longest(config, 33)
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"type": "yarn", "factor": 4.0}], ids=str)
 def test_other_rotary_embeddings_may_go_beyond_the_original_positions(rope):
     config = {**SMALL, "max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": rope}
-    check_positions(config, longest=128)
+    check_longest(config, 128)
 
 
 def test_the_longest_rows_that_longrope_may_have_are_those_with_its_short_factors():
@@ -138,7 +142,7 @@ def test_the_longest_rows_that_longrope_may_have_are_those_with_its_short_factor
 
 def is_taken(config: dict, longest: int) -> bool:
     try:
-        check_positions(config, longest=longest)
+        check_longest(config, longest)
     except ValueError:
         return False
     return True
