@@ -43,6 +43,7 @@ from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm.setup import ONE_COPY
+from qerl_pl.settings.model import check_micro_batch
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.output_paths import output_file, picture_file
 
@@ -85,6 +86,9 @@ def main(argv: list[str]) -> int:
             print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
             return 0
         check_positions(shape.positions, shape.short_positions, longest=run.max_model_len)
+        check_micro_batch(
+            run.micro_batch_tokens, prompt_tokens=run.prompt_tokens, completion_tokens=run.completion_tokens
+        )
         gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

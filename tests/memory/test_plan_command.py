@@ -147,6 +147,10 @@ def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, c
         (("--gpu-memory", "8", "--trainer.num_nodes", "0"), "trainer.num_nodes is 0"),
         (("--gpu-memory", "8", "--model.sampling.max_tokens", "-3"), "max_tokens"),
         (("--gpu-memory", "8", "--model.micro_batch_tokens", "0"), "model.micro_batch_tokens is 0"),
+        (
+            ("--gpu-memory", "8", "--model.micro_batch_tokens", "69"),
+            "a prompt of 64 and a completion of 6 tokens are 70, more than model.micro_batch_tokens (69); raise it",
+        ),
         (("--gpu-memory", "8", "--model.gradient_checkpointing", "99"), "gradient_checkpointing is 99"),
         (("--gpu-memory", "8", "--model.sampling.max_tokens", "99999"), "and the model has 2048 positions; lower"),
     ],
