@@ -24,8 +24,7 @@ from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
-from qerl_pl.checkpoint import LAST
-from qerl_pl.cli.checks import check_checkpoint, check_groups
+from qerl_pl.cli.checks import check_checkpoint, check_groups, check_run_is_new
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
@@ -153,12 +152,8 @@ class QeRLCLI(LightningCLI):
         check_groups(self._parser(command).groups or (), config)
         if command == "fit":
             check_checkpoint(config.ckpt_path, words=("last",))
-            last = Path(config.run_dir, "checkpoints", LAST)
-            if config.ckpt_path is None and last.exists():
-                raise ValueError(
-                    f"{config.run_dir} already holds a run ({last}): resume it with --ckpt_path last, or choose "
-                    "another folder with --run_dir"
-                )
+            if self._run_now:
+                check_run_is_new(config.run_dir, config.ckpt_path)
             self._log_to(config.run_dir, loggers)
             return
         if config.ckpt_path in ("last", "best"):

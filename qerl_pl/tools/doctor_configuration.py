@@ -16,6 +16,7 @@ import torch
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
+from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
@@ -79,6 +80,7 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         ("rewards", after(_rewards)),
         ("memory of the run", after(lambda cli: _memory(read_settings(arguments)))),
         ("disk of the run", after(lambda cli: _disk(read_settings(arguments)))),
+        ("folder of the run", after(lambda cli: _folder(cli.config["fit"]))),
         *engine,
     ]
 
@@ -150,3 +152,8 @@ def _disk(config: dict[str, Any]) -> str:
     if free < needed + 1:
         raise ValueError(f"{free:.1f} GiB are free for {folder}; checkpoints take {needed:.1f}, logs about 1")
     return f"{free:.0f} GiB free for {config['run_dir']}, checkpoints take {needed:.2f} GiB"
+
+
+def _folder(config: Any) -> str:
+    check_run_is_new(config.run_dir, config.ckpt_path)
+    return f"{config.run_dir} {'holds no run' if config.ckpt_path is None else f'goes on from {config.ckpt_path}'}"

@@ -45,6 +45,7 @@ def test_a_configuration_that_will_run_is_well_in_every_part(bases, tmp_path, ca
         "rewards",
         "memory of the run",
         "disk of the run",
+        "folder of the run",
     ]
     assert all(line.startswith("[ok]") for line in said.values()), said
     assert "TransformersEngine; rewards number" in said["configuration"]
@@ -74,6 +75,20 @@ def test_what_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes
     assert status == 1
     assert said[where].startswith("[no]"), said
     assert why in said[where]
+
+
+def test_a_folder_that_holds_a_run_is_said_together_with_other_faults(bases, tmp_path, capsys):
+    last = tmp_path / "full" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.touch()
+    full = ("--run_dir", str(tmp_path / "full"))
+    status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch_size": 4000}}, *full)
+    assert status == 1
+    assert "only 40 training prompts" in said["data and template"]
+    assert said["folder of the run"].startswith("[no]"), said
+    assert f"already holds a run ({last}): resume it with --ckpt_path last" in said["folder of the run"]
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {}, *full, "--ckpt_path", "last")
+    assert said["folder of the run"].startswith("[ok]"), said
 
 
 @pytest.mark.slow
