@@ -51,12 +51,12 @@ class TrainLoader:
         self, prompts: Sequence[Prompt], batch_size: int, *, seed: int, rank: int = 0, num_ranks: int = 1
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+            raise ValueError(f"data.batch_size is {batch_size}; expected at least 1")
         if batch_size > len(prompts):
-            raise ValueError(f"batch_size is {batch_size} but there are only {len(prompts)} training prompts")
+            raise ValueError(f"data.batch_size is {batch_size} but there are only {len(prompts)} training prompts")
         if batch_size % num_ranks:
             raise ValueError(
-                f"batch_size {batch_size} counts the prompts of all ranks and is no multiple of {num_ranks}"
+                f"data.batch_size {batch_size} counts the prompts of all ranks and is no multiple of {num_ranks}"
             )
         self.prompts = prompts
         self.batch_size = batch_size
@@ -137,7 +137,7 @@ class EvaluationLoader:
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if batch_size < 1:
-            raise ValueError(f"val_batch_size is {batch_size}; expected at least 1")
+            raise ValueError(f"data.val_batch_size is {batch_size}; expected at least 1")
         if len(prompts) < num_ranks:
             raise ValueError(f"{len(prompts)} validation prompts are too few for {num_ranks} ranks; use fewer ranks")
         self.prompts = list(numbered(prompts))[rank::num_ranks]

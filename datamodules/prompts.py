@@ -83,15 +83,15 @@ class PromptDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if "{question}" not in question_template:
-            raise ValueError(f"question_template {question_template!r} has no {{question}}")
+            raise ValueError(f"data.question_template {question_template!r} has no {{question}}")
         if not 0 <= max_dropped_share <= 1:
-            raise ValueError(f"max_dropped_share is {max_dropped_share}; expected 0 to 1")
+            raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
         if show_prompt < 0:
-            raise ValueError(f"show_prompt is {show_prompt}; expected a number of prompts, 0 or more")
+            raise ValueError(f"data.show_prompt is {show_prompt}; expected a number of prompts, 0 or more")
         if held_out < 0:
-            raise ValueError(f"held_out is {held_out}; expected a number of problems, 0 or more")
+            raise ValueError(f"data.held_out is {held_out}; expected a number of problems, 0 or more")
         if val_limit is not None and val_limit < 1:
-            raise ValueError(f"val_limit is {val_limit}; expected at least 1, or null for all")
+            raise ValueError(f"data.val_limit is {val_limit}; expected at least 1, or null for all")
         self.source = source
         self.tokenizer = tokenizer
         self.batch_size = batch_size
@@ -227,9 +227,9 @@ def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_
         enough = sorted(lengths, reverse=True)[may_drop]
         raise ValueError(
             f"{num_long} of {len(lengths)} {side} prompts ({num_long / len(lengths):.1%}) have more than "
-            f"max_prompt_tokens={limit} tokens, and max_dropped_share={max_dropped_share} lets {may_drop} be dropped; "
-            f"set max_prompt_tokens to {enough} or more (the longest prompt has {max(lengths)}), or raise "
-            "max_dropped_share"
+            f"data.max_prompt_tokens={limit} tokens, and data.max_dropped_share={max_dropped_share} lets {may_drop} be "
+            f"dropped; set data.max_prompt_tokens to {enough} or more (the longest prompt has {max(lengths)}), or "
+            "raise data.max_dropped_share"
         )
 
 

@@ -125,7 +125,7 @@ def test_stop_strings_are_shown_with_the_prompts(tokenizer_path, caplog):
     ],
 )
 def test_a_stop_string_that_cannot_act_is_refused(tokenizer_path, stop, said):
-    with pytest.raises(ValueError, match="data.stop has " + re.escape(said)):
+    with pytest.raises(ValueError, match=r"data\.stop has " + re.escape(said)):
         module(tokenizer_path, problems(1), problems(1, start=50), stop=stop)
 
 
@@ -146,7 +146,7 @@ def test_long_prompts_are_dropped_whole_and_counted(tokenizer_path):
 
 def test_the_run_refuses_to_start_where_too_much_would_be_dropped(tokenizer_path):
     long = [Problem("1+" * 200, "?")] * 2
-    with pytest.raises(ValueError, match=r"2 of 100 train prompts \(2.0%\) have more than max_prompt_tokens=64"):
+    with pytest.raises(ValueError, match=r"2 of 100 train prompts \(2.0%\) have more than data.max_prompt_tokens=64"):
         module(tokenizer_path, problems(98) + long, problems(8, start=500), max_prompt_tokens=64)
     with pytest.raises(ValueError, match=r"2 of 10 validation prompts"):
         module(tokenizer_path, problems(98), problems(8, start=500) + long, max_prompt_tokens=64)
@@ -155,11 +155,11 @@ def test_the_run_refuses_to_start_where_too_much_would_be_dropped(tokenizer_path
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_the_limit_that_is_advised_is_the_lowest_that_works(share):
     lengths = [number % 37 + 10 for number in range(200)]
-    with pytest.raises(ValueError, match="set max_prompt_tokens to") as error:
+    with pytest.raises(ValueError, match=r"set data\.max_prompt_tokens to") as error:
         check_lengths(lengths, "train", limit=9, max_dropped_share=share)
-    advised = int(str(error.value).split("set max_prompt_tokens to ")[1].split()[0])
+    advised = int(str(error.value).split("set data.max_prompt_tokens to ")[1].split()[0])
     check_lengths(lengths, "train", limit=advised, max_dropped_share=share)
-    with pytest.raises(ValueError, match="set max_prompt_tokens to"):
+    with pytest.raises(ValueError, match=r"set data\.max_prompt_tokens to"):
         check_lengths(lengths, "train", limit=advised - 1, max_dropped_share=share)
 
 
@@ -193,7 +193,7 @@ def test_training_problems_that_are_all_in_validation_are_refused(tokenizer_path
 
 def test_a_batch_larger_than_the_data_is_refused(tokenizer_path):
     data = module(tokenizer_path, problems(3), problems(1, start=9), batch_size=4)
-    with pytest.raises(ValueError, match="batch_size is 4 but there are only 3 training prompts"):
+    with pytest.raises(ValueError, match=r"data\.batch_size is 4 but there are only 3 training prompts"):
         data.train_dataloader()
 
 
@@ -259,9 +259,10 @@ def test_a_list_that_is_no_chat_is_refused_with_its_line(tmp_path, value, said):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"question_template": "Q"}, "has no {question}"),
-        ({"max_dropped_share": 1.5}, "max_dropped_share is 1.5"),
-        ({"val_limit": 0}, "val_limit is 0"),
+        ({"question_template": "Q"}, "data.question_template .Q. has no {question}"),
+        ({"show_prompt": -1}, "data.show_prompt is -1"),
+        ({"max_dropped_share": 1.5}, "data.max_dropped_share is 1.5"),
+        ({"val_limit": 0}, "data.val_limit is 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):
@@ -415,7 +416,7 @@ def test_held_out_problems_validate_and_leave_the_test_set_alone(tokenizer_path,
     assert questions(module(lines, "validate", 0).val_dataloader()) == questions(data.test_dataloader())
     with pytest.raises(ValueError, match="held_out is 39 and there are 39 different"):
         module(lines, "fit", 39)
-    with pytest.raises(ValueError, match="held_out is -1"):
+    with pytest.raises(ValueError, match=r"data\.held_out is -1"):
         module(lines, "fit", -1)
 
 

@@ -58,7 +58,7 @@ def test_a_configuration_that_will_run_is_well_in_every_part(bases, tmp_path, ca
     [
         (AQN, "length of the run", "8 rollouts for 10 noise stages"),
         ({"data": {"batch_size": 4000}}, "data and template", "only 40 training prompts"),
-        ({"data": {"max_prompt_tokens": 5}}, "data and template", "set max_prompt_tokens to"),
+        ({"data": {"max_prompt_tokens": 5}}, "data and template", "set data.max_prompt_tokens to"),
         ({"data": {"source": WORDS}, **NUMBERS}, "rewards", "can read none of the first"),
         ({"model": {"rewards": [{"name": "mine", "reward": "level_of_rows.level"}]}}, "rewards", "KeyError: 'level'"),
         ({"model": {"lora": {"targets": ["query"]}}}, "memory of the run", "['query']; expected some"),

@@ -220,7 +220,10 @@ MISTAKES = {
     "case of a class": (optimizer("torch.optim.Adamw", lr=1e-3), r"no 'Adamw' in torch\.optim .*did you mean AdamW\?"),
     "engine by its name": (["--model.engine", "vllm"], r"expected a class by its path, such as qerl_pl\.rollout\.vllm"),
     "no steps": (["--trainer.max_steps", "0"], r"max_steps is 0; expected the length of the run, at least 1"),
-    "short prompts": (["--data.max_prompt_tokens", "5"], r"more than max_prompt_tokens=5 tokens.*set .* to 28 or more"),
+    "short prompts": (
+        ["--data.max_prompt_tokens", "5"],
+        r"more than data.max_prompt_tokens=5 tokens.*set .* to 28 or more",
+    ),
     "batch": (
         ["--model.mini_batches", "3", "--trainer.max_steps", "12"],
         r"batch_size \(4 prompts\) is no multiple of model\.mini_batches \(3\)",
