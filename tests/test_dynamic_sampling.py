@@ -117,7 +117,7 @@ def test_a_short_batch_is_an_error_where_one_is_asked_for():
 
 @pytest.mark.parametrize(("field", "value"), [("max_refills", 0), ("oversample", 0.9), ("oversample", float("nan"))])
 def test_settings_that_make_no_sense_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
+    with pytest.raises(ValueError, match=rf"^model\.dynamic_sampling\.{field} is {value}"):
         DynamicSampling(**{field: value})
 
 

@@ -51,9 +51,12 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         if self.max_refills < 1:
-            raise ValueError(f"max_refills is {self.max_refills}; expected at least 1 (null: no dynamic sampling)")
+            raise ValueError(
+                f"model.dynamic_sampling.max_refills is {self.max_refills}; expected at least 1 (null: "
+                "no dynamic sampling)"
+            )
         if not 1 <= self.oversample <= 100:
-            raise ValueError(f"oversample is {self.oversample}; expected 1 to 100")
+            raise ValueError(f"model.dynamic_sampling.oversample is {self.oversample}; expected 1 to 100")
 
     def fill(
         self,
