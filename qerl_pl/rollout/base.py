@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from qerl_pl.policy.policy import Policy
 
 
+SECTIONS = "model.sampling or model.val_sampling"
+"""Settings that have values of ``Sampling``, for error messages."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings of sampling.
@@ -50,18 +54,19 @@ class Sampling:
     def __post_init__(self) -> None:
         require_finite("sampling", temperature=self.temperature, top_p=self.top_p)
         if self.num_completions < 1:
-            raise ValueError(f"num_completions is {self.num_completions}; expected at least 1")
+            raise ValueError(f"num_completions of {SECTIONS} is {self.num_completions}; expected at least 1")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; expected at least 1")
+            raise ValueError(f"max_tokens of {SECTIONS} is {self.max_tokens}; expected at least 1")
         if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+            raise ValueError(f"temperature of {SECTIONS} is {self.temperature}; expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+            raise ValueError(f"top_p of {SECTIONS} is {self.top_p}; expected more than 0 and at most 1")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; expected 0 (off) or more")
+            raise ValueError(f"top_k of {SECTIONS} is {self.top_k}; expected 0 (off) or more")
         if self.temperature == 0 and self.num_completions > 1:
             raise ValueError(
-                f"temperature 0 gives {self.num_completions} equal completions; set num_completions to 1 or sample"
+                f"temperature 0 of {SECTIONS} gives {self.num_completions} equal completions; set its "
+                "num_completions to 1, or sample"
             )
 
 
