@@ -145,12 +145,6 @@ MISTAKES = {
         reward({"class_path": "mine.Scaled", "init_args": {"scale": 0}}),
         r"^error: Scaled: scale is 0\.0; expected more than 0$",
     ),
-    "top_k below 0": (
-        ["--model.sampling.top_k", "-1"],
-        r"top_k of model\.sampling or model\.val_sampling is -1; expected",
-    ),
-    "rank of the adapter": (["--model.lora.rank", "0"], r"model\.lora\.rank is 0; expected at least 1"),
-    "linears of the adapter": (["--model.lora.targets", "[]"], r"model\.lora\.targets is empty; name at least one"),
     "linear of the adapter": (
         ["--model.lora.targets", "[query]"],
         r"model\.lora\.targets has \['query'\], which match no",
