@@ -20,8 +20,8 @@ CLOCK_HZ = 1.755e9
 
 # The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
 # 7d881c1. For each of these linears, the schedule chosen with these constants was the fastest or within 1 % of it. What
-# concerns 256 tokens per thread block is from `bench_batch`, Qwen2.5-3B to 32B with 192 to 2048 tokens on an H100: each
-# chosen schedule was the fastest of those measured or within 9 % of it.
+# concerns 256 tokens per thread block is from a sweep over Qwen2.5-3B to 32B with 192 to 2048 tokens on an H100, which
+# `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block.
 

@@ -33,7 +33,10 @@ take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tok
 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
-MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # up to so many tokens, a schedule has at most so many token tiles
+MOST_DECODED, MOST_TOKEN_TILES = (
+    256,
+    2,
+)  # with up to MOST_DECODED tokens, at most MOST_TOKEN_TILES token tiles are tried
 MOST_WAVES = 3  # numbers of waves that are tried for a variant
 
 
@@ -194,8 +197,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
     has."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
-    alone = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
-    return k_blocks * costs.K_BLOCK_CYCLES[tokens] * alone / costs.CLOCK_HZ
+    factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
+    return k_blocks * costs.K_BLOCK_CYCLES[tokens] * factor / costs.CLOCK_HZ
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:

@@ -91,7 +91,8 @@ class ModelShape:
     positions: int | None
     """Most tokens of a prompt and completion together that the model supports; None if config.json does not say."""
     short_positions: int | None
-    """Most tokens of them with which LongRoPE uses its short factors; None if the model does not have LongRoPE."""
+    """Most tokens of a prompt and completion together with which LongRoPE uses its short factors; None without
+    LongRoPE."""
 
     @property
     def num_key_heads(self) -> int:

@@ -147,13 +147,13 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
         return torch.relu(kernel.apply_weights(layer, x * 2, layer.bias))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
-    for tokens in (8, 32, 33, 200, 257, 2048, 2049):
+    for tokens in (8, 32, 33, 200, 256, 257, 512, 2048, 2049):
         x = torch.randn(tokens, K).bfloat16()
         if compile:
             torch._dynamo.mark_dynamic(x, 0)  # an error if anything makes a constant of it
         y, exact = function(x), torch.relu(product(2 * x.float(), in_order_of(tokens, bias)))
         assert (y - exact).abs().max() <= 2**-7 * exact.abs().max()
-    chosen = [("decode", 8), ("decode", 32), ("batch", 33), ("batch", 200), ("batch", 257), ("batch", 2048)]
+    chosen = [("decode", 8), ("decode", 32), *(("batch", tokens) for tokens in (33, 200, 256, 257, 512, 2048))]
     assert calls == chosen, "compiled once, chosen each time; with more tokens the weight is dequantised"
     calls.clear()
     skipped = kernel.apply_weights(layer, x[:200].view(2, 100, K))
