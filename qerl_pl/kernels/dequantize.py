@@ -142,10 +142,15 @@ def _tile_kernel(
     # Among the 64 scales of a k-block of a tile, the scale of output 8 j + g is at position 8 g + j, with j = 2 word +
     # half.
     scale = tl.reshape(scale, (BLOCKS, 8, 1, 4, 1, 2, 1))  # [block, g, c, word, odd, half, upper]
-    # In the word (g, c, word) of a k-block of a tile, nibble 4 odd + 2 half + upper is the code of output 16 word + 8
-    # half + g and input 8 upper + 2 c + odd.
-    nibble = tl.arange(0, 8)
-    value = ((packed[:, :, None] << (28 - 4 * nibble)[None, None, :]) >> 6) & -0x7E400000  # [BLOCKS, 128, 8]
+    # In the word (g, c, word) of a k-block of a tile, code 4 odd + 2 half + upper is that of output 16 word + 8 half +
+    # g and input 8 upper + 2 c + odd. Two codes, of odd 0 and 1, are moved at a time, to bits 15 and 8 to 6 and to bits
+    # 31 and 24 to 22, as ``dequantize`` in `nvfp4.cuh` does.
+    word = packed.to(tl.uint32, bitcast=True)
+    lower = tl.join(word, word >> 6 | word << 26)  # [BLOCKS, 128, half]
+    upper = tl.join(word >> 3 | word << 29, (word & 0x001B001B) * 0x4108)
+    pairs = tl.join(lower, upper)  # [BLOCKS, 128, half, upper]
+    up = (16 - 16 * tl.arange(0, 2)).to(tl.uint32)[None, None, :, None, None]
+    value = (pairs[:, :, None] << up) & 0x81C00000  # [BLOCKS, 128, odd, half, upper]
     value = value.to(tl.float32, bitcast=True) * 2.0**126
     value = (tl.reshape(value, (BLOCKS, 8, 4, 4, 2, 2, 2)) * scale).to(out.dtype.element_ty)
     value = tl.permute(value, (3, 5, 1, 0, 6, 2, 4))  # [word, half, g, block, upper, c, odd]

@@ -3,15 +3,16 @@
 // ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
 // Converts a lane's eight weights of a fragment to bf16 and multiplies them by their scales; the result is 2^-14 times
-// the weight. ``row`` and ``row_8`` are the scales of rows g and g + 8, times 2^112. An integer product moves a
-// nibble's sign to bit 15 and its exponent and mantissa to bits 8 to 6 of a bf16, which gives the nibble's value times
-// 2^-126, subnormals included. The moved bits do not overlap, so the product has no carries.
+// the weight. ``row`` and ``row_8`` are the scales of rows g and g + 8, times 2^112. A code whose sign is at bit 15 and
+// whose exponent and mantissa are at bits 8 to 6 of a bf16 is its value times 2^-126, subnormals included. The word
+// (``BITS`` in nvfp4_decode.py) has one pair of codes there, the next two 3 and 6 bits higher, and the last one where a
+// product moves it there; the moved bits do not overlap, so the product has no carries.
 FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
-  const u32 kept = 0x81C081C0u, high = word >> 8;
-  fragment[0] = multiply_pair(((word & 0x000F000Fu) * 0x1040u) & kept, row);
-  fragment[2] = multiply_pair(((word & 0x00F000F0u) * 0x0104u) & kept, row);
-  fragment[1] = multiply_pair(((high & 0x000F000Fu) * 0x1040u) & kept, row_8);
-  fragment[3] = multiply_pair(((high & 0x00F000F0u) * 0x0104u) & kept, row_8);
+  const u32 kept = 0x81C081C0u;
+  fragment[0] = multiply_pair(word & kept, row);
+  fragment[2] = multiply_pair(__funnelshift_r(word, word, 3) & kept, row);
+  fragment[1] = multiply_pair(__funnelshift_r(word, word, 6) & kept, row_8);
+  fragment[3] = multiply_pair(((word & 0x001B001Bu) * 0x4108u) & kept, row_8);
 }
 
 constexpr float TO_VALUE = 16384.f;  // 2^14

@@ -6,14 +6,15 @@ that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: 
 bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` or ``mma``
 takes the weights from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
 
-Weights have the layout of humming-kernels 0.1.17, which ``fragments`` defines, so that benchmarks can compare Humming's
-GEMM on the same memory. `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
+Weights have the layout of humming-kernels 0.1.17 but for the order of the bits in a word; ``fragments`` defines it.
+`nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
 Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper
 
+BITS = [*([6 + 3 * j, 7 + 3 * j, 8 + 3 * j, 15 + 3 * j] for j in range(3)), [3, 4, 0, 1]]
+"""Positions of the bits of a word's first four codes, mantissa first, sign last; for the last four codes they are 16
+higher, and position 32 + i is i. `nvfp4.cuh` says why."""
 FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
 BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma and per block scale;
 MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run;
@@ -257,16 +261,18 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With
-        g = lane // 4 and c = lane % 4, the nibbles of a word, lowest first, are (output g, input 2c), (g, 2c + 8), (g +
-        8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. Within the scales of 64 outputs, the
-        scale of output 8 j + g is at position 8 g + j.
+        g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g + 8, 2c), (g
+        + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the places of their bits. Within
+        the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
     """
     outputs, inputs = codes.shape
     parts = codes.view(
         outputs // 64, 4, 2, 8, inputs // K_BLOCK, 2, 4, 2
     )  # [64s, word, half, g, k-block, upper, c, odd]
     order = parts.permute(4, 0, 3, 6, 1, 7, 2, 5).reshape(inputs // K_BLOCK, -1, 8).long()
-    words = (order << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
+    words = torch.zeros_like(order[..., 0])
+    for code, bit in product(range(8), range(4)):
+        words |= (order[..., code] >> bit & 1) << (BITS[code % 4][bit] + code // 4 * 16) % 32
     packed = (words - (words >> 31 << 32)).int()  # the same 32 bits as a signed int32
     grouped = scales.view(torch.uint8).view(outputs // 64, 8, 8, -1).permute(3, 0, 2, 1)
     return packed, grouped.reshape(-1, outputs).contiguous().view(scales.dtype)

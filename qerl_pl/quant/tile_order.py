@@ -19,6 +19,21 @@ from torch import Tensor
 
 from qerl_pl.quant.formats import PackedWeight
 
+MOVES = [
+    (0x00070007, 6),
+    (0x00080008, 12),
+    (0x00700070, 5),
+    (0x00000080, 11),
+    (0x00800000, -21),
+    (0x07000700, 4),
+    (0x00000800, 10),
+    (0x08000000, -22),
+    (0x30003000, -9),
+    (0x40004000, -14),
+    (0x80008000, -14),
+]
+"""Masks of bits of a word that has eight codes, four bits for each, and by how many positions these bits move up in
+tile order; ``kernels.nvfp4_decode.BITS`` has the positions."""
 TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
 WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the native kernels compute linears of multiples of these
 
@@ -47,28 +62,47 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
-    tiles = outputs // TILE
+    scales = weight.block_scale.view(outputs // TILE, 8, 8, blocks).permute(3, 0, 2, 1)  # [k-block, tile, g, 8s]
+    codes = words_in_tile_order(_words(weight.codes, blocks))
+    return PackedWeight(codes, scales.reshape(blocks, outputs), weight.global_scale)
+
+
+def _words(codes: Tensor, blocks: int) -> Tensor:
+    """Gather the eight codes of each word from row order, four bits for each."""
     # In row order a byte has the codes of inputs 2c and 2c + 1 of a k-block of 16 inputs; g counts outputs within 8.
     # Letters are as in ``fragments``.
-    parts = weight.codes.view(tiles, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
+    parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
     lower, upper = parts.unbind(5)  # inputs 2c, 2c + 1 and inputs 2c + 8, 2c + 9
     even, odd = (lower & 0xF) | (upper << 4), (lower >> 4) | (upper & 0xF0)  # [tile, word, half, g, k-block, c]
     words = torch.stack([even, odd]).permute(5, 1, 4, 6, 2, 0, 3)  # [k-block, tile, g, c, word, odd, half]
-    scales = weight.block_scale.view(tiles, 8, 8, blocks).permute(3, 0, 2, 1)  # [k-block, tile, g, 8s]
-    return PackedWeight(
-        words.reshape(blocks, -1).view(torch.int32), scales.reshape(blocks, outputs), weight.global_scale
-    )
+    return words.reshape(blocks, -1).view(torch.int32)
 
 
 def to_row_order(weight: PackedWeight) -> PackedWeight:
     """Copy an NVFP4 weight from tile order back to row order; the inverse of ``to_tile_order``."""
     blocks, outputs = weight.block_scale.shape
-    parts = weight.codes.contiguous().view(torch.uint8).view(blocks, outputs // TILE, 8, 4, 4, 2, 2)
+    back = [(mask << left if left > 0 else mask >> -left, -left) for mask, left in MOVES]
+    words = _moved(weight.codes.contiguous(), back)
+    parts = words.view(torch.uint8).view(blocks, outputs // TILE, 8, 4, 4, 2, 2)
     even, odd = parts.unbind(5)  # [k-block, tile, g, c, word, half]
     both = torch.stack([(even & 0xF) | (odd << 4), (even >> 4) | (odd & 0xF0)])  # lower, upper
     codes = both.permute(2, 5, 6, 3, 1, 0, 4).reshape(outputs, -1)  # [tile, word, half, g, k-block, upper, c]
     scales = weight.block_scale.reshape(blocks, outputs // TILE, 8, 8).permute(1, 3, 2, 0).reshape(outputs, blocks)
     return PackedWeight(codes, scales, weight.global_scale)
+
+
+def words_in_tile_order(words: Tensor) -> Tensor:
+    """Move the bits of int32 words, each with eight codes of four bits, to their places in tile order."""
+    return _moved(words, MOVES)
+
+
+def _moved(words: Tensor, moves: Sequence[tuple[int, int]]) -> Tensor:
+    """Move, for each mask and number, the bits of the mask by so many positions up."""
+    result = torch.zeros_like(words)
+    for mask, left in moves:
+        moved, kept = (words << left, mask << left) if left > 0 else (words >> -left, mask >> -left)
+        result |= moved.bitwise_and_(kept - (kept >> 31 << 32))  # the same 32 bits as a signed number
+    return result
 
 
 def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -> PackedWeight:

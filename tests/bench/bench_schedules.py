@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
+from qerl_pl.quant.tile_order import words_in_tile_order
 from qerl_pl.rollout.vllm.humming import decoding_schedule
 from tests.bench.harness import captured, check, emit, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
@@ -94,6 +95,7 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     widths, inputs = fused_shape(model, name)
     outputs = sum(widths)
     config, tensors = random_linear(outputs, inputs)
+    tensors["in tile order"] = words_in_tile_order(tensors["weight"])
     size = sum(tensor.nbytes for tensor in tensors.values())
     copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
@@ -110,7 +112,7 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
         if schedule := kernel.choose_schedule(tokens, outputs, inputs):
             hopper.prepare(kernel.kernels_for(outputs, inputs), x.device)
             products[key] = lambda each, linear=linear, schedule=schedule: linear(
-                x, each["weight"], each["weight_scale"], each["weight_scale_2"], None, schedule
+                x, each["in tile order"], each["weight_scale"], each["weight_scale_2"], None, schedule
             )
             about = schedule._asdict()
             schedules[key] = {**about.pop("variant")._asdict(), **about}

@@ -9,6 +9,7 @@ import torch
 
 from qerl_pl.kernels import costs, hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
+    BITS,
     VARIANTS,
     WIDE,
     choose_schedule,
@@ -16,6 +17,7 @@ from qerl_pl.kernels.nvfp4_decode import (
     fragments,
     humming_bias,
 )
+from qerl_pl.quant.tile_order import words_in_tile_order
 from tests.bench import bench_decode
 from tests.kernels.nvfp4_linears import (
     SHAPES,
@@ -99,7 +101,8 @@ def test_a_lanes_weights_lie_side_by_side():
                     word = words[k_block, (tile * 32 + lane) * 4 + j].item() % 2**32
                     output, first = 64 * tile + 16 * j + g, 16 * k_block + 2 * c
                     places = [(0, 0), (0, 8), (8, 0), (8, 8), (0, 1), (0, 9), (8, 1), (8, 9)]
-                    found = [word >> 4 * nibble & 15 for nibble in range(8)]
+                    places_of_bits = [[(at + high) % 32 for at in bits] for high in (0, 16) for bits in BITS]
+                    found = [sum((word >> at & 1) << bit for bit, at in enumerate(bits)) for bits in places_of_bits]
                     assert found == [codes[output + row, first + tile].item() for row, tile in places]
                     for half in range(2):
                         byte = ordered.view(torch.uint8)[k_block, 64 * tile + 8 * g + 2 * j + half]
@@ -172,13 +175,13 @@ def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(varia
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.vllm
-def test_the_layout_is_hummings_bit_for_bit():
+def test_the_layout_is_hummings_but_for_the_order_of_bits_in_a_word():
     from tests.bench.bench_schedules import humming_linear
 
     codes, scales = random_linear(512, 384, "cuda")
     bias = torch.randn(512, device="cuda").bfloat16()
     _, tensors = humming_linear(codes, scales, bias)
     weight, ordered = fragments(codes, scales)
-    assert torch.equal(tensors["weight"].flatten(), weight.flatten())
+    assert torch.equal(words_in_tile_order(tensors["weight"]).flatten(), weight.flatten())
     assert torch.equal(tensors["weight_scale"].view(torch.uint8).flatten(), ordered.view(torch.uint8).flatten())
     assert torch.equal(tensors["bias"].flatten(), humming_bias(bias))
