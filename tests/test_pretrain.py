@@ -304,24 +304,23 @@ def test_killed_while_it_trains_and_started_again_it_makes_the_same_policy(made,
 
 
 @pytest.mark.slow
-def test_stopped_again_and_again_it_makes_the_same_policy(made, tmp_path, capsys):
+def test_stopped_again_and_again_it_makes_the_same_policy(tmp_path, capsys):
     """With no time at all, each start does one step, or one batch of samples, and keeps it."""
     output, state = tmp_path / "policy", tmp_path / ".policy.state" / "state.pt"
-    few = ("--batch-rows", "8")
+    few = ("--batch-rows", "8", "--steps", "4")
     starts = 0
     while (status := command(pretrain(output, *few, "--minutes", "0"))) == 3:
         starts += 1
-        assert torch.load(state, weights_only=True)["step"] == min(starts, 12)
+        assert torch.load(state, weights_only=True)["step"] == min(starts, 4)
     assert status == 0
-    assert starts == 11 + 3, "26 samples are 4 batches, and the last batch and the last step need no further start"
+    assert starts == 3 + 3, "26 samples are 4 batches, and the last batch and the last step need no further start"
     text = capsys.readouterr().out
-    assert "stopped after step 11 of 12; the same command goes on" in text
+    assert "stopped after step 3 of 4; the same command goes on" in text
     assert "stopped after 8 of 26 samples (sampling)" in text
     straight = tmp_path / "straight"
     assert command(pretrain(straight, *few)) == 0
     for name in (*FILES, "reach.jsonl", "task.yaml"):
         assert (output / name).read_bytes() == (straight / name).read_bytes(), name
-    assert (output / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     one, other = (json.loads((folder / "pretrain.json").read_text()) for folder in (output, straight))
     assert one | {"seconds": 0} == other | {"seconds": 0}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "straight"]
