@@ -3,10 +3,10 @@
 // ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
 // Converts a lane's eight weights of a fragment to bf16 and multiplies them by their scales; the result is 2^-14 times
-// the weight. ``row`` and ``row_8`` are the scales of rows g and g + 8, times 2^112. A code whose sign is at bit 15 and
-// whose exponent and mantissa are at bits 8 to 6 of a bf16 is its value times 2^-126, subnormals included. The word
-// (``BITS`` in nvfp4_decode.py) has one pair of codes there, the next two 3 and 6 bits higher, and the last one where a
-// product moves it there; the moved bits do not overlap, so the product has no carries.
+// the weight. ``row`` and ``row_8`` are the scales of rows g and g + 8, times 2^112. A bf16 number that has a code's sign
+// at bit 15 and its exponent and mantissa at bits 8 to 6 is the code's value times 2^-126, subnormals included. The
+// word (``BITS`` in nvfp4_decode.py) has the first pair of codes at these bits and the next two pairs 3 and 6 bits
+// higher; a product moves the last pair, without carries, because the moved bits do not overlap.
 FUNCTION void dequantize(u32 (&fragment)[4], u32 word, u32 row, u32 row_8) {
   const u32 kept = 0x81C081C0u;
   fragment[0] = multiply_pair(word & kept, row);

@@ -33,10 +33,7 @@ take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tok
 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
-MOST_DECODED, MOST_TOKEN_TILES = (
-    256,
-    2,
-)  # with up to MOST_DECODED tokens, at most MOST_TOKEN_TILES token tiles are tried
+MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # with up to 256 tokens, a GEMM has at most 2 token tiles
 MOST_WAVES = 3  # numbers of waves that are tried for a variant
 
 

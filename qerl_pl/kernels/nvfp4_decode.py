@@ -2,9 +2,10 @@
 
 These GEMMs take most of the time of a decoding step. With so few tokens, the bandwidth of reading the weights should
 bound their time, but a straightforward conversion of 4-bit weights to bf16 takes more instructions than an SM issues in
-that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: one integer multiplication moves the
-bits of two weights to their places in bf16, each scale is converted by one lane only, and each ``wgmma`` or ``mma``
-takes the weights from registers. Sums are fp32 and added in a fixed order: equal inputs give equal bits.
+that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: the bits of a packed word are ordered so
+that one to three instructions move those of two weights to their places in bf16, each scale is converted by one lane
+only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 and added in a fixed order: equal
+inputs give equal bits.
 
 Weights have the layout of humming-kernels 0.1.17 but for the order of the bits in a word; ``fragments`` defines it.
 `nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
@@ -262,8 +263,8 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With
         g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g + 8, 2c), (g
-        + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the places of their bits. Within
-        the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
+        + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the positions of their bits.
+        Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
     """
     outputs, inputs = codes.shape
     parts = codes.view(

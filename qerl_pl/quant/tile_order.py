@@ -12,28 +12,15 @@ these tensors, so the trainer's linears (q, k, v; gate, up) can be views of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from qerl_pl.kernels.nvfp4_decode import BITS
 from qerl_pl.quant.formats import PackedWeight
 
-MOVES = [
-    (0x00070007, 6),
-    (0x00080008, 12),
-    (0x00700070, 5),
-    (0x00000080, 11),
-    (0x00800000, -21),
-    (0x07000700, 4),
-    (0x00000800, 10),
-    (0x08000000, -22),
-    (0x30003000, -9),
-    (0x40004000, -14),
-    (0x80008000, -14),
-]
-"""Masks of bits of a word that has eight codes, four bits for each, and by how many positions these bits move up in
-tile order; ``kernels.nvfp4_decode.BITS`` has the positions."""
 TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
 WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the native kernels compute linears of multiples of these
 
@@ -81,8 +68,7 @@ def _words(codes: Tensor, blocks: int) -> Tensor:
 def to_row_order(weight: PackedWeight) -> PackedWeight:
     """Copy an NVFP4 weight from tile order back to row order; the inverse of ``to_tile_order``."""
     blocks, outputs = weight.block_scale.shape
-    back = [(mask << left if left > 0 else mask >> -left, -left) for mask, left in MOVES]
-    words = _moved(weight.codes.contiguous(), back)
+    words = _moved(weight.codes.contiguous(), {-up: before for up, (before, _) in _moves().items()})
     parts = words.view(torch.uint8).view(blocks, outputs // TILE, 8, 4, 4, 2, 2)
     even, odd = parts.unbind(5)  # [k-block, tile, g, c, word, half]
     both = torch.stack([(even & 0xF) | (odd << 4), (even >> 4) | (odd & 0xF0)])  # lower, upper
@@ -93,15 +79,26 @@ def to_row_order(weight: PackedWeight) -> PackedWeight:
 
 def words_in_tile_order(words: Tensor) -> Tensor:
     """Move the bits of int32 words, each with eight codes of four bits, to their places in tile order."""
-    return _moved(words, MOVES)
+    return _moved(words, {up: after for up, (_, after) in _moves().items()})
 
 
-def _moved(words: Tensor, moves: Sequence[tuple[int, int]]) -> Tensor:
-    """Move, for each mask and number, the bits of the mask by so many positions up."""
+def _moves() -> dict[int, tuple[int, int]]:
+    """Group the bits of a word of eight codes, four bits for each, by how many positions they move up in tile order;
+    each number of positions has the mask of its bits before and after."""
+    moves: dict[int, tuple[int, int]] = {}
+    for code, bit in product(range(8), range(4)):
+        old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
+        before, after = moves.get(new - old, (0, 0))
+        moves[new - old] = before | 1 << old, after | 1 << new
+    return moves
+
+
+def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
+    """Combine ``words``, moved up by each number of positions and limited to the mask of this number."""
     result = torch.zeros_like(words)
-    for mask, left in moves:
-        moved, kept = (words << left, mask << left) if left > 0 else (words >> -left, mask >> -left)
-        result |= moved.bitwise_and_(kept - (kept >> 31 << 32))  # the same 32 bits as a signed number
+    for up, mask in masks.items():
+        moved = words << up if up > 0 else words >> -up
+        result |= moved.bitwise_and_(mask - (mask >> 31 << 32))  # the same 32 bits as a signed number
     return result
 
 
