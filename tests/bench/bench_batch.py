@@ -10,7 +10,6 @@ was measured, and whether it is the chosen one. Takes about a minute per size.
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from itertools import product
 
@@ -22,7 +21,7 @@ from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.dequantize import dequantize_tiles
 from qerl_pl.kernels.nvfp4_batch import Schedule
 from tests.bench.bench_decode import CACHE_BYTES, random_weight
-from tests.bench.harness import captured, check, emit, relative_error, timed
+from tests.bench.harness import captured, check, emit, native_kernels_run, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
 
 SAMPLE_S = 0.03
@@ -79,8 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192, 256, 512, 1024, 2048])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
-        print("batch: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr)
+    if not native_kernels_run("batch"):
         return
     for size, tokens, name in product(args.sizes, args.tokens, args.linears):
         linear(size, name, tokens, args.repeats)

@@ -8,7 +8,6 @@ capability 9.0 and takes about a minute.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -21,7 +20,7 @@ from torch import Tensor
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import K_BLOCK, TILE, Schedule, Variant
 from tests.bench.bench_schedules import CACHE_BYTES, CALLS, rounds
-from tests.bench.harness import RANK, captured, emit, timed
+from tests.bench.harness import RANK, captured, emit, native_kernels_run, timed
 
 DEPTHS = (2048, 4096, 8192)  # inputs K
 CLUSTERS_OF_EIGHT = 14
@@ -155,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
-        print("constants: nothing is measured without a GPU of compute capability 9.0", file=sys.stderr)
+    if not native_kernels_run("constants"):
         return
     sources = (
         gpu_constants(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
-from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
+from tests.bench.harness import RANK, captured, check, emit, native_kernels_run, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape, linear_shapes
 
 CACHE_BYTES, LAYERS, FASTEST = 3e8, 6, 4
@@ -134,8 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", choices=range(1, 33), default=[8, 16, 32], metavar="T")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or not hopper.is_available(torch.device("cuda", torch.cuda.current_device())):
-        print("decode: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr)
+    if not native_kernels_run("decode"):
         return
     for size, tokens in product(args.sizes, args.tokens):
         fastest = {name: alone(size, name, tokens, args.repeats) for name in FUSED}

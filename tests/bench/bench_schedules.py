@@ -95,8 +95,8 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     widths, inputs = fused_shape(model, name)
     outputs = sum(widths)
     config, tensors = random_linear(outputs, inputs)
-    tensors["in tile order"] = words_in_tile_order(tensors["weight"])
     size = sum(tensor.nbytes for tensor in tensors.values())
+    tensors["in tile order"] = words_in_tile_order(tensors["weight"])
     copies = [{key: value.clone() for key, value in tensors.items()} for _ in range(max(1, int(CACHE_BYTES / size)))]
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
     x = torch.randn(tokens, inputs, device="cuda").bfloat16()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common.program import use_expandable_segments
+from qerl_pl.kernels import hopper
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.random_models import SIZES
@@ -80,6 +81,16 @@ def now() -> float:
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def native_kernels_run(benchmark: str) -> bool:
+    """Return whether this machine runs the native kernels; if it does not, print that a benchmark measures nothing."""
+    if hopper.is_available(torch.device(DEVICE)):
+        return True
+    print(
+        f"{benchmark}: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr
+    )
+    return False
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
