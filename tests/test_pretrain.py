@@ -321,9 +321,12 @@ def test_stopped_again_and_again_it_makes_the_same_policy(tmp_path, capsys):
     assert command(pretrain(straight, *few)) == 0
     for name in (*FILES, "reach.jsonl", "task.yaml"):
         assert (output / name).read_bytes() == (straight / name).read_bytes(), name
+    whole = tmp_path / "whole"
+    assert command(pretrain(whole, "--steps", "4")) == 0
+    assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     one, other = (json.loads((folder / "pretrain.json").read_text()) for folder in (output, straight))
     assert one | {"seconds": 0} == other | {"seconds": 0}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "straight"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "straight", "whole"]
 
 
 @pytest.mark.slow
