@@ -136,3 +136,27 @@ FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int token
     store_outputs(y, bias, token, n + output, N, sum_of_cluster<IN_FLIGHT>(address, splits));
   }
 }
+
+// ---- silu(gate) * up -------------------------------------------------------------------------------------------------
+
+FUNCTION float gated(float gate, float up) {  // rounds like bf16 operations of torch: gate and up, silu, the product
+  const float x = from_bf16(to_bf16(gate));
+  return from_bf16(to_bf16(x / (1.f + expf(-x)))) * from_bf16(to_bf16(up));
+}
+
+// Stores a thread block's share of y [tokens, N] from output ``n`` on. The cluster's sums are, per token, 128 of gate
+// and the same outputs of up.
+template <int THREADS, int IN_FLIGHT>
+FUNCTION void store_gated_sums(u32 sums, u16 *y, int tokens, int n, int N, int splits) {
+  constexpr int FOURS = 32;
+  const int parts = tokens * FOURS, turn = min(THREADS, (parts + splits - 1) / splits);
+  if (threadIdx.x >= turn) return;
+  for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn) {
+    const int token = part / FOURS, output = part % FOURS * 4;
+    const u32 address = sums + (token * (FOURS * 8 + 4) + output) * 4;
+    const float4 gate = sum_of_cluster<IN_FLIGHT>(address, splits);
+    const float4 up = sum_of_cluster<IN_FLIGHT>(address + FOURS * 16, splits);
+    store_outputs(y, nullptr, token, n + output, N,
+                  make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w)));
+  }
+}

@@ -5,7 +5,8 @@
 // k-blocks. Fragments are multiplied from registers: 8 tokens by mma, which takes the fragment of one warp and which
 // warps run independently; more tokens by wgmma, which is faster for them. The j-th wgmma takes the j-th fragment of
 // each warp's tile, and the tokens from shared memory. The thread blocks that compute the same 256 outputs over
-// different parts of the inputs form a cluster, which adds up its sums in shared memory.
+// different parts of the inputs form a cluster, which adds up its sums in shared memory. If W is the fused gate and up
+// of an MLP and y = silu(gate) * up, half of a thread block's outputs are of gate, and the others the same ones of up.
 
 struct Next {  // the start of the weight that the next GEMM reads
   const char *weight;  // null to fetch nothing
@@ -63,7 +64,7 @@ FUNCTION void compute_hidden(const u16 *x, const Shrink &shrink, const Adapter &
 // and x by all warps, for X_STAGES stages at a time, so that they wait for each other only then.
 template <int TOKENS, int GROUPS, int K_BLOCKS, int STAGES, int X_STAGES>
 FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale,
-                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits, Next next,
+                           const u16 *bias, u16 *y, int tokens, int N, int K, int splits, int is_gated, Next next,
                            Adapter adapter, Shrink shrink) {
   extern __shared__ __align__(1024) uint4 shared[];
   constexpr int WARPS = GROUPS * 4, THREADS = WARPS * 32, STAGE_K_BLOCKS = K_BLOCKS * GROUPS;
@@ -85,7 +86,9 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const int k_blocks = K >> 4, stages = (k_blocks + STAGE_K_BLOCKS - 1) / STAGE_K_BLOCKS;
   const int first = (u32)stages * blockIdx.y / (u32)splits;
   const int last = (u32)stages * (blockIdx.y + 1) / (u32)splits;
-  const int tiles = N >> 6, tile = block * 4 + warp % 4;  // of 64 outputs each
+  // This warp's tile, and the outputs where the thread block's first two tiles and its last two tiles start.
+  const int first_half = block * (is_gated ? 128 : 256), second_half = is_gated ? first_half + N / 2 : first_half + 128;
+  const int tiles = N >> 6, tile = ((warp & 2 ? second_half : first_half) >> 6) + (warp & 1);
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
 
   float sums[4][TOKENS / 2];
@@ -164,7 +167,10 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   };
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) copy_weight(first + i, i * STAGE);
-  if (adapter.hidden && blockIdx.y == 0) prefetch_b<256, THREADS>(adapter, block * 256, N);
+  if (adapter.hidden && blockIdx.y == 0) {
+    prefetch_b<128, THREADS>(adapter, first_half, N);
+    prefetch_b<128, THREADS>(adapter, second_half, N);
+  }
   wait_for_kernel_before();  // the previous kernel may have written x
 #pragma unroll
   for (int i = 0; i < X_SLOTS - 1; i++) copy_x(first + i * X_STAGES, i * X_SLOT);
@@ -264,7 +270,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   wait_for_copies<0>();
   __syncthreads();
   if (adapter.hidden && group == 0)
-    add_adapter<FRAGMENTS, TOKENS / 8, TOKENS / 8>(sums[0], adapter, block * 256 + warp * 64, 0, tokens, splits,
+    add_adapter<FRAGMENTS, TOKENS / 8, TOKENS / 8>(sums[0], adapter, tile * 64, 0, tokens, splits,
                                                    [&] { wait_for_hidden(shrink, splits); });
 
   // The sums, [TOKENS][260], are added over the warpgroups in order, then over the cluster's thread blocks in order.
@@ -294,7 +300,10 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
     synchronize_cluster();
   else
     __syncthreads();
-  store_sums_of_cluster<64, THREADS, 8>(memory, y, bias, tokens, block * 256, N, splits);
+  if (is_gated)
+    store_gated_sums<THREADS, 8>(memory, y, tokens, block * 128, N / 2, splits);
+  else
+    store_sums_of_cluster<64, THREADS, 8>(memory, y, bias, tokens, block * 256, N, splits);
   if (adapter.hidden && thread == 0 && blockIdx.y < readers && atomicAdd(&hidden_read, 1u) + 1 == blocks * readers)
     hidden_written = hidden_read = 0;  // by the last one that has read h
   if (splits > 1) synchronize_cluster_without_memory();  // other thread blocks may still read this one's sums

@@ -84,7 +84,10 @@ WIDE = {
 WIDE_OF_8 = Variant(8, 1, 4, 3, 5)  # for outputs in ``costs.FIVE_PER_SM`` and up to 8 tokens
 NARROW = {8: Variant(8, 2, 4, 3, 2), 16: Variant(16, 2, 4, 3, 2), 32: Variant(32, 2, 4, 3, 2)}
 NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Variant(32, 4, 4, 2, 1)}
-VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values()]
+NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Variant(32, 2, 4, 5, 1)}
+"""Variants for linears like ``down``, which start while the GEMM before them ends. An SM has room for only one of their
+thread blocks, because the first free SMs would otherwise get two each, and others none."""
+VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
@@ -122,9 +125,10 @@ def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
     splits = next(fitting)
     if splits <= costs.FEW_SPLITS:
         return Schedule(NARROW[size], min(costs.NARROW_BLOCKS // blocks, MOST_SPLITS))
-    if inputs > costs.LONG_INPUTS and blocks * splits < costs.FULL_NARROW * costs.SMS:
-        return Schedule(NARROW_LONG[size], splits)
-    return Schedule(NARROW[size], splits)
+    if inputs <= costs.LONG_INPUTS:
+        return Schedule(NARROW[size], splits)
+    is_full = blocks * splits >= costs.FULL_NARROW * costs.SMS
+    return Schedule(NARROW_FULL[size] if is_full else NARROW_LONG[size], splits)
 
 
 @cache
@@ -137,9 +141,9 @@ def kernel(variant: Variant) -> hopper.Kernel:
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks})
     {name}(const u16 *x, const uint4 *weight, const uint4 *scale, const float *global_scale, const u16 *bias, u16 *y,
-    int tokens, int N, int K, int splits, const char *next, int parts, int stride, int blocks,
+    int tokens, int N, int K, int splits, int is_gated, const char *next, int parts, int stride, int blocks,
     int bytes, {lora_hopper.PARAMETERS}, {lora_hopper.SHRINK_PARAMETERS}) {{
-  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits,
+  nvfp4_decode<{parameters}>(x, weight, scale, global_scale, bias, y, tokens, N, K, splits, is_gated,
                              Next{{next, parts, stride, blocks, bytes}}, {lora_hopper.ADAPTER},
                              {lora_hopper.SHRINK});
 }}
@@ -163,6 +167,7 @@ def decode_linear(
     out: Tensor | None = None,
     adapter: lora_hopper.Adapter | None = None,
     next_weight: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
 
@@ -178,24 +183,27 @@ def decode_linear(
         global_scale: [1] fp32, tensor scale.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         schedule: from ``choose_schedule``.
-        out: [T, N] bf16, contiguous, to write the result to; None allocates it.
+        out: bf16, contiguous, to write the result to; None allocates it.
         adapter: the adapter, or None; ``lora_hopper.fits_adapter`` must hold for it.
         next_weight: weight in the same order that the next call will multiply by, or None. The kernel starts to fetch
             ``costs.FETCHED_AHEAD`` bytes of it to L2 as soon as it has read its own weight, so that memory is not idle
             until the next call. No result depends on this.
+        gated: W is the fused gate and up of an MLP, without a bias; return silu(gate) * up, where gate, up, silu(gate)
+            and the product are rounded to bf16.
 
     Returns:
-        [T, N] bf16.
+        [T, N] bf16; [T, N / 2] if ``gated``.
     """
+    assert not (gated and bias is not None), "gate and up have no bias"
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
-    y = x.new_empty(num_tokens, outputs) if out is None else out
+    y = x.new_empty(num_tokens, outputs // 2 if gated else outputs) if out is None else out
     update, clusters = None, 0
     if adapter:
         update = lora_hopper.Update(x.new_empty(len(adapter.a), num_tokens, len(adapter.a[0])), adapter.b)
         clusters = lora_hopper.hidden_clusters(adapter)
     blocks = outputs // BLOCK_OUTPUTS
-    arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits]
+    arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits, int(gated)]
     arguments += [
         *_fetched(next_weight, num_tokens, blocks * schedule.splits),
         *lora_hopper.arguments(update),

@@ -69,10 +69,10 @@ def variants() -> dict[str, Add]:
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         del indices
-        return native.nvfp4_linear(x, *linear.operands, [], [], None, None)
+        return native.nvfp4_linear(x, *linear.operands, False, [], [], None, None)
 
     def together(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
-        return native.nvfp4_linear(x, *linear.operands, linear.a, linear.b, indices, no_lora)
+        return native.nvfp4_linear(x, *linear.operands, False, linear.a, linear.b, indices, no_lora)
 
     def unfetched(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:
         return together(linear._replace(operands=(*linear.operands[:-1], None)), x, indices)

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from qerl_pl.kernels import costs, hopper, nvfp4_decode
+from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import (
     BITS,
     VARIANTS,
@@ -170,6 +171,37 @@ def test_every_variant_and_split_gives_the_product_and_writes_nothing_else(varia
     shape = 768, 2176  # 136 k-blocks: not whole stages of 16
     schedule = nvfp4_decode.Schedule(variant, splits)
     assert_nothing_else_is_written(decode_linear, shape, schedule, 1, variant.tokens - 3, variant.tokens)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("splits", [1, 3, 4, 8])
+@pytest.mark.parametrize("rank", [0, 8, 64])
+def test_a_gated_product_has_the_bits_of_the_product_and_silu_apart(variant, splits, rank):
+    outputs, inputs = 1280, 2176  # gate and up of 640 each
+    codes, scales = random_linear(outputs, inputs, "cuda")
+    weight, ordered = fragments(codes, scales)
+    factor = torch.tensor([1e-2 * inputs**-0.5], device="cuda")  # silu is neither 0 nor the identity
+    schedule, token_counts = nvfp4_decode.Schedule(variant, splits), (1, variant.tokens - 3, variant.tokens)
+    a, b = (torch.randn(2, *shape, device="cuda").bfloat16() * 0.02 for shape in ((rank, inputs), (outputs // 2, rank)))
+    for tokens in token_counts:
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        adapter = lora_hopper.Adapter([*a], [*b], torch.arange(tokens, device="cuda") % 3 - 1) if rank else None
+        gate, up = decode_linear(x, weight, ordered, factor, None, schedule, adapter=adapter).chunk(2, dim=1)
+        assert 0.1 < gate.abs().median() < 10
+        assert not gate.isnan().any()
+        y = torch.full((tokens + 2, outputs // 2), 7.0, device="cuda", dtype=torch.bfloat16)
+        decode_linear(x, weight, ordered, factor, None, schedule, out=y[1:-1], adapter=adapter, gated=True)
+        assert torch.equal(y[1:-1], F.silu(gate) * up)
+        assert (y[[0, -1]] == 7).all(), "nothing else is written"
+
+
+def test_gate_and_up_with_a_bias_are_refused():
+    x, weight, scales = torch.ones(1, 256).bfloat16(), torch.ones(16, 512, dtype=torch.int32), torch.ones(16, 256)
+    schedule = nvfp4_decode.Schedule(VARIANTS[0], 1)
+    with pytest.raises(AssertionError, match="no bias"):
+        decode_linear(x, weight, scales, torch.ones(1), torch.ones(256), schedule, gated=True)
 
 
 @on_gpu

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
+from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.tile_order import is_in_tile_order
 from qerl_pl.rollout.base import Sampling
@@ -50,8 +50,10 @@ def hoppers_linears(policy: Policy) -> Iterator[None]:
         scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
         patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
         patch.setattr(nvfp4, "prepare", lambda *shape: None)
-        patch.setattr(nvfp4, "_base_kernel", lambda *shape: None)
-        patch.setattr(nvfp4, "_fused_kernel", lambda *shape: None)
+        patch.setattr(nvfp4_decode, "choose_schedule", lambda *shape: None)
+        patch.setattr(nvfp4_batch, "choose_schedule", lambda *shape, **which: None)
+        # Here the engine's own kernels for a CPU add the adapter, to the output of gate and up.
+        patch.setattr(loader, "move_activations", lambda model: None)
         patch.setattr(loader, "register_loader", lambda *given, **more: register(*given, **{**more, "one_copy": True}))
         yield
 

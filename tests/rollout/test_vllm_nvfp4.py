@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import fragments
@@ -68,6 +69,12 @@ def product(x: Tensor, bias: Tensor | None) -> Tensor:
     return (x.float() @ DENSE.T.to(x.device) + (0 if bias is None else bias)).to(x.dtype)
 
 
+def silu_and_mul(y: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = y.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
 @pytest.fixture
 def capable(monkeypatch) -> None:
     """A machine that has all that our kernels need."""
@@ -95,6 +102,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         update: lora_hopper.Update | None = None,
         adapter: lora_hopper.Adapter | None = None,
         next_weight: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
         found.append((name, len(x)))
         if next_weight is not None:
@@ -107,6 +115,9 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         if adapter is not None:
             found.append(("with adapter", len(x)))
             y = lora.add_lora_reference(y, x, *adapter)
+        if gated:
+            found.append(("gated", len(x)))
+            y = silu_and_mul(y)
         return y if out is None else out.copy_(y)
 
     def shrink(x: Tensor, a: list[Tensor], indices: Tensor, schedule: lora_hopper.Schedule) -> Tensor:
@@ -175,6 +186,59 @@ def test_each_linear_is_told_the_weight_after_its_own(calls):
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
     assert calls == 2 * [("decode", 8), ("next", K // 16), ("decode", 8)], "compiled or not"
     assert {name for name, _ in first.named_parameters()} == {"weight", "weight_scale", "weight_scale_2"}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("rank", [0, 16, 72])
+def test_a_gated_linear_returns_silu_of_gate_times_up_for_any_number_of_tokens(calls, compile, rank):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.rollout.vllm.loader import move_activations
+
+    mlp: Any = nn.Module()
+    _, layer = prepared()
+    with set_current_vllm_config(VllmConfig()):
+        mlp.gate_up_proj, mlp.act_fn = layer, SiluAndMul()
+    move_activations(mlp)
+    assert isinstance(mlp.act_fn, nn.Identity)
+    wrapped = with_adapter(layer, rank or 8, (N // 2, N // 2))
+
+    def run(x: Tensor) -> Tensor:
+        return mlp.act_fn(vllm_nvfp4.apply_with_adapter(wrapped, x) if rank else vllm_nvfp4.call(layer, x, None))
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
+    for tokens in (8, 33, 257, 2049):
+        calls.clear()
+        x = torch.randn(tokens, K).bfloat16()
+        if compile:
+            torch._dynamo.mark_dynamic(x, 0)
+        y, whole = function(x), sums(wrapped, x, None) if rank else product(x.float(), None)
+        exact = silu_and_mul(whole.float())
+        assert y.shape == (tokens, N // 2)
+        assert (y - exact).abs().max() <= 2**-6 * exact.abs().max()
+        assert (("gated", tokens) in calls) == (tokens == 8 and rank < 72), (
+            "by the decode GEMM, if it takes the adapter"
+        )
+
+
+@pytest.mark.parametrize("kind", ["not native", "with a bias", "another function"])
+def test_other_activations_stay_where_they_are(calls, kind):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+    from qerl_pl.rollout.vllm.loader import move_activations
+
+    (_, layer), mlp = prepared(torch.randn(N).bfloat16() if kind == "with a bias" else None), nn.Module()
+    if kind == "not native":
+        del layer.native
+    with set_current_vllm_config(VllmConfig()):
+        mlp.gate_up_proj, mlp.act_fn = layer, GeluAndMul() if kind == "another function" else SiluAndMul()
+    kept = mlp.act_fn
+    move_activations(mlp)
+    assert mlp.act_fn is kept
+    assert not getattr(layer, "native", (None, False))[1]
 
 
 def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128), device: str = "cpu") -> Any:

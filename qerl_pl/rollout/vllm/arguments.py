@@ -135,7 +135,7 @@ def policy_arguments(
         "additional_config": {
             "adapter_kernels": "qerl_pl",
             "humming_schedules": "qerl_pl",
-            "nvfp4_linears": "NativeLinear" if decoding_kernel == "native" else "vLLM's",
+            "nvfp4_linears": "NativeLinear, gated" if decoding_kernel == "native" else "vLLM's",
         },
         "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),

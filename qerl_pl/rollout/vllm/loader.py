@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -78,6 +79,8 @@ def register_loader(
             device: Any = vllm_config.device_config.device
             base_weights.place(model, packed or {}, device)
             tell_next_weights(model)
+            if not (lora := vllm_config.lora_config) or lora.max_loras == 1:  # otherwise vLLM's kernels add adapters
+                move_activations(model)
             return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -99,6 +102,16 @@ def tell_next_weights(model: nn.Module) -> None:
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
+
+
+def move_activations(model: nn.Module) -> None:
+    """Let the operator of each fused gate and up that this project's native kernels compute also compute silu(gate) *
+    up, instead of the layer after it."""
+    for mlp in model.modules():
+        linear: Any = getattr(mlp, "gate_up_proj", None)
+        if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:
+            linear.native = linear.native._replace(gated=True)
+            mlp.act_fn = nn.Identity()
 
 
 def forget() -> None:

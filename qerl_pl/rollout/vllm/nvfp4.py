@@ -7,8 +7,8 @@ operators. This module imports vLLM, so the engine imports it only if the native
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class Native(NamedTuple):
 
     next_weight: Tensor | None = None
     """Weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``."""
+    gated: bool = False
+    """Whether this is the fused gate and up of an MLP, without a bias, and its operator returns silu(gate) * up."""
 
 
 @cache
@@ -65,11 +67,15 @@ def fewest_unfused(linear: Any) -> int:
     """Return the smallest number of tokens for which a linear's LoRA adapter is added by separate kernels and not by
     this project's native GEMM."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
-    return next(tokens for tokens in count(1) if not _fused_kernel(tokens, a, b))
+    shape, fits = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
+    fused = (
+        fits and (nvfp4_decode.choose_schedule(tokens, *shape) or _fused_batch(tokens, a, b)) for tokens in count(1)
+    )
+    return next(tokens for tokens, schedule in enumerate(fused, 1) if not schedule)
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear for which native kernels were compiled, [..., K] -> [..., N].
+    """Compute a linear for which native kernels were compiled, [..., K] -> [..., N], or [..., N / 2] if it is gated.
 
     Args:
         layer: the linear, with the attribute ``native``.
@@ -91,43 +97,58 @@ def nvfp4_linear(
     weight_scale_2: Tensor,
     bias: Tensor | None,
     next_weight: Tensor | None,
+    gated: bool,
     a: list[Tensor],
     b: list[Tensor],
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute an NVFP4 linear [T, K] bf16 -> [T, N] with native kernels or, where none fits the number of tokens, by
-    ``dequantised_linear``; registered as an operator that is opaque to torch.compile.
+    """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated, with native kernels or, where none
+    fits the number of tokens, by ``dequantised_linear``; registered as an operator that is opaque to torch.compile.
 
     The linear's kernel also adds the adapter if this is supported and faster; otherwise ``kernels.lora.add_lora`` adds
-    it afterwards.
+    it afterwards. The decode GEMM also computes silu(gate) * up, so that no other kernel runs between it and the GEMM
+    of ``down``; after other kernels, vLLM's kernel does, and rounds in the same places.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        next_weight: as in ``Native``.
+        next_weight, gated: as in ``Native``.
         a: one [R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
         b: one [n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
-    weights = weight, weight_scale, weight_scale_2
-    if indices is None or no_lora is None or no_lora.item():
-        return _without_adapter(x, weights, bias, next_weight)
-    adapter = lora_hopper.Adapter(a, b, indices)
-    if multiply := _fused_kernel(len(x), adapter.a, adapter.b, next_weight):
-        return multiply(x.contiguous(), *weights, bias, adapter=adapter)
-    y = _without_adapter(x, weights, bias, next_weight)
-    add_lora(y, x, *adapter)
-    return y
+    weights = weight, weight_scale, weight_scale_2, bias
+    adapter = None if indices is None or no_lora is None or no_lora.item() else lora_hopper.Adapter(a, b, indices)
+    shape = len(x), weight_scale.shape[1], x.shape[1]
+    few = nvfp4_decode.choose_schedule(*shape)
+    if few and (not adapter or lora_hopper.fits_adapter(a, b)):
+        return nvfp4_decode.decode_linear(x, *weights, few, adapter=adapter, next_weight=next_weight, gated=gated)
+    if adapter and (schedules := _fused_batch(len(x), a, b)):
+        y = _batch_with_adapter(x.contiguous(), *weights, adapter, *schedules)
+    else:
+        y = _without_adapter(x, *weights)
+        if adapter:
+            add_lora(y, x, *adapter)
+    return silu_and_mul(y) if gated else y
+
+
+def silu_and_mul(y: Tensor) -> Tensor:
+    """Compute silu(gate) * up from [T, N] with gate in the first half of the columns, [T, N / 2]."""
+    product = y.new_empty(len(y), y.shape[1] // 2)
+    torch.ops._C.silu_and_mul(product, y)
+    return product
 
 
 def _without_adapter(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, next_weight: Tensor | None
+    x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute a linear without its adapter. ``weights`` are the weight and its two scales; all arguments are as in
-    ``nvfp4_linear``."""
-    if multiply := _base_kernel(len(x), weights[1].shape[1], x.shape[1], next_weight):
-        return multiply(x, *weights, bias)
+    """Compute a linear without its adapter, [T, N]; all arguments are as in ``nvfp4_linear``."""
+    weights, shape = (weight, weight_scale, weight_scale_2), (len(x), weight_scale.shape[1], x.shape[1])
+    if few := nvfp4_decode.choose_schedule(*shape):
+        return nvfp4_decode.decode_linear(x, *weights, bias, few)
+    if more := nvfp4_batch.choose_schedule(*shape):
+        return nvfp4_batch.batch_linear(x, *weights, bias, more)
     # ``humming_bias`` swaps the bias between tile order and row order, in both directions.
     return dequantised_linear(x, *weights, None if bias is None else nvfp4_decode.humming_bias(bias))
 
@@ -151,29 +172,16 @@ def dequantised_linear(
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
 
-def _base_kernel(
-    tokens: int, outputs: int, inputs: int, next_weight: Tensor | None = None
-) -> Callable[..., Tensor] | None:
-    """Choose this project's native kernel for a GEMM with an NVFP4 weight; None if no native kernel can run it."""
-    if few := nvfp4_decode.choose_schedule(tokens, outputs, inputs):
-        return partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
-    more = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
-    return partial(nvfp4_batch.batch_linear, schedule=more) if more else None
-
-
-def _fused_kernel(
-    tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], next_weight: Tensor | None = None
-) -> Callable[..., Tensor] | None:
-    """Choose a native kernel that also adds the LoRA adapter, which it gets as its argument ``adapter``. Return None if
-    no native kernel can, or if adding the adapter after the GEMM is faster."""
+def _fused_batch(
+    tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
+) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
+    """Choose the schedules by which the batch GEMM computes a linear and its adapter together. Return None if it
+    cannot, or if adding the adapter after the GEMM is faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
-    few = nvfp4_decode.choose_schedule(*shape)
-    if few and lora_hopper.fits_adapter(a, b):
-        return partial(nvfp4_decode.decode_linear, schedule=few, next_weight=next_weight)
-    if few or tokens > lora_hopper.MOST_TOKENS or not (more := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
+    if tokens > lora_hopper.MOST_TOKENS or not (more := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None
     parts = lora_hopper.choose_schedule(tokens, a, b, nvfp4_batch.spare_sms(more, *shape))
-    return partial(_batch_with_adapter, schedule=more, parts=parts) if parts else None
+    return (more, parts) if parts else None
 
 
 def _batch_with_adapter(
@@ -182,7 +190,6 @@ def _batch_with_adapter(
     scales: Tensor,
     global_scale: Tensor,
     bias: Tensor | None,
-    *,
     adapter: lora_hopper.Adapter,
     schedule: nvfp4_batch.Schedule,
     parts: lora_hopper.Schedule,
@@ -193,9 +200,18 @@ def _batch_with_adapter(
     return nvfp4_batch.batch_linear(x, weight, scales, global_scale, bias, schedule, update=update)
 
 
-def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    bias: Tensor | None,
+    next_weight: Tensor | None,
+    gated: bool,
+    *_: object,
+) -> Tensor:
     # len(x) would make the number of tokens a constant in the graph
-    return x.new_empty(x.shape[0], weight_scale.shape[1])
+    return x.new_empty(x.shape[0], weight_scale.shape[1] // (2 if gated else 1))
 
 
 def _fake_row(x: Tensor, weight: Tensor, *_: object) -> Tensor:
