@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl_pl.kernels.launching import launch
+
 BLOCK = 4096
 
 
@@ -37,22 +39,11 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        tokens = tokens.contiguous()
-        _blocks_kernel[(rows, splits)](
-            logits, tokens, partials, logits.stride(0), vocabulary, rows * splits, BLOCK=block, num_warps=8
-        )
-        _merge_kernel[(rows,)](
-            logits,
-            tokens,
-            partials,
-            logprobs,
-            ranks,
-            logits.stride(0),
-            splits,
-            rows * splits,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=1,
-        )
+        tokens, stride, plane = tokens.contiguous(), logits.stride(0), rows * splits
+        arguments = logits, tokens, partials, stride, vocabulary, plane
+        launch(_blocks_kernel, (rows, splits), arguments, {"BLOCK": block}, num_warps=8)
+        arguments = logits, tokens, partials, logprobs, ranks, stride, splits, plane
+        launch(_merge_kernel, (rows,), arguments, {"SPLITS": triton.next_power_of_2(splits)}, num_warps=1)
     return logprobs, ranks
 
 
