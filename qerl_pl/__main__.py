@@ -81,7 +81,11 @@ def _run(argv: list[str], handover: Handover | None) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A command's module is imported only when the command is called, because `doctor` has to run on machines where
-    # packages are missing. The configuration's files are checked before, because these imports take seconds.
+    # packages are missing. Options and the configuration's files are checked before, because these imports take
+    # seconds.
+    if argv[0] in (parsers := importlib.import_module("qerl_pl.tools.options").PARSERS):
+        parser = parsers[argv[0]]()
+        (parser.parse_known_args if argv[0] == "plan" else parser.parse_args)(argv[1:])  # `plan` takes those of `fit`
     if argv[0] in (*TRAINING, "plan"):
         fault = importlib.import_module("qerl_pl.cli.yaml_files").fault_in_files(argv)
         if fault is not None:

@@ -23,11 +23,11 @@ from transformers import (
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
-from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.stop import StopStrings
+from qerl_pl.tools.options import chat_options
 
 Chat = list[dict[str, str]]
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -36,21 +36,7 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 def main(argv: list[str]) -> int:
     """Read questions from the terminal until end of input and print the answers; returns the exit status."""
-    parser = CommandParser(
-        prog=called_as("chat"),
-        description="Talk to the policy of a run and to its base model: both get the same questions. Sampled with "
-        "transformers, printed token by token. Each line is a question of its own, as in training, unless "
-        "--conversation is given. Ctrl-D ends the program.",
-    )
-    parser.add_argument("run", type=Path, help="run folder, with config.yaml and checkpoints/")
-    parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
-    parser.add_argument("--without-base", action="store_true", help="print answers of the policy only")
-    parser.add_argument(
-        "--conversation", action="store_true", help="keep what was said before; an empty line starts anew"
-    )
-    options = parser.parse_args(argv)
+    options = chat_options().parse_args(argv)
     try:
         if options.temperature < 0 or options.max_tokens < 1:
             raise ValueError("expected --temperature of 0 or more and --max-tokens of 1 or more")

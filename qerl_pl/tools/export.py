@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
@@ -22,36 +22,19 @@ from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
-from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.run_folder import run_files
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.text_part import has_vision
-from qerl_pl.tools.merge import MergedForm, export_merged
+from qerl_pl.tools.merge import export_merged
 from qerl_pl.tools.model_card import model_card
+from qerl_pl.tools.options import export_options
 from qerl_pl.tools.push import check_push_name, push
 
 
 def main(argv: list[str]) -> int:
     """Parse the command line and export; returns the exit status."""
-    parser = CommandParser(
-        prog=called_as("export"),
-        description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
-    )
-    parser.add_argument("--run", required=True, type=Path, help="run folder, with config.yaml and checkpoints/")
-    parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
-    parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
-    parser.add_argument(
-        "--merge",
-        choices=get_args(MergedForm),
-        help="write a whole model in this form, and how far it is from the policy that was trained (drift.json)",
-    )
-    parser.add_argument(
-        "--push",
-        metavar="OWNER/NAME",
-        help="also upload the folder to this repository of the Hugging Face hub, which is made private if it is new",
-    )
-    options = parser.parse_args(argv)
+    options = export_options().parse_args(argv)
     try:
         if options.push is not None:
             check_push_name(options.push)

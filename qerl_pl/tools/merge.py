@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,8 +26,8 @@ from qerl_pl.quant.output import carried_files
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.tools.chat import load_run
 from qerl_pl.tools.model_card import evidence
+from qerl_pl.tools.options import MergedForm
 
-MergedForm = Literal["bf16", "nvfp4"]
 DRIFT_FILE = "drift.json"
 _ROWS, _TOKENS = 64, 1024
 _BLOCK = re.compile(r"\.layers\.(\d+)\.")

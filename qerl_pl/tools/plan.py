@@ -21,7 +21,7 @@ from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import CommandParser, called_as, restored_arguments
+from qerl_pl.common.program import restored_arguments
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import (
@@ -45,7 +45,7 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm.setup import ONE_COPY
 from qerl_pl.settings.model import check_micro_batch
 from qerl_pl.settings.trainer import check_devices
-from qerl_pl.tools.output_paths import output_file, picture_file
+from qerl_pl.tools.options import plan_options
 
 GIB = 2**30
 BAR = 60
@@ -54,29 +54,7 @@ USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 def main(argv: list[str]) -> int:
     """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
-    parser = CommandParser(
-        prog=called_as("plan"),
-        description=f"{__doc__} Reads the settings as `fit` does, and of the base its config.json and the headers of "
-        "its weight files; a folder with config.json alone, or a model's name, is enough. Further arguments are those "
-        "of `fit`, e.g. --model.lora.rank 64.",
-    )
-    parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
-    parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU (default: model.gpu_memory, or this GPU's)")
-    parser.add_argument(
-        "--hopper",
-        action="store_true",
-        help="plan for an H100 or H200 with the package's extra [gpu], whatever this machine has",
-    )
-    parser.add_argument(
-        "--longest",
-        nargs="*",
-        type=float,
-        metavar="GIB",
-        help="print only how many tokens completions may have on GPUs of these sizes (default: 24 48 80 141)",
-    )
-    parser.add_argument("--json", type=output_file, help="write the plan there")
-    parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
-    options, more = parser.parse_known_args(argv)
+    options, more = plan_options().parse_known_args(argv)
     try:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
         run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.tools.curves import Curve, read_curves, summarize
-from qerl_pl.tools.output_paths import output_file, picture_file
+from qerl_pl.tools.options import report_options
 from qerl_pl.tools.page.collect import collect
 from qerl_pl.tools.page.follow import make_server
 from qerl_pl.tools.page.render import render
@@ -34,22 +33,7 @@ CURVES = (
 
 def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
-    parser = CommandParser(prog=called_as("report"), description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders; each becomes a column")
-    parser.add_argument(
-        "--picture",
-        type=picture_file,
-        help="draw the curves into this PNG, PDF or SVG file (default: RUN/curves.png for one run)",
-    )
-    parser.add_argument("--json", type=output_file, help="write the table to this file, one JSON line per run")
-    parser.add_argument(
-        "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
-    )
-    parser.add_argument("--follow", action="store_true", help="serve that page on this machine while the run continues")
-    parser.add_argument("--port", type=int, default=8008, help="TCP port of --follow (default: 8008)")
-    parser.add_argument(
-        "--completions", type=int, default=10_000, help="most completions on a page (default: 10000, spread evenly)"
-    )
+    parser = report_options()
     options = parser.parse_args(argv)
     if options.completions < 0:
         parser.error(f"--completions is {options.completions}; expected 0 or more")

@@ -1,10 +1,4 @@
-"""Train every arm (configuration) of a study with every seed, and compare the results (docs/study.md).
-
-Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. Given
-again, the command continues the study: finished runs are not touched, and interrupted ones continue from their
-checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 3 if the time was up; 128 plus the number of a
-signal.
-"""
+"""Train every arm of a study with every seed, and compare the results; ``options.STUDY`` describes the command."""
 
 from __future__ import annotations
 
@@ -16,11 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from qerl_pl.cli.yaml_files import fault_in_files
-from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
+from qerl_pl.tools.options import study_options
 
 TASK = "task.yaml"
 """Name of the file that ``pretrain`` writes to the folder of its policy."""
@@ -28,7 +22,7 @@ TASK = "task.yaml"
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and run the study; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = study_options().parse_args(argv)
     try:
         study = read_study(options.study, options.output, _variables(options.set))
         if options.jobs is not None and options.jobs < 1:
@@ -45,28 +39,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=called_as("study"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("study", type=Path, help="YAML file with arms and seeds")
-    parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
-    )
-    parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
-    parser.add_argument("--minutes", type=float, help="stop at the next checkpoints after so long (default: never)")
-    parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
-    parser.add_argument("--of", type=int, default=1, help="of array jobs: how many there are (default: 1)")
-    parser.add_argument(
-        "--analyse",
-        action="store_true",
-        help="run nothing; write tables and pictures of what is finished to OUTPUT/analysis, or the file's folder",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
-    return parser
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:

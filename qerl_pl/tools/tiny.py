@@ -25,11 +25,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
+from qerl_pl.tools.options import tiny_options
 
 SFT_STEPS = 900  # with 450 steps, one policy of three lacks the skill, and RL stops at an accuracy of 0.77
 BATCH_SIZE = 64
@@ -48,10 +48,7 @@ END_ID, PAD_ID = 256, 257  # the bytes come first
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, make the policy and print its accuracy and skill; returns the exit status."""
-    parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default: 0)")
-    args = parser.parse_args(argv)
+    args = tiny_options().parse_args(argv)
     torch.set_num_threads(min(NUM_THREADS, torch.get_num_threads()))
     try:
         if is_made(args.output, seed=args.seed):
