@@ -206,7 +206,11 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
         assert error.count("\n") == 1
         assert message in error
 
-    fails_with("does not exist", "--model", str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match="2"):
+        fails_with("", "--model", str(tmp_path / "nowhere"))
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"there is no folder {tmp_path / 'nowhere'}" in error
     assert main(["--device", "cpu", "--model", path, "--output", str(out)]) == 0
     assert "14 linears packed" in capsys.readouterr().out
     fails_with("is not an empty folder", "--model", path)
@@ -220,7 +224,7 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
 def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     for option in (["--format", "int3"], ["--method", "guess"]):
         with pytest.raises(SystemExit) as exit_info:
-            main(["--model", "m", "--output", "o", *option])
+            main(["--model", ".", "--output", "o", *option])
         assert exit_info.value.code == 2
         assert "invalid choice" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Help and mistakes in options are answered before anything slow is imported."""
+"""Help and mistakes in options and paths are answered before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ import sys
 from qerl_pl.__main__ import COMMANDS
 from qerl_pl.tools.options import PARSERS
 
+WRONG_PATHS = {
+    "quantize --model nowhere --output out": "there is no folder nowhere",
+    "study nowhere.yaml": "there is no file nowhere.yaml",
+    "export --run nowhere --output out": "there is no folder nowhere",
+    "export --run empty --output out": "empty is no run folder: it has no config.yaml",
+    "report empty nowhere": "there is no folder nowhere",
+    "chat empty": "empty is no run folder: it has no config.yaml",
+    "plan -c gsm8k --json empty": "'empty' is a folder",
+}
 PROGRAM = """
 import sys
 from qerl_pl.__main__ import main
-for command in {commands}:
-    for arguments in (["--help"], ["--no-such-option"]):
-        try:
-            main([command, *arguments])
-            raise AssertionError(command)
-        except SystemExit as stop:
-            assert stop.code == (0 if arguments == ["--help"] else 2), (command, stop.code)
+for line in {lines}:
+    try:
+        main(line.split())
+        raise AssertionError(line)
+    except SystemExit as stop:
+        assert stop.code == (0 if line.endswith("--help") else 2), (line, stop.code)
 slow = {{"torch", "transformers", "lightning", "datasets", "vllm", "matplotlib"}} & sys.modules.keys()
 assert not slow, slow
 """
 
 
-def test_they_are_answered_without_slow_imports():
+def test_they_are_answered_without_slow_imports(tmp_path):
     assert PARSERS.keys() <= COMMANDS.keys()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(commands=list(PARSERS))], check=False, capture_output=True, text=True
-    )
+    (tmp_path / "empty").mkdir()
+    lines = [f"{command} {option}" for command in PARSERS for option in ("--help", "--no-such-option")]
+    program = PROGRAM.format(lines=[*lines, *WRONG_PATHS])
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(PARSERS)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == len(PARSERS)
+    assert len(errors) == len(PARSERS) + len(WRONG_PATHS)
     assert all("--help` lists the options" in line for line in errors)
+    for error, expected in zip(errors[len(PARSERS) :], WRONG_PATHS.values(), strict=True):
+        assert expected in error

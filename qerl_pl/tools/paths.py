@@ -1,4 +1,4 @@
-"""Argument types for files that a command writes: a path that cannot be written is refused before any work is done."""
+"""Argument types for paths: one that cannot be read or written is refused before any work is done."""
 
 from __future__ import annotations
 
@@ -33,3 +33,36 @@ def picture_file(text: str) -> Path:
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
     return path
+
+
+def folder(text: str) -> Path:
+    """Check that a path is that of a folder.
+
+    Raises:
+        ArgumentTypeError: there is no such folder.
+    """
+    if not (path := Path(text)).is_dir():
+        raise ArgumentTypeError(f"there is no folder {text}; check the path")
+    return path
+
+
+def file(text: str) -> Path:
+    """Check that a path is that of a file.
+
+    Raises:
+        ArgumentTypeError: there is no such file.
+    """
+    if not (path := Path(text)).is_file():
+        raise ArgumentTypeError(f"there is no file {text}; check the path")
+    return path
+
+
+def run_folder(text: str) -> Path:
+    """Check that a path is that of a run.
+
+    Raises:
+        ArgumentTypeError: there is no such folder, or it has no config.yaml.
+    """
+    if not (folder(text) / "config.yaml").is_file():
+        raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")
+    return Path(text)
