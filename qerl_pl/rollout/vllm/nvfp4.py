@@ -200,16 +200,8 @@ def _batch_with_adapter(
     return nvfp4_batch.batch_linear(x, weight, scales, global_scale, bias, schedule, update=update)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor,
-    bias: Tensor | None,
-    next_weight: Tensor | None,
-    gated: bool,
-    *_: object,
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, *more: Any) -> Tensor:
+    _scale, _bias, _next_weight, gated, *_adapter = more
     # len(x) would make the number of tokens a constant in the graph
     return x.new_empty(x.shape[0], weight_scale.shape[1] // (2 if gated else 1))
 
