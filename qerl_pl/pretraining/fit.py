@@ -22,21 +22,10 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.batches import Batches, Rows, rows_of
 from qerl_pl.pretraining.loss import mean_loss, prepare, token_losses
 from qerl_pl.pretraining.policy import make_tokenizer, random_model
+from qerl_pl.pretraining.sizes import SHAPES
 from qerl_pl.tasks.word_problems import check_operations, draw_problems, leave_out_lines
 
 NUM_TEXTS = 1000  # number of problems that the tokenizer is learnt from; every word occurs in many of them
-
-SHAPES: dict[str, dict[str, int]] = {
-    # Widths, and the output size of a fused q/k/v projection, are multiples of 256 except in "toy", as the NVFP4
-    # kernels require.
-    "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"num_key_value_heads": 1},
-    "10m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2},
-    "30m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 9, "num_attention_heads": 8}
-    | {"num_key_value_heads": 4},
-}
-LEARNING_RATES = {"toy": 3e-3, "10m": 1e-3, "30m": 6e-4}
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,7 @@ class Settings:
 
     Attributes:
         seed: seed of weights and problems.
-        size: a key of SHAPES; "10m" and "30m" have about 10 and 29 million parameters, "toy" is for tests.
+        size: a key of ``sizes.SHAPES``; "10m" and "30m" have about 10 and 29 million parameters, "toy" is for tests.
         steps: optimizer steps.
         batch_size: problems per step.
         operations: fewest and most operations of most problems.

@@ -1,14 +1,4 @@
-"""Train a policy on generated word problems, from scratch or (--start) from another such policy, and measure it.
-
-The policy is a model of the Qwen2 architecture with a small tokenizer of its own, in Hugging Face format, trained on
-problems with worked solutions (docs/word_problems.md). At the end, its pass rates are measured: reinforcement learning
-has room to improve it on problems with pass@1 of 5 to 20 % and pass@64 above 50 %. The folder holds the policy,
-pretrain.json (settings and measurements), task.yaml (a configuration with the problems that have room) and reach.jsonl
-(problems that no sample solved).
-
-Given again after an interruption, the same command continues. Exit status: 0 if the policy is made; 1 after an error; 3
-if the command was stopped by --minutes, Ctrl-C or SIGTERM.
-"""
+"""Train a policy on generated word problems and measure it; ``options.PRETRAIN`` describes the command."""
 
 from __future__ import annotations
 
@@ -27,8 +17,7 @@ import torch
 import yaml
 
 from qerl_pl.base.digest import base_digest
-from qerl_pl.common.program import CommandParser, called_as
-from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Saves, Settings, Stopped, new_policy, train
+from qerl_pl.pretraining.fit import Saves, Settings, Stopped, new_policy, train
 from qerl_pl.pretraining.measure import (
     MIN_PASS_AT_N,
     PASS_AT_1,
@@ -42,7 +31,9 @@ from qerl_pl.pretraining.measure import (
     with_room,
 )
 from qerl_pl.pretraining.policy import FILES, check_place, read_policy, write_policy
+from qerl_pl.pretraining.sizes import LEARNING_RATES
 from qerl_pl.tasks.word_problems import MAX_OPERATIONS, WordProblem, check_operations
+from qerl_pl.tools.options import pretrain_options
 from qerl_pl.tools.problems import record as line_of
 
 RECORD = "pretrain.json"
@@ -52,7 +43,7 @@ REACH = 3  # problems of the reach set have up to so many operations more than t
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, train the policy, and print its pass rates; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = pretrain_options().parse_args(argv)
     try:
         settings = _settings(options)
         check_operations(options.rl_operations)
@@ -73,52 +64,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=called_as("pretrain"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
-    parser.add_argument("--start", type=Path, help="policy from which training starts (default: random weights)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")
-    parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
-    parser.add_argument("--batch-size", type=int, default=512, help="problems per step (default: 512)")
-    parser.add_argument(
-        "--operations", type=int, nargs=2, default=(2, 5), metavar=("FEWEST", "MOST"), help="trained on (default: 2 5)"
-    )
-    parser.add_argument(
-        "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
-    )
-    parser.add_argument(
-        "--left-out", type=float, default=0.0, help="share of a solution's lines that is left out (default: 0)"
-    )
-    parser.add_argument(
-        "--rl-operations",
-        type=int,
-        nargs=2,
-        default=(3, 6),
-        metavar=("FEWEST", "MOST"),
-        help="that RL is to train on, if they have room (default: 3 6)",
-    )
-    parser.add_argument("--learning-rate", type=float, help="default: by size")
-    parser.add_argument(
-        "--micro-batch-tokens",
-        type=int,
-        default=131072,
-        help="most in one forward pass; fewer need less memory (default: 131072)",
-    )
-    parser.add_argument("--measure-problems", type=int, default=64, help="per number of operations (default: 64)")
-    parser.add_argument("--reach-problems", type=int, default=512, help="tried for the reach set (default: 512)")
-    parser.add_argument("--samples", type=int, default=64, help="completions of each, n of pass@n (default: 64)")
-    parser.add_argument("--batch-rows", type=int, default=2048, help="completions sampled at once (default: 2048)")
-    parser.add_argument("--workers", type=int, help="processes that draw problems (default: by cores)")
-    parser.add_argument("--save-seconds", type=float, default=60.0, help="most between two saves (default: 60)")
-    parser.add_argument("--save-steps", type=int, default=1000, help="most between two saves (default: 1000)")
-    parser.add_argument("--minutes", type=float, help="save and stop after so long (default: never)")
-    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
-    return parser
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -17,8 +17,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from qerl_pl.pretraining.batches import Batches, Rows
-from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings, batches_of, loader_of, new_policy, train_step
+from qerl_pl.pretraining.fit import Settings, batches_of, loader_of, new_policy, train_step
 from qerl_pl.pretraining.loss import prepare, token_losses
+from qerl_pl.pretraining.sizes import LEARNING_RATES, SHAPES
 from tests.bench.harness import CUDA, DEVICE, DTYPE, emit
 
 

@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from datamodules.word_problems import WordProblems
-from qerl_pl.pretraining.fit import LEARNING_RATES, SHAPES, Settings
+from qerl_pl.pretraining.fit import Settings
 from qerl_pl.pretraining.measure import MIN_PASS_AT_N, PASS_AT_1
+from qerl_pl.pretraining.sizes import LEARNING_RATES, SHAPES
 from qerl_pl.study.statistics import holm
 from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from qerl_pl.tools import pretrain
+from qerl_pl.tools.options import pretrain_options
 from tests.program import ROOT
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
@@ -47,14 +49,14 @@ def formats_pilot() -> Study:
 def pretraining(**changes: Any) -> tuple[Any, Settings]:
     """The options and settings of `pretrain` with its defaults."""
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    options = pretrain._parser().parse_args(["--output", "models/words-0", *words])
+    options = pretrain_options().parse_args(["--output", "models/words-0", *words])
     return options, pretrain._settings(options)
 
 
 def habit() -> Settings:
     """The settings of the further training, from the page's command."""
     (command,) = re.findall(r"--start models/skilled-\$1 --size \$2 --seed \$3 \\\n +(.*)\n", PAGE)
-    options = pretrain._parser().parse_args(["--output", "models/words-0", *command.split()])
+    options = pretrain_options().parse_args(["--output", "models/words-0", *command.split()])
     return pretrain._settings(options)
 
 
