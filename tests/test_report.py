@@ -100,7 +100,8 @@ def test_a_table_is_written_beside_the_picture(run, tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused_with_advice(run, tmp_path, capsys):
-    assert command(["report", str(tmp_path / "nowhere")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        command(["report", str(tmp_path / "nowhere")])
     assert f"there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
     assert command(["report", str(run.parent)]) == 2
     assert f"has runs in it; give one or several of them: {run}" in capsys.readouterr().err

@@ -51,8 +51,10 @@ def test_the_loop_asks_both_and_forgets_between_questions_or_at_an_empty_line(fi
 
 
 def test_what_cannot_be_talked_to_is_refused(tmp_path, capsys):
-    assert command(["chat", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        command(["chat", str(tmp_path)])
     assert "is no run folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").touch()
     assert command(["chat", str(tmp_path), "--max-tokens", "0"]) == 2
 
 

@@ -361,7 +361,8 @@ print("TOKENS", list(llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].
 
 
 def test_export_says_what_is_missing(tmp_path, capsys):
-    assert command(["export", "--run", str(tmp_path), "--output", str(tmp_path / "a")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        command(["export", "--run", str(tmp_path), "--output", str(tmp_path / "a")])
     assert "config.yaml" in capsys.readouterr().err
 
 
