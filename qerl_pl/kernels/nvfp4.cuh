@@ -124,17 +124,24 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
-template <int FOURS, int THREADS, int IN_FLIGHT>
-FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
+// Calls ``store`` for a thread block's share of what its cluster stores: FOURS groups of four outputs per token. Its
+// arguments are the token and the group's first output.
+template <int FOURS, int THREADS, typename Store>
+FUNCTION void store_share(int tokens, int splits, Store store) {
   // The thread blocks take turns with as many parts as they have threads, or with fewer if there are few parts.
   const int parts = tokens * FOURS, turn = min(THREADS, (parts + splits - 1) / splits);
   if (threadIdx.x >= turn) return;
-  for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn) {
-    const int token = part / FOURS, output = part % FOURS * 4;
+  for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn)
+    store(part / FOURS, part % FOURS * 4);
+}
+
+// Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
+template <int FOURS, int THREADS, int IN_FLIGHT>
+FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
+  store_share<FOURS, THREADS>(tokens, splits, [=](int token, int output) {
     const u32 address = sums + (token * (FOURS * 4 + 4) + output) * 4;
     store_outputs(y, bias, token, n + output, N, sum_of_cluster<IN_FLIGHT>(address, splits));
-  }
+  });
 }
 
 // ---- silu(gate) * up -------------------------------------------------------------------------------------------------
@@ -149,14 +156,11 @@ FUNCTION float gated(float gate, float up) {  // rounds like bf16 operations of 
 template <int THREADS, int IN_FLIGHT>
 FUNCTION void store_gated_sums(u32 sums, u16 *y, int tokens, int n, int N, int splits) {
   constexpr int FOURS = 32;
-  const int parts = tokens * FOURS, turn = min(THREADS, (parts + splits - 1) / splits);
-  if (threadIdx.x >= turn) return;
-  for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn) {
-    const int token = part / FOURS, output = part % FOURS * 4;
+  store_share<FOURS, THREADS>(tokens, splits, [=](int token, int output) {
     const u32 address = sums + (token * (FOURS * 8 + 4) + output) * 4;
     const float4 gate = sum_of_cluster<IN_FLIGHT>(address, splits);
     const float4 up = sum_of_cluster<IN_FLIGHT>(address + FOURS * 16, splits);
     store_outputs(y, nullptr, token, n + output, N,
                   make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w)));
-  }
+  });
 }
