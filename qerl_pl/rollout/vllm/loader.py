@@ -79,7 +79,9 @@ def register_loader(
             device: Any = vllm_config.device_config.device
             base_weights.place(model, packed or {}, device)
             tell_next_weights(model)
-            if not (lora := vllm_config.lora_config) or lora.max_loras == 1:  # otherwise vLLM's kernels add adapters
+            lora = vllm_config.lora_config
+            if not lora or lora.max_loras == 1:
+                # With more adapter slots, vLLM adds adapters to what the operator returns, which must be gate and up.
                 move_activations(model)
             return model
 

@@ -68,10 +68,11 @@ def fewest_unfused(linear: Any) -> int:
     this project's native GEMM."""
     a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
     shape, fits = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
-    fused = (
-        fits and (nvfp4_decode.choose_schedule(tokens, *shape) or _fused_batch(tokens, a, b)) for tokens in count(1)
-    )
-    return next(tokens for tokens, schedule in enumerate(fused, 1) if not schedule)
+
+    def is_fused(tokens: int) -> bool:
+        return fits and bool(nvfp4_decode.choose_schedule(tokens, *shape) or _fused_batch(tokens, a, b))
+
+    return next(tokens for tokens in count(1) if not is_fused(tokens))
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
