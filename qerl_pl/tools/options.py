@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.pretraining.sizes import SHAPES
-from qerl_pl.tools.paths import file, folder, output_file, picture_file, run_folder
+from qerl_pl.tools.paths import existing_file, existing_folder, existing_run, output_file, picture_file
 
 MergedForm = Literal["bf16", "nvfp4"]
 """Forms in which ``export`` writes a model with the adapter merged into it."""
@@ -98,7 +98,9 @@ def pretrain_options() -> CommandParser:
 def quantize_options() -> CommandParser:
     """Make the parser of `quantize`."""
     parser = CommandParser(prog=called_as("quantize"), description="Write a 4-bit copy of a checkpoint.")
-    parser.add_argument("--model", type=folder, required=True, help="folder of a bf16, fp16 or fp32 checkpoint")
+    parser.add_argument(
+        "--model", type=existing_folder, required=True, help="folder of a bf16, fp16 or fp32 checkpoint"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")
     parser.add_argument(
@@ -134,7 +136,7 @@ def study_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("study"), description=STUDY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", type=file, help="YAML file with arms and seeds")
+    parser.add_argument("study", type=existing_file, help="YAML file with arms and seeds")
     parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
@@ -185,7 +187,7 @@ def export_options() -> CommandParser:
         prog=called_as("export"),
         description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
     )
-    parser.add_argument("--run", required=True, type=run_folder, help="run folder, with config.yaml and checkpoints/")
+    parser.add_argument("--run", required=True, type=existing_run, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
     parser.add_argument(
@@ -208,7 +210,7 @@ def report_options() -> CommandParser:
         description="Report on runs from their TensorBoard event files: a table of results, a picture of curves, and "
         "an HTML page.",
     )
-    parser.add_argument("runs", nargs="+", type=folder, help="run folders; each becomes a column")
+    parser.add_argument("runs", nargs="+", type=existing_folder, help="run folders; each becomes a column")
     parser.add_argument(
         "--picture",
         type=picture_file,
@@ -234,7 +236,7 @@ def chat_options() -> CommandParser:
         "transformers, printed token by token. Each line is a question of its own, as in training, unless "
         "--conversation is given. Ctrl-D ends the program.",
     )
-    parser.add_argument("run", type=run_folder, help="run folder, with config.yaml and checkpoints/")
+    parser.add_argument("run", type=existing_run, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -35,34 +36,38 @@ def picture_file(text: str) -> Path:
     return path
 
 
-def folder(text: str) -> Path:
+def existing_folder(text: str) -> Path:
     """Check that a path is that of a folder.
 
     Raises:
         ArgumentTypeError: there is no such folder.
     """
-    if not (path := Path(text)).is_dir():
-        raise ArgumentTypeError(f"there is no folder {text}; check the path")
-    return path
+    return _existing(text, "folder", Path.is_dir)
 
 
-def file(text: str) -> Path:
+def existing_file(text: str) -> Path:
     """Check that a path is that of a file.
 
     Raises:
         ArgumentTypeError: there is no such file.
     """
-    if not (path := Path(text)).is_file():
-        raise ArgumentTypeError(f"there is no file {text}; check the path")
-    return path
+    return _existing(text, "file", Path.is_file)
 
 
-def run_folder(text: str) -> Path:
-    """Check that a path is that of a run.
+def existing_run(text: str) -> Path:
+    """Check that a path is that of a run's folder.
 
     Raises:
         ArgumentTypeError: there is no such folder, or it has no config.yaml.
     """
-    if not (folder(text) / "config.yaml").is_file():
+    path = existing_folder(text)
+    if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")
-    return Path(text)
+    return path
+
+
+def _existing(text: str, kind: str, exists: Callable[[Path], bool]) -> Path:
+    path = Path(text)
+    if not exists(path):
+        raise ArgumentTypeError(f"there is no {kind} {text}; check the path")
+    return path

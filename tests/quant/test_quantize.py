@@ -206,8 +206,9 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
         assert error.count("\n") == 1
         assert message in error
 
+    capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
-        fails_with("", "--model", str(tmp_path / "nowhere"))
+        main(["--model", str(tmp_path / "nowhere"), "--output", str(out)])
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"there is no folder {tmp_path / 'nowhere'}" in error
