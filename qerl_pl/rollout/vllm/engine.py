@@ -166,6 +166,7 @@ class VLLMEngine:
         with watch.phase("adapter kernels"):
             if not self._on_cpu:
                 self._call(worker.compile_adapter_kernels)
+                self._call(worker.use_graphs)
         self.load_adapter(self._policy.adapter_state())
 
     def generate(

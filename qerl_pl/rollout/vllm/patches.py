@@ -42,6 +42,7 @@ def apply_all() -> None:
     if current_platform.is_cuda():
         humming_schedules()
         parallel_token_scores()
+        state_at_fixed_addresses()
         graphs_with_adapter()
         warmup_without_unused_kernels()
     else:
@@ -75,6 +76,21 @@ def parallel_token_scores() -> None:
     sampler: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
     takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
     replace_once(sampler, "compute_topk_scores", lambda own: sampled_scores, takes=takes)
+
+
+def state_at_fixed_addresses() -> None:
+    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in the GPU's memory, and copy
+    them only if they have changed.
+
+    Symptom: in each decoding step the host copies six tables that are the same as before, and kernels read them from
+    the host's memory. Since their addresses change, these kernels cannot be in a CUDA graph.
+    Cause: vLLM writes each table to one of two buffers in the host's memory, in turns.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.rollout.vllm.state_tables import copy_if_changed
+
+    table: Any = import_module("vllm.v1.worker.gpu.buffer_utils").UvaBackedTensor
+    replace_once(table, "copy_to_uva", lambda own: copy_if_changed, takes=("self", "n"))
 
 
 def graphs_with_adapter() -> None:
@@ -173,6 +189,27 @@ def cache_of_unchanged_blocks(
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
 
 
+def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
+    """Run what vLLM launches before and after the model's CUDA graph as CUDA graphs, too.
+
+    Symptom: with few sequences, the GPU waits for the host, which takes 2 to 4 ms for a decoding step.
+    Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        runner: the ``GPUModelRunner`` of one engine.
+        graphs: the object that has the new methods, a ``decoding_graphs.DecodingGraphs``.
+    """
+    inputs = ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras")
+    updated = ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")
+    replace(runner, "prepare_inputs", graphs.prepare_inputs, takes=inputs)
+    replace(runner, "prepare_attn", graphs.prepare_attn, takes=("input_batch",))
+    replace(runner, "sample", graphs.sample, takes=("hidden_states", "input_batch", "grammar_output"))
+    replace(runner, "postprocess_sampled", graphs.postprocess_sampled, takes=updated)
+    metadata = ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config")
+    replace(runner.model_state, "prepare_attn", graphs.build_metadata, takes=metadata)
+
+
 @contextmanager
 def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iterator[None]:
     """Let an engine start although memory of an ended engine is still allocated in vLLM's pool.
@@ -255,6 +292,7 @@ def kept_process_group() -> Iterator[None]:
 PATCHES: tuple[Callable[..., Any], ...] = (
     fast_adapters,
     parallel_token_scores,
+    state_at_fixed_addresses,
     graphs_with_adapter,
     warmup_without_unused_kernels,
     humming_schedules,
@@ -263,6 +301,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     native_nvfp4_linears,
     packed_weights_on_host,
     cache_of_unchanged_blocks,
+    graphs_of_decoding_steps,
     memory_of_ended_engines,
     decoder_classes_apart,
     quiet_memory_binding,

@@ -80,6 +80,13 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
         list(pool.map(compile_kernels, *zip(*linears.values(), strict=True)))
 
 
+def use_graphs(worker: WorkerBase) -> None:
+    """Run the parts of a decoding step around the model's blocks as CUDA graphs (``decoding_graphs``)."""
+    from qerl_pl.rollout.vllm import decoding_graphs
+
+    decoding_graphs.use_graphs(worker)
+
+
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
     """Copy an adapter's LoRA matrices, given by PEFT's names, into vLLM's slots; B is multiplied by the scaling before

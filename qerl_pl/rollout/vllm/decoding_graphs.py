@@ -1,0 +1,266 @@
+"""CUDA graphs for those parts of a decoding step that vLLM launches kernel by kernel.
+
+vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
+the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. Each of
+these takes the host longer than the GPU, so with few sequences the GPU would wait: the host needs 2 to 4 ms for a step,
+and the GPU 2.5 ms for the blocks of a 7B model with 8 sequences. The launches depend on nothing but the number of
+sequences and on tensors whose addresses stay the same, so here they are captured in two further graphs for each number
+of sequences, one before the blocks and one after them.
+
+Only vLLM and other modules of this package that run on CUDA import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.worker_base import WorkerBase
+
+from qerl_pl.rollout.vllm import patches
+
+MOST_SEQUENCES = 64
+"""Larger batches run as in vLLM: their steps take the GPU longer than the host, and graphs would keep memory for their
+logits."""
+
+
+@dataclass
+class Step:
+    """Graphs and tensors for the decoding steps of a fixed number of sequences."""
+
+    batch: InputBatch
+    """vLLM's description of the batch. Its tensors on the GPU stay the same; its values on the host change."""
+    inputs: torch.cuda.CUDAGraph
+    """Writes the model's inputs, block tables and attention's schedule."""
+    starts: torch.Tensor
+    """Index of each sequence's first token in the batch; ``inputs`` reads this tensor."""
+    attention: tuple[tuple[torch.Tensor, ...], torch.Tensor]
+    """Block tables and slots of the KV cache that ``inputs`` writes."""
+    metadata: dict[str, Any]
+    """Attention's metadata by layer."""
+    sampling: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]]
+    """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
+
+    def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
+        """Set ``batch`` to the next batch, and return whether its sequences are those of the batch before, in the same
+        order."""
+        batch, rows = self.batch, state.idx_mapping_np
+        if not (same := np.array_equal(batch.idx_mapping_np, rows)):
+            async_tensor_h2d(rows, out=batch.idx_mapping)
+        batch.req_ids, batch.idx_mapping_np, batch.prefill_len_np = state.req_ids, rows, state.prefill_len_np
+        batch.num_computed_prefill_tokens_np = state.num_computed_prefill_tokens_np
+        batch.num_computed_tokens_np = runner.req_states.num_computed_tokens_np[rows]
+        batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs] = batch.num_computed_tokens_np + 1
+        return same
+
+
+class DecodingGraphs:
+    """Replaces methods of vLLM's model runner: where a batch has graphs, they are replayed instead.
+
+    The first step with a new number of sequences runs as in vLLM, by which its kernels are compiled, and is captured
+    afterwards. All graphs are replayed in order on vLLM's stream, so those for different numbers of sequences share
+    memory. Another stream copies each step's tokens to the host; the next step's tokens are written to the same
+    addresses, so their graph waits for this copy.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        assert runner.sampler is not None
+        self.runner, self.sampler = runner, runner.sampler
+        self.prepare_inputs_plainly = runner.prepare_inputs
+        self.prepare_attention_plainly = runner.prepare_attn
+        self.build_metadata_plainly = runner.model_state.prepare_attn
+        self.sample_plainly = runner.sample
+        self.update_state_plainly = runner.postprocess_sampled
+        self.steps: dict[tuple[int, BatchExecutionDescriptor], Step] = {}
+        self.stream = torch.cuda.Stream(runner.device)
+        # The tokens of a step must outlive the graph of the next step's inputs, so the two kinds share no memory.
+        self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.step: Step | None = None
+        """The graphs of the step that is running; None if vLLM has launched its inputs."""
+        self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
+        """The batch of the step that is running, if vLLM has launched its inputs and graphs could."""
+        self.kind: Hashable = None
+        """``kind_of_sampling`` of the last steps; None if it has to be determined again."""
+        self.is_updated = False
+        """Whether a graph has updated the state of the running step's sequences."""
+
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: BatchReqState,
+        batch_desc: BatchExecutionDescriptor,
+        num_active_loras: int,
+    ) -> InputBatch:
+        """Write the model's inputs; replaces the model runner's method of this name, which has the same arguments."""
+        before, self.step, self.uncaptured = self.step, None, None
+        decodes = is_decoding(batch_req_state, batch_desc) and not scheduler_output.has_structured_output_requests
+        step = self.steps.get((batch_req_state.num_tokens, batch_desc)) if decodes else None
+        if step is None:
+            self.kind = None
+            batch = self.prepare_inputs_plainly(scheduler_output, batch_req_state, batch_desc, num_active_loras)
+            self.uncaptured = (batch, batch_desc) if decodes else None
+            return batch
+        if not step.describe(batch_req_state, self.runner) or step is not before:
+            self.kind = None
+        step.inputs.replay()
+        self.step = step
+        return step.batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return block tables and slots of the KV cache; replaces the model runner's method of this name."""
+        if self.step and input_batch is self.step.batch:
+            return self.step.attention
+        return self.prepare_attention_plainly(input_batch)
+
+    def build_metadata(self, input_batch: InputBatch, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Return attention's metadata by layer; replaces ``prepare_attn`` of the runner's model state."""
+        if self.step and input_batch is self.step.batch:
+            return self.step.metadata
+        return self.build_metadata_plainly(input_batch, *arguments, **named)
+
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Sample one token per sequence; replaces the model runner's method of this name.
+
+        Args:
+            hidden_states: output of the model's blocks, [tokens, hidden size], always at the same address.
+            input_batch: the batch that ``prepare_inputs`` has returned.
+            grammar_output: which tokens a grammar allows; None in steps that have graphs.
+        """
+        self.is_updated = False
+        if self.step and self.kind is None:
+            self.kind = kind_of_sampling(self.sampler, input_batch.idx_mapping_np)
+        captured = self.step.sampling.get(self.kind) if self.step else None
+        if captured is None:
+            sampled = self.sample_plainly(hidden_states, input_batch, grammar_output)
+            self.capture(hidden_states, input_batch)
+            return sampled
+        graph, sampled = captured
+        self.runner.main_stream.wait_stream(self.runner.output_copy_stream)
+        graph.replay()
+        self.is_updated = True
+        return sampled
+
+    def postprocess_sampled(self, *arguments: Any, **named: Any) -> None:
+        """Update the state of sequences that got a token; replaces the model runner's method of this name."""
+        if not self.is_updated:
+            self.update_state_plainly(*arguments, **named)
+
+    def capture(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
+        """Capture what vLLM has launched for the running step, if graphs can replace it."""
+        kind = kind_of_sampling(self.sampler, batch.idx_mapping_np)
+        if kind is None or not (self.step or self.uncaptured):
+            return
+        step = self.step
+        if self.uncaptured:
+            batch, desc = self.uncaptured
+            step = self.steps[batch.num_reqs, desc] = self.capture_inputs(batch, desc)
+        assert step is not None
+        step.sampling[kind] = self.capture_sampling(hidden_states, step.batch)
+
+    def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
+        """Capture what writes the inputs of batches that are like ``batch``.
+
+        The sequences' rows in vLLM's tables are read from a tensor of the graph's own, which ``Step.describe`` sets.
+        """
+        runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
+        rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
+        own = replace(batch, idx_mapping=rows, expanded_idx_mapping=rows)
+        with self.capturing(self.input_memory) as graph:
+            buffers.query_start_loc.copy_(starts)
+            computed = states.num_computed_tokens.gpu
+            prepare_pos_seq_lens(rows, own.query_start_loc, computed, buffers.positions, buffers.seq_lens)
+            combine_sampled_and_draft_tokens(
+                buffers.input_ids,
+                rows,
+                states.last_sampled_tokens,
+                own.query_start_loc,
+                own.seq_lens,
+                states.prefill_len.gpu,
+                states.draft_tokens,
+                own.cu_num_logits,
+                own.num_reqs,
+            )
+            attention = self.prepare_attention_plainly(own)
+            groups, config = runner.attn_groups, runner.kv_cache_config
+            # as for the model's graph, the schedule is for sequences of any length
+            metadata = self.build_metadata_plainly(own, desc.cg_mode, *attention, groups, config, for_capture=True)
+        return Step(own, graph, starts, attention, metadata, {})
+
+    def capture_sampling(self, hidden_states: torch.Tensor, batch: InputBatch) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Capture logits, sampling, log-probabilities and the update of the sequences' state."""
+        with self.capturing(self.sampling_memory) as graph:
+            sampled = self.sample_plainly(hidden_states, batch, None)
+            output, num_sampled, num_rejected = sampled
+            tokens = output.sampled_token_ids
+            self.update_state_plainly(batch.idx_mapping, tokens, num_sampled, num_rejected, batch.query_start_loc)
+        return graph, sampled
+
+    @contextmanager
+    def capturing(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+        """Capture, and do not run, what is launched within the context. Unlike ``torch.cuda.graph`` this does not wait
+        for the GPU."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                graph.capture_end()
+
+
+def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
+    """Return whether each sequence of a batch gets its next token and the model's blocks run as one CUDA graph."""
+    return (
+        desc.cg_mode == CUDAGraphMode.FULL
+        and not state.has_prefill
+        and state.num_draft_tokens_np is None
+        and state.num_tokens == len(state.req_ids) <= MOST_SEQUENCES
+    )
+
+
+def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
+    """Return a value that is equal for batches for which vLLM's sampler launches the same kernels; None if these are
+    not captured, because a sequence has top-p, top-k or min-p.
+
+    Of the other options that need kernels, requests of this project have only a temperature
+    (``requests.sampling_params``).
+
+    Args:
+        sampler: vLLM's sampler.
+        rows: the sequences' rows in its tables.
+    """
+    states = sampler.sampling_states
+    temperature = states.temperature.np[rows]
+    scales = bool(((temperature != 0) & (temperature != 1)).any())
+    keeps_all = (states.top_k.np[rows] == states.vocab_size) & (states.top_p.np[rows] == 1)
+    if not (keeps_all & (states.min_p.np[rows] == 0)).all() or sampler.needs_logits_processing[rows].any() != scales:
+        return None
+    return scales, sampler.get_logprobs_dims(rows)
+
+
+def use_graphs(worker: WorkerBase) -> None:
+    """Run decoding steps by graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention.
+
+    The steps of other models stay as they are.
+    """
+    runner: Any = worker.model_runner
+    if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
+        return
+    builders = {type(group.get_metadata_builder()) for groups in runner.attn_groups for group in groups}
+    if builders == {FlashAttentionMetadataBuilder}:
+        patches.graphs_of_decoding_steps(runner, DecodingGraphs(runner))

@@ -1,0 +1,162 @@
+"""Decoding steps that run as CUDA graphs give the bits that vLLM's own launches give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qerl_pl.kernels import hopper
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("decoding_graphs")]
+PROMPTS = some_prompts(1, 40, 70)
+needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+
+
+@pytest.fixture(scope="module")
+def engine(unpadded) -> Iterator[VLLMEngine]:
+    policy = make_policy(str(unpadded), dtype=torch.bfloat16).cuda()
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    engine = VLLMEngine(kv_cache_bytes=2**28, max_num_seqs=80)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    yield engine
+    engine.close()
+
+
+def graphs(engine: VLLMEngine) -> Any:
+    return engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
+
+
+def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
+    """Completions and log-probabilities by vLLM's own launches, and by graphs that an equal call has captured."""
+    from qerl_pl.rollout.vllm import decoding_graphs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding_graphs, "MOST_SEQUENCES", 0)
+        plain = engine.generate(PROMPTS, sampling, 5, **how)
+    captured = engine.generate(PROMPTS, sampling, 5, **how)
+    assert captured == plain
+    return plain, engine.generate(PROMPTS, sampling, 5, **how)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [1, 2, 7, 20, 40])
+def test_equal_bits_with_any_number_of_sequences(engine, copies):
+    """Completions end at different steps, so numbers of sequences and their order change during a call."""
+    plain, found = plain_and_by_graphs(engine, Sampling(num_completions=copies, max_tokens=40))
+    assert found == plain
+    lengths = {len(each.tokens) for group in plain for each in group}
+    assert copies < 7 or len(lengths) > 3
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_steps_are_run_by_graphs(engine, monkeypatch):
+    sampling = Sampling(num_completions=2, max_tokens=8)
+    engine.generate(PROMPTS, sampling, 5)
+    own, launched = graphs(engine), Counter()
+    for name in ("prepare_inputs_plainly", "sample_plainly", "prepare_attention_plainly", "build_metadata_plainly"):
+        plain = getattr(own, name)
+
+        def count(*args: Any, name: str = name, plain: Any = plain, **more: Any) -> Any:
+            launched[name] += 1
+            return plain(*args, **more)
+
+        monkeypatch.setattr(own, name, count)
+    engine.generate(PROMPTS, sampling, 5)
+    assert len(launched) == 4
+    assert max(launched.values()) <= 2, "more than the prompts is launched by vLLM"
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}], ids=str)
+def test_equal_bits_with_each_way_to_sample(engine, settings):
+    """One after another, so a graph of another way of sampling must not be used."""
+    for more in ({}, settings):
+        plain, found = plain_and_by_graphs(engine, Sampling(num_completions=1, max_tokens=12, **more))
+        assert found == plain
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_graphs_use_the_adapter_and_the_noise_of_the_call(engine):
+    sampling, policy = Sampling(num_completions=4, max_tokens=12), engine._policy
+    first = engine.generate(PROMPTS, sampling, 5)
+    found = [first]
+    for change in (
+        lambda: engine.load_adapter(random_adapter(policy, seed=2)),
+        lambda: engine.set_norm_noise(NormNoise(0.3, 3)),
+    ):
+        change()
+        plain, by_graphs = plain_and_by_graphs(engine, sampling)
+        assert by_graphs == plain
+        assert plain not in found
+        found.append(plain)
+    plain, by_graphs = plain_and_by_graphs(engine, sampling, adapter=False)
+    assert by_graphs == plain
+    engine.set_norm_noise(NormNoise())
+    engine.load_adapter(policy.adapter_state())
+    assert engine.generate(PROMPTS, sampling, 5) == first
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1])
+def test_graphs_stay_valid_over_sleep(engine, level):
+    sampling = Sampling(num_completions=4, max_tokens=12)
+    before = engine.generate(PROMPTS, sampling, 5)
+    engine.sleep_level = level
+    engine.sleep()
+    engine.wake()
+    plain, found = plain_and_by_graphs(engine, sampling)
+    assert before == plain == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"has_prefill": True}, False),
+        ({"num_draft_tokens_np": np.zeros(3)}, False),
+        ({"num_tokens": 4}, False),
+        ({"req_ids": ["a"] * 65, "num_tokens": 65}, False),
+        ({"cg_mode": "PIECEWISE"}, False),
+    ],
+    ids=str,
+)
+def test_only_steps_of_one_token_per_sequence_are_run_by_graphs(changes, expected):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from qerl_pl.rollout.vllm.decoding_graphs import is_decoding
+
+    state = {"req_ids": ["a", "b", "c"], "num_tokens": 3, "has_prefill": False, "num_draft_tokens_np": None} | changes
+    mode = CUDAGraphMode[changes.get("cg_mode", "FULL")]
+    assert is_decoding(SimpleNamespace(**state), SimpleNamespace(cg_mode=mode)) is expected  # type: ignore[arg-type]
+
+
+def test_a_table_is_copied_to_one_address_and_only_after_a_change(monkeypatch):
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+    from qerl_pl.rollout.vllm import state_tables
+
+    copies, copy = [], state_tables.async_tensor_h2d
+    monkeypatch.setattr(state_tables, "async_tensor_h2d", lambda *a, **k: (copies.append(a), copy(*a, **k))[1])
+    table = UvaBackedTensor(5, torch.int32)
+    first = state_tables.copy_if_changed(table)
+    for value, count in [(0, 1), (7, 2), (7, 2), (0, 3)]:
+        table.np[3] = value
+        found = state_tables.copy_if_changed(table, 4)
+        assert found.tolist() == [0, 0, 0, value]
+        assert (found.data_ptr(), len(copies)) == (first.data_ptr(), count)
+        assert table.gpu.data_ptr() == first.data_ptr()
