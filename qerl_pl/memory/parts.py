@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import ceil
 
+from qerl_pl.memory.settings import GRAPH_SEQUENCES
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
@@ -248,10 +249,11 @@ def engine_pass(
 
 
 def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
-    """Return the bytes that vLLM keeps even while it sleeps: CUDA graphs and, for each sequence, an int32 and a bit per
-    entry of the vocabulary."""
+    """Return the bytes that vLLM keeps even while it sleeps: CUDA graphs, with two fp32 copies of the logits of a step
+    that they run alone, and, for each sequence, an int32 and a bit per entry of the vocabulary."""
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
-    return counts + (0 if eager else GRAPHS_PER_LAYER * shape.num_layers)
+    graphs = GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(num_seqs, GRAPH_SEQUENCES)
+    return counts + (0 if eager else graphs)
 
 
 def slot_rank(rank: int) -> int:

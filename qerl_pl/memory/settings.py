@@ -11,6 +11,9 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
+GRAPH_SEQUENCES = 64
+"""Most sequences of a decoding step that the vLLM engine runs by CUDA graphs alone, which keep memory for its logits.
+The steps of more sequences take the GPU longer than the host anyway."""
 CHECKED_TOKENS = 4096
 """Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
 less memory than the engine's own passes."""

@@ -197,3 +197,15 @@ def test_slots_have_the_ranks_that_vllm_accepts():
     from qerl_pl.rollout.vllm.arguments import accepted_rank
 
     assert [parts.slot_rank(rank) for rank in range(1, 513)] == [accepted_rank(rank) for rank in range(1, 513)]
+
+
+def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_sequences():
+    shape = config_shape(model_config("7B"), NVFP4, torch.bfloat16)
+    graphs = {
+        count: parts.engine_state(shape, num_seqs=count, eager=False)
+        - parts.engine_state(shape, num_seqs=count, eager=True)
+        for count in (1, 8, 64, 256)
+    }
+    assert graphs[8] - graphs[1] == 7 * 2 * 4 * shape.vocabulary
+    assert graphs[64] - graphs[8] == 56 * 2 * 4 * shape.vocabulary
+    assert graphs[256] == graphs[64]

@@ -41,7 +41,7 @@ def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> t
     from qerl_pl.rollout.vllm import decoding_graphs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding_graphs, "MOST_SEQUENCES", 0)
+        patch.setattr(decoding_graphs, "GRAPH_SEQUENCES", 0)
         plain = engine.generate(PROMPTS, sampling, 5, **how)
     captured = engine.generate(PROMPTS, sampling, 5, **how)
     assert captured == plain

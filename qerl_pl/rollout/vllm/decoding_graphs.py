@@ -30,11 +30,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.worker_base import WorkerBase
 
+from qerl_pl.memory.settings import GRAPH_SEQUENCES
 from qerl_pl.rollout.vllm import patches
-
-MOST_SEQUENCES = 64
-"""Larger batches run as in vLLM: their steps take the GPU longer than the host, and graphs would keep memory for their
-logits."""
 
 
 @dataclass
@@ -229,7 +226,7 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
         desc.cg_mode == CUDAGraphMode.FULL
         and not state.has_prefill
         and state.num_draft_tokens_np is None
-        and state.num_tokens == len(state.req_ids) <= MOST_SEQUENCES
+        and state.num_tokens == len(state.req_ids) <= GRAPH_SEQUENCES
     )
 
 
