@@ -249,8 +249,11 @@ def engine_pass(
 
 
 def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
-    """Return the bytes that vLLM keeps even while it sleeps: CUDA graphs, with two fp32 copies of the logits of a step
-    that they run alone, and, for each sequence, an int32 and a bit per entry of the vocabulary."""
+    """Return the bytes that vLLM keeps even while it sleeps.
+
+    These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
+    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary.
+    """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     graphs = GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(num_seqs, GRAPH_SEQUENCES)
     return counts + (0 if eager else graphs)

@@ -12,8 +12,8 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 GRAPH_SEQUENCES = 64
-"""Most sequences of a decoding step that the vLLM engine runs by CUDA graphs alone, which keep memory for its logits.
-The steps of more sequences take the GPU longer than the host anyway."""
+"""vLLM's decoding steps with up to this many sequences run entirely as CUDA graphs, which keep memory for the logits.
+With more sequences the GPU takes longer than the host, so graphs would save nothing."""
 CHECKED_TOKENS = 4096
 """Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
 less memory than the engine's own passes."""

@@ -145,6 +145,37 @@ def test_only_steps_of_one_token_per_sequence_are_run_by_graphs(changes, expecte
     assert is_decoding(SimpleNamespace(**state), SimpleNamespace(cg_mode=mode)) is expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ([{"temperature": 1}, {"temperature": 0}], (False, (0, 0))),
+        ([{"temperature": 1}, {"temperature": 0.7}], (True, (0, 0))),
+        ([{"temperature": 1, "logprobs": None}] * 2, (False, None)),
+        ([{"temperature": 1}, {"top_p": 0.8}], None),
+        ([{"temperature": 0.7}, {"top_k": 3}], None),
+        ([{"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.1}], None),
+        ([{"temperature": 0.7}, {"temperature": 0.7, "repetition_penalty": 1.5}], None),
+        ([{"temperature": 1}, {"temperature": 0.7, "logit_bias": {3: 1.0}}], None),
+    ],
+    ids=str,
+)
+def test_only_temperatures_and_log_probabilities_are_captured(options, kind):
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from qerl_pl.rollout.vllm.decoding_graphs import kind_of_sampling
+
+    sizes: Any = {"max_num_reqs": 3, "vocab_size": 64, "device": torch.device("cpu")}
+    states = RequestState(max_model_len=8, max_num_batched_tokens=8, num_speculative_steps=0, **sizes)
+    config: Any = SimpleNamespace(reasoning_config=None)
+    sampler = Sampler(vllm_config=config, req_states=states, **sizes)
+    rows = np.array([2, 0])
+    for row, settings in [(1, {"top_k": 5, "presence_penalty": 1.0}), *zip(rows.tolist(), options, strict=True)]:
+        sampler.add_request(row, SamplingParams(**{"logprobs": 0, **settings}))
+    assert kind_of_sampling(sampler, rows) == kind, "row 1 is no sequence of this batch"
+
+
 def test_a_table_is_copied_to_one_address_and_only_after_a_change(monkeypatch):
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 

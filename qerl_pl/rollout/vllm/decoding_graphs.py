@@ -3,11 +3,11 @@
 vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
 the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. Each of
 these takes the host longer than the GPU, so with few sequences the GPU would wait: the host needs 2 to 4 ms for a step,
-and the GPU 2.5 ms for the blocks of a 7B model with 8 sequences. The launches depend on nothing but the number of
-sequences and on tensors whose addresses stay the same, so here they are captured in two further graphs for each number
-of sequences, one before the blocks and one after them.
+and the GPU 2.5 ms for the blocks of a 7B model with 8 sequences. For a given number of sequences and kind of sampling
+(``kind_of_sampling``) the launches are always the same, and use tensors at fixed addresses. So here they are captured
+in two further graphs, one before the blocks and one after them.
 
-Only vLLM and other modules of this package that run on CUDA import this module.
+This module imports vLLM's CUDA code, so only ``worker.use_graphs`` imports it, when it is called.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class Step:
     inputs: torch.cuda.CUDAGraph
     """Writes the model's inputs, block tables and attention's schedule."""
     starts: torch.Tensor
-    """Index of each sequence's first token in the batch; ``inputs`` reads this tensor."""
+    """Index of each sequence's first token in the batch; kept because ``inputs`` reads it at each replay."""
     attention: tuple[tuple[torch.Tensor, ...], torch.Tensor]
     """Block tables and slots of the KV cache that ``inputs`` writes."""
     metadata: dict[str, Any]
@@ -52,8 +53,8 @@ class Step:
     """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Set ``batch`` to the next batch, and return whether its sequences are those of the batch before, in the same
-        order."""
+        """Overwrite the values in ``batch`` that differ from step to step, and return whether it has the same sequences
+        in the same order as when it was last used."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -67,10 +68,10 @@ class Step:
 class DecodingGraphs:
     """Replaces methods of vLLM's model runner: where a batch has graphs, they are replayed instead.
 
-    The first step with a new number of sequences runs as in vLLM, by which its kernels are compiled, and is captured
-    afterwards. All graphs are replayed in order on vLLM's stream, so those for different numbers of sequences share
-    memory. Another stream copies each step's tokens to the host; the next step's tokens are written to the same
-    addresses, so their graph waits for this copy.
+    The first step with a new number of sequences is launched by vLLM, which compiles the kernels; after that the same
+    launches are captured. All graphs are replayed in order on vLLM's stream, so those for different numbers of
+    sequences share memory. Another stream copies each step's tokens to the host; the next step's tokens are written to
+    the same addresses, so their graph waits for this copy.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -82,15 +83,15 @@ class DecodingGraphs:
         self.sample_plainly = runner.sample
         self.update_state_plainly = runner.postprocess_sampled
         self.steps: dict[tuple[int, BatchExecutionDescriptor], Step] = {}
-        self.stream = torch.cuda.Stream(runner.device)
+        self.stream = capture_stream(runner.device)
         # The tokens of a step must outlive the graph of the next step's inputs, so the two kinds share no memory.
         self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self.step: Step | None = None
         """The graphs of the step that is running; None if vLLM has launched its inputs."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """The batch of the step that is running, if vLLM has launched its inputs and graphs could."""
+        """The running step's batch, if vLLM has launched its inputs although graphs could: they will be captured."""
         self.kind: Hashable = None
-        """``kind_of_sampling`` of the last steps; None if it has to be determined again."""
+        """``kind_of_sampling`` of the running batch; None: not determined yet, or sampling is not captured."""
         self.is_updated = False
         """Whether a graph has updated the state of the running step's sequences."""
 
@@ -141,7 +142,7 @@ class DecodingGraphs:
         self.is_updated = False
         if self.step and self.kind is None:
             self.kind = kind_of_sampling(self.sampler, input_batch.idx_mapping_np)
-        captured = self.step.sampling.get(self.kind) if self.step else None
+        captured = self.step.sampling.get(self.kind) if self.step and input_batch is self.step.batch else None
         if captured is None:
             sampled = self.sample_plainly(hidden_states, input_batch, grammar_output)
             self.capture(hidden_states, input_batch)
@@ -158,16 +159,23 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
-        """Capture what vLLM has launched for the running step, if graphs can replace it."""
+        """Capture what vLLM has launched for the running step, if graphs can replace it.
+
+        If memory is short, this and the next step are left to vLLM: within a capture torch cannot free memory that it
+        has cached, so it is freed here, and the next step is captured.
+        """
         kind = kind_of_sampling(self.sampler, batch.idx_mapping_np)
         if kind is None or not (self.step or self.uncaptured):
             return
-        step = self.step
-        if self.uncaptured:
-            batch, desc = self.uncaptured
-            step = self.steps[batch.num_reqs, desc] = self.capture_inputs(batch, desc)
-        assert step is not None
-        step.sampling[kind] = self.capture_sampling(hidden_states, step.batch)
+        try:
+            step = self.step
+            if self.uncaptured:
+                batch, desc = self.uncaptured
+                step = self.steps[batch.num_reqs, desc] = self.capture_inputs(batch, desc)
+            assert step is not None
+            step.sampling[kind] = self.capture_sampling(hidden_states, step.batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
         """Capture what writes the inputs of batches that are like ``batch``.
@@ -220,6 +228,13 @@ class DecodingGraphs:
                 graph.capture_end()
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all engines of a process capture: torch keeps a workspace of cuBLAS for each stream
+    until the process ends, 32 MiB on Hopper."""
+    return torch.cuda.Stream(device)
+
+
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
     """Return whether each sequence of a batch gets its next token and the model's blocks run as one CUDA graph."""
     return (
@@ -232,20 +247,25 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
     """Return a value that is equal for batches for which vLLM's sampler launches the same kernels; None if these are
-    not captured, because a sequence has top-p, top-k or min-p.
-
-    Of the other options that need kernels, requests of this project have only a temperature
-    (``requests.sampling_params``).
+    not captured, because a sequence has another option than a temperature and log-probabilities.
 
     Args:
         sampler: vLLM's sampler.
         rows: the sequences' rows in its tables.
     """
-    states = sampler.sampling_states
+    states, processors = sampler.sampling_states, sampler.logits_processors
+    biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
     scales = bool(((temperature != 0) & (temperature != 1)).any())
-    keeps_all = (states.top_k.np[rows] == states.vocab_size) & (states.top_p.np[rows] == 1)
-    if not (keeps_all & (states.min_p.np[rows] == 0)).all() or sampler.needs_logits_processing[rows].any() != scales:
+    has_others = [
+        states.top_k.np[rows] != states.vocab_size,
+        states.top_p.np[rows] != 1,
+        states.min_p.np[rows] != 0,
+        biases["use_logit_bias"][rows],
+        penalties["use_penalty"][rows],
+        words["num_bad_words"].np[rows] != 0,
+    ]
+    if np.any(has_others) or sampler.needs_logits_processing[rows].any() != scales:
         return None
     return scales, sampler.get_logprobs_dims(rows)
 

@@ -157,7 +157,8 @@ class VLLMEngine:
         setup.log_started(self.start_s)
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Copy the base's norm weights, reserve vLLM's slots for the adapter and compile the adapter's kernels."""
+        """Copy the base's norm weights, reserve vLLM's slots for the adapter, and prepare the adapter's kernels and the
+        CUDA graphs of whole decoding steps."""
         setup.log_kernels(self._call(worker.linear_kernels))
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()

@@ -82,7 +82,7 @@ def state_at_fixed_addresses() -> None:
     """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in the GPU's memory, and copy
     them only if they have changed.
 
-    Symptom: in each decoding step the host copies six tables that are the same as before, and kernels read them from
+    Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
     the host's memory. Since their addresses change, these kernels cannot be in a CUDA graph.
     Cause: vLLM writes each table to one of two buffers in the host's memory, in turns.
     Versions: vLLM 0.32. Upstream: none known.
