@@ -85,7 +85,9 @@ def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1)
     Numbers below ``fewest`` are ignored. Calling ``add_lora`` with each number compiles every kernel that it may need.
     """
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
-    for count in range(fewest, MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1):
+    end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
+    # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
+    for count in (fewest, *range(fewest + EXPAND_TOKENS - (fewest - 1) % EXPAND_TOKENS, end, EXPAND_TOKENS)):
         first.setdefault((shrink_tiles(count, K, rank, len(widths)), expand_tiles(count, widths)), count)
     return list(first.values())
 

@@ -134,7 +134,7 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 
 @pytest.mark.parametrize("size", REAL, ids=str)
 @pytest.mark.parametrize("rank", [8, 64, 96])
-@pytest.mark.parametrize("fewest", [1, 65])
+@pytest.mark.parametrize("fewest", [1, 60])
 def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
     inputs, widths = size
 
@@ -144,7 +144,10 @@ def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
     counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
     assert min(counts) == fewest
     most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
-    assert {blocks(tokens) for tokens in range(fewest, most + 1)} == {blocks(tokens) for tokens in counts}
+    lowest: dict[object, int] = {}
+    for tokens in range(fewest, most + 1):
+        lowest.setdefault(blocks(tokens), tokens)
+    assert list(lowest.values()) == counts
     assert len(counts) <= 15  # all are compiled when an engine starts
 
 
