@@ -143,7 +143,7 @@ def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
 
     counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
     assert min(counts) == fewest
-    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
+    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 2 * kernels.MOST_TOKENS
     lowest: dict[object, int] = {}
     for tokens in range(fewest, most + 1):
         lowest.setdefault(blocks(tokens), tokens)
