@@ -134,21 +134,21 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 
 @pytest.mark.parametrize("size", REAL, ids=str)
 @pytest.mark.parametrize("rank", [8, 64, 96])
-@pytest.mark.parametrize("fewest", [1, 60])
-def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size, fewest):
+def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
     inputs, widths = size
-
-    def blocks(tokens: int) -> tuple[object, object]:
-        return kernels.shrink_tiles(tokens, inputs, rank, len(widths)), kernels.expand_tiles(tokens, widths)
-
-    counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
-    assert min(counts) == fewest
-    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 2 * kernels.MOST_TOKENS
-    lowest: dict[object, int] = {}
-    for tokens in range(fewest, most + 1):
-        lowest.setdefault(blocks(tokens), tokens)
-    assert list(lowest.values()) == counts
-    assert len(counts) <= 15  # all are compiled when an engine starts
+    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
+    blocks = [
+        (kernels.shrink_tiles(tokens, inputs, rank, len(widths)), kernels.expand_tiles(tokens, widths))
+        for tokens in range(1, most + 1)
+    ]
+    for fewest in (1, 60, 65):
+        lowest: dict[object, int] = {}
+        for tokens, tiles in enumerate(blocks[fewest - 1 :], fewest):
+            lowest.setdefault(tiles, tokens)
+        counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
+        assert min(counts) == fewest
+        assert list(lowest.values()) == counts
+        assert len(counts) <= 15  # all are compiled when an engine starts
 
 
 @pytest.mark.gpu
