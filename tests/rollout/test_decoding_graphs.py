@@ -32,10 +32,6 @@ def engine(unpadded) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def graphs(engine: VLLMEngine) -> Any:
-    return engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
-
-
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
     """Completions and log-probabilities by vLLM's own launches, and by graphs that an equal call has captured."""
     from qerl_pl.rollout.vllm import decoding_graphs
@@ -64,7 +60,8 @@ def test_equal_bits_with_any_number_of_sequences(engine, copies):
 def test_steps_are_run_by_graphs(engine, monkeypatch):
     sampling = Sampling(num_completions=2, max_tokens=8)
     engine.generate(PROMPTS, sampling, 5)
-    own, launched = graphs(engine), Counter()
+    own = engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
+    launched = Counter()
     for name in ("prepare_inputs_plainly", "sample_plainly", "prepare_attention_plainly", "build_metadata_plainly"):
         plain = getattr(own, name)
 

@@ -117,17 +117,19 @@ class DecodingGraphs:
         self.step = step
         return step.batch
 
+    def step_of(self, batch: InputBatch) -> Step | None:
+        """Return the running step's graphs, if they have written the inputs of this batch."""
+        return self.step if self.step and batch is self.step.batch else None
+
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return block tables and slots of the KV cache; replaces the model runner's method of this name."""
-        if self.step and input_batch is self.step.batch:
-            return self.step.attention
-        return self.prepare_attention_plainly(input_batch)
+        step = self.step_of(input_batch)
+        return step.attention if step else self.prepare_attention_plainly(input_batch)
 
     def build_metadata(self, input_batch: InputBatch, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Return attention's metadata by layer; replaces ``prepare_attn`` of the runner's model state."""
-        if self.step and input_batch is self.step.batch:
-            return self.step.metadata
-        return self.build_metadata_plainly(input_batch, *arguments, **named)
+        step = self.step_of(input_batch)
+        return step.metadata if step else self.build_metadata_plainly(input_batch, *arguments, **named)
 
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
@@ -140,17 +142,20 @@ class DecodingGraphs:
             grammar_output: which tokens a grammar allows; None in steps that have graphs.
         """
         self.is_updated = False
-        if self.step and self.kind is None:
+        step = self.step_of(input_batch)
+        if not (step or self.uncaptured):
+            return self.sample_plainly(hidden_states, input_batch, grammar_output)
+        if self.kind is None:
             self.kind = kind_of_sampling(self.sampler, input_batch.idx_mapping_np)
-        captured = self.step.sampling.get(self.kind) if self.step and input_batch is self.step.batch else None
-        if captured is None:
-            sampled = self.sample_plainly(hidden_states, input_batch, grammar_output)
-            self.capture(hidden_states, input_batch)
+        if step and self.kind in step.sampling:
+            graph, sampled = step.sampling[self.kind]
+            self.runner.main_stream.wait_stream(self.runner.output_copy_stream)
+            graph.replay()
+            self.is_updated = True
             return sampled
-        graph, sampled = captured
-        self.runner.main_stream.wait_stream(self.runner.output_copy_stream)
-        graph.replay()
-        self.is_updated = True
+        sampled = self.sample_plainly(hidden_states, input_batch, grammar_output)
+        if self.kind is not None:
+            self.capture(hidden_states, self.kind)
         return sampled
 
     def postprocess_sampled(self, *arguments: Any, **named: Any) -> None:
@@ -158,15 +163,12 @@ class DecodingGraphs:
         if not self.is_updated:
             self.update_state_plainly(*arguments, **named)
 
-    def capture(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
-        """Capture what vLLM has launched for the running step, if graphs can replace it.
+    def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
+        """Capture what vLLM has launched for the running step.
 
         If memory is short, this and the next step are left to vLLM: within a capture torch cannot free memory that it
         has cached, so it is freed here, and the next step is captured.
         """
-        kind = kind_of_sampling(self.sampler, batch.idx_mapping_np)
-        if kind is None or not (self.step or self.uncaptured):
-            return
         try:
             step = self.step
             if self.uncaptured:
