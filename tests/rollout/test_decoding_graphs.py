@@ -15,18 +15,24 @@ from qerl_pl.kernels import hopper
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
+from tests.families import WINDOW, tiny_config
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, save_dense, some_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("decoding_graphs")]
 PROMPTS = some_prompts(1, 40, 70)
 needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
 
 
-@pytest.fixture(scope="module")
-def engine(unpadded) -> Iterator[VLLMEngine]:
-    policy = make_policy(str(unpadded), dtype=torch.bfloat16).cuda()
+@pytest.fixture(scope="module", params=["qwen2"])
+def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
+    """Engine of a Qwen2 in NVFP4 or, where a test says so, of another family in bf16."""
+    base = unpadded
+    if request.param != "qwen2":
+        base = tmp_path_factory.mktemp(request.param)
+        save_dense(base, tiny_config(request.param, head_dim=64))
+    policy = make_policy(str(base), dtype=torch.bfloat16).cuda()
     policy.load_adapter_state(random_adapter(policy, seed=1))
-    engine = VLLMEngine(kv_cache_bytes=2**28, max_num_seqs=80)
+    engine = VLLMEngine(kv_cache_bytes=3 * 2**20, max_num_seqs=80)  # too small for 80 sequences of 30 tokens
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield engine
     engine.close()
@@ -47,12 +53,27 @@ def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> t
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("copies", [1, 2, 7, 20, 40])
-def test_equal_bits_with_any_number_of_sequences(engine, copies):
-    """Completions end at different steps, so numbers of sequences and their order change during a call."""
+def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
+    """Completions end at different steps, and the KV cache becomes full, so numbers of sequences and their order change
+    during a call."""
+    scheduler, preempted = engine._scheduler(), []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k))[1])
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=copies, max_tokens=40))
     assert found == plain
     lengths = {len(each.tokens) for group in plain for each in group}
     assert copies < 7 or len(lengths) > 3
+    assert copies < 40 or len(preempted) > 3
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["mistral", "gemma3_text", "olmo3"], indirect=True)
+def test_equal_bits_with_sliding_windows(engine):
+    """One family with windows in all layers; two with windows in some, one of which is transformers' code in vLLM."""
+    plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
+    assert found == plain
+    assert engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__.steps)
 
 
 @needs_hopper
