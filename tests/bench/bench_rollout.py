@@ -1,10 +1,10 @@
 """Rollout tokens per second, each engine in a process of its own: python -m tests.bench.bench_rollout
 
-Every process measures one base at every number of sequences, with the adapter and without it (the same engine; vLLM has
-CUDA graphs for both). Prompts have 128 tokens and completions 256, sampled at temperature 1 with log-probabilities,
-which is what a rollout is. Each line has the speed of decoding, prompts left out, and its roof: what the memory's
-measured bandwidth would allow, if a step read every weight and every cached key and value once and nothing else took
-time.
+Every process measures one base at every number of sequences, with the adapter and without it, in the same engine, which
+then captures CUDA graphs for both. Prompts have 128 tokens and completions 256, sampled at temperature 1 with
+log-probabilities, which is what a rollout is. Each line has the speed of decoding, prompts left out, and its roof: what
+the memory's measured bandwidth would allow, if a step read every weight and every cached key and value once and nothing
+else took time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy, make_policy
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, patches
 from qerl_pl.rollout.vllm.worker import linear_kernels
 from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
@@ -72,6 +72,8 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
     )
     if dummy:
         engine._arguments["load_format"] = "dummy"
+    if not args.adapter_only:
+        patches.graphs_with_adapter = lambda: None  # else passes without the adapter would run without a graph
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8)
     start_s = time.perf_counter() - start
