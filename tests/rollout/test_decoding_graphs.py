@@ -38,6 +38,11 @@ def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterat
     engine.close()
 
 
+def graphs(engine: VLLMEngine) -> Any:
+    """The engine's ``DecodingGraphs``."""
+    return engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
+
+
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
     """Completions and log-probabilities by vLLM's own launches, and by graphs that an equal call has captured."""
     from qerl_pl.rollout.vllm import decoding_graphs
@@ -73,7 +78,7 @@ def test_equal_bits_with_sliding_windows(engine):
     """One family with windows in all layers; two with windows in some, one of which is transformers' code in vLLM."""
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
     assert found == plain
-    assert engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__.steps)
+    assert graphs(engine).steps
 
 
 @needs_hopper
@@ -81,8 +86,7 @@ def test_equal_bits_with_sliding_windows(engine):
 def test_steps_are_run_by_graphs(engine, monkeypatch):
     sampling = Sampling(num_completions=2, max_tokens=8)
     engine.generate(PROMPTS, sampling, 5)
-    own = engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
-    launched = Counter()
+    own, launched = graphs(engine), Counter()
     for name in ("prepare_inputs_plainly", "sample_plainly", "prepare_attention_plainly", "build_metadata_plainly"):
         plain = getattr(own, name)
 
