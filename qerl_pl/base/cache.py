@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from qerl_pl.base.digest import base_digest
+from qerl_pl.base.digest import base_digest, stored_digests
 from qerl_pl.quant.output import carried_files
 
 VARIABLE = "QERL_PL_CACHE"
@@ -33,7 +33,7 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     If several processes ask for the same folder, one makes it and the others wait.
 
     Args:
-        source: folder of the base. The result is looked up by the contents of this folder and not by its path.
+        source: folder of the base, or its GGUF file. The result is looked up by what this contains and not by its path.
         label: first part of the folder's name.
         settings: everything else that the derived folder depends on, as values that can be written as JSON.
         make: function that makes the derived folder at a given path; the folder must appear there only when it is
@@ -43,7 +43,10 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
         ValueError: raised by ``make``.
         OSError: the cache cannot be written.
     """
-    content = [base_digest(source), {file.name: _digest(file) for file in carried_files(source)}]
+    if source.is_file():
+        content = [stored_digests(source.parent, [source])[source.name]]
+    else:
+        content = [base_digest(source), {file.name: _digest(file) for file in carried_files(source)}]
     key = hashlib.sha256(json.dumps([content, settings], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_root() / f"{label}-{key}"
     if folder.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -34,7 +35,16 @@ def base_digest(base: str | Path) -> str:
         Sixteen hex digits.
     """
     folder = Path(base)
-    files = sorted(folder.glob("*.safetensors"))
+    digests = stored_digests(folder, sorted(folder.glob("*.safetensors")))
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in sorted(digests):
+        digest.update(f"{name} {digests[name]}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
+    """Return the SHA-256 digests in hex of files of a folder by name; compute and store those that are missing or whose
+    file has changed."""
     kept = _read(folder / KEPT)
     stamps = {path.name: _stamp(path) for path in files}
     digests = {name: kept[name][1] for name, stamp in stamps.items() if name in kept and kept[name][0] == stamp}
@@ -48,12 +58,11 @@ def base_digest(base: str | Path) -> str:
         ):
             read = threads.map(partial(_file_digest, bar=bar), missing)
             digests |= {path.name: digest for path, digest in zip(missing, read, strict=True)}
+        others = {name: entry for name, entry in kept.items() if name not in stamps and (folder / name).is_file()}
+        entries = others | {name: [stamps[name], digests[name]] for name in digests}
         with suppress(OSError):  # if the folder is read-only, digests are computed again in every run
-            write_whole(folder / KEPT, json.dumps({name: [stamps[name], digests[name]] for name in sorted(digests)}))
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in sorted(digests):
-        digest.update(f"{name} {digests[name]}\n".encode())
-    return digest.hexdigest()[:16]
+            write_whole(folder / KEPT, json.dumps({name: entries[name] for name in sorted(entries)}))
+    return digests
 
 
 def _stamp(path: Path) -> list[int]:

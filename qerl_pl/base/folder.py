@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from qerl_pl.base.gguf import gguf_folder, is_gguf
 from qerl_pl.base.tokenizer import check_text_survives, load_tokenizer
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint
@@ -18,14 +19,22 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
     """Return the folder of the checkpoint that a run uses: the given base, or its existing copy in a 4-bit format.
 
     Args:
-        base: folder of a checkpoint.
+        base: folder of a checkpoint, or a GGUF file, which is dequantised into the cache.
         base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None means the given
             base.
         must_exist: raise an error if the folder of the copy does not exist.
 
     Raises:
-        ValueError: the copy does not exist; the message has the command that quantises the base to this format.
+        ValueError: the copy does not exist, in which case the message has the command that quantises the base to this
+            format; or the base is a GGUF file that cannot be used.
     """
+    if is_gguf(base):
+        if base_format is not None:
+            raise ValueError(
+                f"model.base_format is {base_format!r}, which takes the copy next to a folder, and {base} is a GGUF "
+                f"file: give --model.quantize {base_format}"
+            )
+        return str(gguf_folder(base))
     if base_format is None:
         return base
     folder = f"{base.rstrip('/')}-{base_format}"
@@ -48,7 +57,9 @@ def check_base(path: str | Path) -> Mapping:
         ValueError: the folder cannot be used; the message names the file and the value in one line.
     """
     if Path(path).is_file():
-        raise ValueError(f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it")
+        raise ValueError(
+            f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it, or a GGUF file"
+        )
     if not Path(path).is_dir():
         raise ValueError(
             f"model.base: there is no folder {path}; give a model's name on the hub (OWNER/MODEL), a downloaded "

@@ -25,9 +25,10 @@ T = TypeVar("T")
 
 def is_hub_name(base: str) -> bool:
     """Return whether ``base``, of the form OWNER/MODEL, names a model on the hub. It is a local path instead if OWNER
-    is ``models``, or a file or folder in the working directory."""
+    is ``models``, or a file or folder in the working directory, or if MODEL ends in ``.gguf``."""
     owner = base.partition("/")[0]
-    return bool(NAME.fullmatch(base)) and owner != LOCAL and not Path(owner).exists()
+    is_file = base.endswith(".gguf")
+    return bool(NAME.fullmatch(base)) and owner != LOCAL and not is_file and not Path(owner).exists()
 
 
 def hub_config(name: str) -> Path:

@@ -28,7 +28,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     of its features were removed or converted.
 
     Args:
-        base: folder of a checkpoint, or a model's name on the hub.
+        base: folder of a checkpoint, a GGUF file, or a model's name on the hub.
         base_format: use an existing copy of the base in this format, see ``base_folder``.
         quantization: settings for quantising a 16-bit base; a base that is already in the wanted format is not changed.
 
@@ -40,7 +40,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     Raises:
         ValueError: the base cannot be used; the message says why in one line.
     """
-    name = base.rstrip("/").rpartition("/")[2]
+    name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     check_format(base, base_format, quantization)
     if is_hub_name(base):
         config = hub_config(base)

@@ -9,6 +9,7 @@ from qerl_pl.common.versions import requirement
 EXTRAS = {
     "bitsandbytes": "bitsandbytes>=0.50",
     "datasets": "datasets>=4",
+    "gguf": "gguf>=0.17",
     "humming": "humming-kernels==0.1.17",
     "liger_kernel": "liger-kernel>=0.8.5,<0.9",
     "mlflow": "mlflow-skinny>=2.14",

@@ -109,7 +109,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be from a later start
-    base = base_folder(model["base"], model.get("base_format"))
+    base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
     quantization = quantization_of(model.get("quantize"))
     if quantization or _has_vision(base):
         base = prepared_base(base, quantization=quantization)

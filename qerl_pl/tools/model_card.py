@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.base.gguf import described
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.tools.curves import read_curves, summarize
@@ -22,7 +23,7 @@ A LoRA adapter that was trained with reinforcement learning by qerl-pl.
 
 | | |
 |---|---|
-| base | `{base}` |
+| base | `{base}`{precision} |
 | digest of the base (config.json and weights) | `{digest}` |
 | optimizer steps | {steps} |
 | rank, alpha | {rank}, {alpha:g}{rslora} |
@@ -71,6 +72,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         evidence=evidence(run),
         folder=folder,
         base=base,
+        precision=f", {text}" if (text := described(Path(base))) else "",
         loading=_loading(base),
         digest=identity["base"],
         steps=checkpoint["global_step"],

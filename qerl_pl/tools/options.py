@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.pretraining.sizes import SHAPES
-from qerl_pl.tools.paths import existing_file, existing_folder, existing_run, output_file, picture_file
+from qerl_pl.tools.paths import existing_base, existing_file, existing_folder, existing_run, output_file, picture_file
 
 MergedForm = Literal["bf16", "nvfp4"]
 """Forms in which ``export`` writes a model with the adapter merged into it."""
@@ -99,7 +99,7 @@ def quantize_options() -> CommandParser:
     """Make the parser of `quantize`."""
     parser = CommandParser(prog=called_as("quantize"), description="Write a 4-bit copy of a checkpoint.")
     parser.add_argument(
-        "--model", type=existing_folder, required=True, help="folder of a bf16, fp16 or fp32 checkpoint"
+        "--model", type=existing_base, required=True, help="folder of a bf16, fp16 or fp32 checkpoint, or a GGUF file"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")

@@ -45,6 +45,15 @@ def existing_folder(text: str) -> Path:
     return _existing(text, "folder", Path.is_dir)
 
 
+def existing_base(text: str) -> Path:
+    """Check that a path is that of a folder or of a GGUF file.
+
+    Raises:
+        ArgumentTypeError: there is neither.
+    """
+    return existing_file(text) if text.lower().endswith(".gguf") or Path(text).is_file() else existing_folder(text)
+
+
 def existing_file(text: str) -> Path:
     """Check that a path is that of a file.
 

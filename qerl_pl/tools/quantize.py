@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
+from qerl_pl.base.folder import base_folder
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
@@ -34,12 +36,12 @@ def run(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
-    calibration = None
+    calibration, model = None, Path(base_folder(str(arguments.model), None))
     if arguments.calibration is not None:
         samples, length = arguments.samples, arguments.length
-        calibration = read_calibration(arguments.calibration, arguments.model, samples=samples, length=length)
+        calibration = read_calibration(arguments.calibration, model, samples=samples, length=length)
     layers = quantize_checkpoint(
-        arguments.model,
+        model,
         arguments.output,
         format=arguments.format,
         method=arguments.method,
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         calibration=calibration,
         device=device,
     )
-    if has_vision(read_json(arguments.model / CONFIG)):
+    if has_vision(read_json(model / CONFIG)):
         print(f"{arguments.model}: {NOT_USED}")
     worst = max(layers, key=lambda layer: layer.weight_error)
     print(f"{len(layers)} linears packed; relative weight error at most {worst.weight_error:.4f} ({worst.name})")

@@ -1,0 +1,200 @@
+"""Read a GGUF file (of llama.cpp or Ollama) as a base: dequantise it once into a checkpoint folder of the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+import transformers
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from qerl_pl.base.cache import made_once
+from qerl_pl.common.extras import not_installed
+from qerl_pl.common.files import write_whole
+from qerl_pl.quant.families import check_family
+from qerl_pl.quant.files import read_json
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+MAGIC = b"GGUF"
+RECORD = "gguf.json"
+"""File of the dequantised folder, and of its quantised copies, with the GGUF file's name, the bits per weight and the
+number of weights by type."""
+VERSION = 1  # version of this conversion, part of the key under which its result is cached
+BYTES_PER_WEIGHT = 6  # of host memory at the peak: bfloat16, and one tensor in fp32, which may be the embeddings
+SAME_MATRIX = 0.2
+"""Embeddings and head whose relative difference is smaller are one matrix at two precisions: the rounding of the
+coarsest type, 2 bits per weight, is about this large, and different matrices differ by more than 1."""
+ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
+"""Names under which a file says that it scales its rotary positions, as those of Llama 3.1 and of YaRN do."""
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "</s>")
+"""Tokens that end a turn or a text. The file names one end token, and models may end with others as well."""
+
+
+def is_gguf(base: str | Path) -> bool:
+    """Return whether ``base`` is a GGUF file: it has this suffix or, as Ollama's files have none, starts with its four
+    magic bytes."""
+    path = Path(base)
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def gguf_folder(file: str | Path) -> Path:
+    """Return the checkpoint folder in the cache that holds a GGUF file's model in bfloat16, with its tokenizer and chat
+    template; make it if it does not exist. Log the bits per weight of the file.
+
+    Raises:
+        ValueError: the file cannot be used; the message says why in one line.
+    """
+    path = Path(file)
+    _check(path)
+    folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, lambda output: _dequantize(path, output))
+    rank_zero_info(f"{path} is read from {folder}: {described(folder)}")
+    return folder
+
+
+def described(folder: Path) -> str | None:
+    """Describe in one sentence from what precision a folder's weights were dequantised; None if they were not."""
+    if not (folder / RECORD).is_file():
+        return None
+    record = read_json(folder / RECORD)
+    types = ", ".join(f"{share:.0%} {name}" for name, share in record["share_by_type"].items() if share > 0.005)
+    return f"weights of {record['bits_per_weight']:.2f} bits on average ({types}), dequantised to bfloat16"
+
+
+def _check(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"model.base: there is no file {path}")
+    with path.open("rb") as file:
+        if (start := file.read(len(MAGIC))) != MAGIC:
+            raise ValueError(f"model.base: {path} starts with {start!r}; expected a GGUF file, which starts with GGUF")
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"model.base: {path} is a GGUF file, and {not_installed('gguf')}") from error
+
+
+def _dequantize(path: Path, output: Path) -> None:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # numpy's, about a map beyond the file's end
+        raise ValueError(f"model.base: {path} cannot be read; it is cut short or damaged ({error})") from error
+    _check_contents(reader, path)
+    weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    needed, free = BYTES_PER_WEIGHT * weights, psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"model.base: dequantising {path} needs {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB "
+            "are free; use the model's 16-bit checkpoint"
+        )
+    rank_zero_info(f"{path} is dequantised once, into {output}")
+    where: dict[str, str] = {"pretrained_model_name_or_path": str(path.parent.absolute()), "gguf_file": path.name}
+    temporary = output.with_name(f"{output.name}.partial")  # ``made_once`` holds a lock
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        AutoConfig.from_pretrained(**where).save_pretrained(temporary)
+        check_family(temporary)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        # Releases from 5.18 on would else keep the weights packed where they have a kernel; older ones always unpack.
+        config = getattr(transformers, "GgufConfig", None)
+        unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
+        model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
+        model.generation_config = GenerationConfig(
+            eos_token_id=_end_tokens(reader, tokenizer), pad_token_id=tokenizer.pad_token_id
+        )
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_whole(temporary / RECORD, json.dumps(_record(reader, path), indent=1) + "\n")
+        os.replace(temporary, output)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].replace(f"{temporary}", "its model")
+        raise ValueError(f"model.base: {path}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _end_tokens(reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a completion: those that the file names, and the tokenizer's of ``ENDS``."""
+    named = [reader.fields[key].contents() for key in END_KEYS if key in reader.fields]
+    known = tokenizer.get_vocab()
+    return sorted({*named, *(known[token] for token in ENDS if token in known)})
+
+
+def _check_contents(reader: GGUFReader, path: Path) -> None:
+    """Refuse what transformers would leave out without a word.
+
+    Raises:
+        ValueError: the file is a part of a split file, ends before its last tensor, or scales its positions.
+    """
+    parts = reader.fields.get("split.count")
+    if parts is not None and (count := int(parts.contents())) > 1:
+        raise ValueError(
+            f"model.base: {path} is one of {count} parts; join them (llama-gguf-split --merge FIRST_PART WHOLE.gguf)"
+        )
+    end = max((int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors), default=0)
+    if end == 0 or end > path.stat().st_size:
+        raise ValueError(
+            f"model.base: {path} has {path.stat().st_size} bytes and its tensors end at {end}: it is cut short"
+        )
+    scaled = [tensor.name for tensor in reader.tensors if tensor.name == ROPE_TENSOR]
+    scaled += [name for name in reader.fields if ROPE_TYPE in name and reader.fields[name].contents() != "none"]
+    if scaled:
+        raise ValueError(
+            f"model.base: {path} scales its rotary positions ({scaled[0]}), which transformers does not read from GGUF "
+            "files; use the model's safetensors checkpoint"
+        )
+
+
+def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
+    """Return the model that ``from_pretrained`` read from a GGUF file as one that transformers agrees to save, with
+    embeddings and head tied if the file stores one matrix for both."""
+    config, weights = read.config, dict(read.state_dict())
+    vars(config).pop("quantization_config", None)  # set by some releases
+    embeddings, head = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()
+    if not config.tie_word_embeddings and embeddings.shape == head.shape:
+        config.tie_word_embeddings = bool((embeddings - head).norm() < SAME_MATRIX * head.norm())
+        if config.tie_word_embeddings:  # files store the head at the higher precision
+            weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    left = model.load_state_dict(weights, assign=True, strict=False)
+    assert not left.unexpected_keys, left
+    assert set(left.missing_keys) <= {"lm_head.weight"}, left
+    model.tie_weights()
+    return model
+
+
+def _record(reader: GGUFReader, path: Path) -> dict[str, object]:
+    weights: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        weights[tensor.tensor_type.name] += int(tensor.n_elements)
+    total = sum(weights.values())
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in reader.tensors) / total
+    shares = {name: count / total for name, count in weights.most_common()}
+    return {"file": path.name, "bits_per_weight": bits, "share_by_type": shares}

@@ -1,0 +1,188 @@
+"""GGUF files as bases: written from a small checkpoint with the package gguf, and read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.base.folder import base_folder, check_base
+from qerl_pl.base.gguf import described, gguf_folder, is_gguf
+from qerl_pl.base.prepared import prepared_base
+from qerl_pl.base.quantization import Quantization
+from qerl_pl.memory.planned import planned_shape
+from tests.quant.conftest import make_checkpoint
+
+gguf = pytest.importorskip("gguf", reason="python -m pip install 'qerl-pl[gguf]'")
+__all__ = ["make_checkpoint"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def write_gguf(
+    model: Path,
+    path: Path,
+    *,
+    head: torch.Tensor | None = None,
+    architecture: str = "qwen2",
+    metadata: Mapping[str, str | int] = {},
+) -> Path:
+    """Write a Qwen2 checkpoint as a GGUF file: its matrices in Q8_0, the rest in fp32.
+
+    Args:
+        model: folder of the checkpoint.
+        path: file to write.
+        head: matrix of the head; None writes none, as files of tied models do.
+        architecture: value of ``general.architecture``.
+        metadata: further entries of the file.
+    """
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+    }.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    letters = [*(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
+    tokens = [*letters, "in", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokens += [f"[PAD{number}]" for number in range(config["vocab_size"] - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    special = [3 if token.startswith("<|") else 4 if token.startswith("[PAD") else 1 for token in tokens]
+    writer.add_token_types(special)
+    writer.add_token_merges(["i n"])
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_chat_template(TEMPLATE)
+    for key, value in metadata.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint16
+        add(key, value)
+    if head is not None:
+        weights["lm_head.weight"] = head
+    for name, weight in weights.items():
+        values, stem = weight.float().numpy(), name.rpartition(".")
+        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        packed = gguf.quantize(values, kind)
+        writer.add_tensor(f"{names.get_name(stem[0])}.{stem[2]}", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def model(make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    return make_checkpoint("qwen2", tied=True, vocab_size=128)
+
+
+def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(model: Path, tmp_path: Path) -> None:
+    file = write_gguf(model, tmp_path / "small.gguf")
+    assert is_gguf(str(file))
+    folder = Path(base_folder(str(file), None))
+    assert folder.parent == tmp_path / "cache"
+    read, original = load_file(folder / "model.safetensors"), load_file(model / "model.safetensors")
+    assert read.keys() == original.keys(), "the head is the embeddings, and is not stored"
+    for name, weight in original.items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        expected = gguf.dequantize(gguf.quantize(weight.float().numpy(), kind), kind)
+        assert torch.equal(read[name], torch.from_numpy(expected).bfloat16()), name
+    config = check_base(folder)
+    assert (config["model_type"], config["tie_word_embeddings"], config["dtype"]) == ("qwen2", True, "bfloat16")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.decode(tokenizer("What is 17 in?").input_ids) == "What is 17 in?"
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    text = described(folder)
+    assert text is not None
+    assert text == "weights of 8.66 bits on average (99% Q8_0, 1% F32), dequantised to bfloat16"
+    written = folder.stat().st_mtime_ns
+    moved = file.rename(tmp_path / "sha256-0")  # Ollama's files have no suffix
+    assert gguf_folder(moved).name.rpartition("-")[2] == folder.name.rpartition("-")[2], "found by its content"
+    assert is_gguf(moved)
+    assert folder.stat().st_mtime_ns == written
+
+
+def test_a_head_stored_at_another_precision_is_the_embeddings_and_another_head_is_not(
+    model: Path, tmp_path: Path
+) -> None:
+    embeddings = load_file(model / "model.safetensors")["model.embed_tokens.weight"].float()
+    coarse = embeddings + 0.05 * embeddings.std() * torch.randn(embeddings.shape)
+    tied = load_file(gguf_folder(write_gguf(model, tmp_path / "tied.gguf", head=coarse)) / "model.safetensors")
+    assert "lm_head.weight" not in tied
+    assert (tied["model.embed_tokens.weight"].float() - coarse).abs().max() < 0.05 * coarse.abs().max(), "the head's"
+    other = gguf_folder(write_gguf(model, tmp_path / "untied.gguf", head=torch.randn(embeddings.shape)))
+    assert json.loads((other / "config.json").read_text())["tie_word_embeddings"] is False
+    assert "lm_head.weight" in load_file(other / "model.safetensors")
+
+
+def test_a_gguf_file_is_quantised_and_planned_like_a_folder(model: Path, tmp_path: Path) -> None:
+    file = write_gguf(model, tmp_path / "small.gguf")
+    output = tmp_path / "small-nvfp4"
+    assert command(["quantize", "--model", str(file), "--output", str(output)]) == 0
+    text = described(output)
+    assert text is not None
+    assert "8.66 bits" in text, "the copy knows what it was made from"
+    folder = prepared_base(str(file), None, Quantization(format="nvfp4"))
+    shape = planned_shape(str(file), None, Quantization(format="nvfp4"), torch.bfloat16)
+    assert shape == planned_shape(folder, None, None, torch.bfloat16)
+
+
+def cut(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-4000])
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model, path: cut(write_gguf(model, path)), "cut short"),
+        (lambda model, path: write_gguf(model, path, metadata={"split.count": 3}), "one of 3 parts"),
+        (lambda model, path: write_gguf(model, path, architecture="gpt2"), "gpt2"),
+        (lambda model, path: write_gguf(model, path, architecture="unheard"), "unheard"),
+        (lambda model, path: write_gguf(model, path, metadata={"qwen2.rope.scaling.type": "yarn"}), "rotary positions"),
+        (lambda model, path: path, "no file"),
+        (lambda model, path: path.write_bytes(b"GGUF" + struct.pack("<I", 3)) and path, "cut short"),
+        (lambda model, path: path.write_bytes(b"PK\x03\x04") and path, "starts with GGUF"),
+    ],
+    ids=["cut", "split", "family", "unknown", "rope", "missing", "header", "zip"],
+)
+def test_a_gguf_file_that_cannot_be_used_is_refused_in_one_line(
+    model: Path, tmp_path: Path, make: Callable[[Path, Path], Path], message: str
+) -> None:
+    file = make(model, tmp_path / "bad.gguf")
+    with pytest.raises(ValueError, match=message) as error:
+        gguf_folder(file)
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+    assert not [path for path in (tmp_path / "cache").glob("*") if path.suffix != ".lock"], "nothing is left over"
+
+
+def test_without_the_package_the_message_names_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(model, tmp_path / "small.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"gguf is not installed; install it: pip install 'gguf>=0\.17'"):
+        gguf_folder(file)
+
+
+def test_a_copy_next_to_a_gguf_file_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.quantize nvfp4"):
+        base_folder(str(write_gguf(model, tmp_path / "small.gguf")), "nvfp4")
