@@ -24,7 +24,8 @@ TASKS, MODELS, ARMS, BENCHMARKS = (
     sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("tasks", "models", "arms", "eval")
 )
 LEVELS = CONFIGS / "tasks" / "levels_4-5.yaml"
-TASKS.remove(LEVELS)
+VERL = CONFIGS / "tasks" / "gsm8k_verl.yaml"
+TASKS = [path for path in TASKS if path not in (LEVELS, VERL)]  # the paper's
 MODEL = CONFIGS / "models" / "qwen2.5-7b.yaml"
 ARM = CONFIGS / "arms" / "nvfp4.yaml"
 CHANGED_BY_AN_ARM = {"model.optimizer.class_path", "model.optimizer.init_args.lr"}
@@ -111,7 +112,7 @@ def flat(settings: dict, prefix: str = "") -> set[str]:
 
 
 def test_a_task_a_model_and_an_arm_set_different_things_so_that_every_combination_is_the_sum_of_its_files():
-    for task, model, arm in itertools.product(TASKS, MODELS, ARMS):
+    for task, model, arm in itertools.product([*TASKS, VERL], MODELS, ARMS):
         assert not keys(task) & keys(model)
         assert not keys(model) & keys(arm)
         assert keys(task) & keys(arm) <= CHANGED_BY_AN_ARM
@@ -135,6 +136,23 @@ def test_arms_differ_in_what_they_compare_alone(task, resolved):
     assert {name: arm["run_dir"] for name, arm in arms.items()} == {
         path.stem: f"runs/{task.stem}_{MODEL.stem}_{path.stem}" for path in ARMS
     }
+
+
+@pytest.mark.slow
+def test_verls_recipe_is_verls_whichever_base_it_trains(resolved):
+    """Settings of verl's script for its published GRPO-LoRA logs on GSM8K."""
+    recipes = [resolved(*files(VERL, MODEL)), resolved(*files(VERL, MODEL, ARM))]
+    assert difference(*recipes) == {"run_dir", "model.quantize"}
+    model, data = recipes[0]["model"], recipes[0]["data"]
+    assert data["batch_size"] * recipes[0]["trainer"]["max_steps"] == 7424, "one epoch of the 7473 problems"
+    assert (model["sampling"]["num_completions"], model["sampling"]["max_tokens"]) == (5, 1024)
+    assert (model["lora"]["rank"], model["lora"]["alpha"], model["updates_per_rollout"]) == (32, 32, 1)
+    assert model["optimizer"]["init_args"]["lr"] == 3e-5
+    objective = Objective(**model["objective"])
+    assert (objective.surrogate, objective.aggregation, objective.correction) == ("clipped", "token", "none")
+    assert (objective.clip_low, objective.clip_high, objective.max_ratio) == (0.2, 0.2, 3.0)
+    assert (objective.kl_coefficient, objective.kl, objective.entropy_coefficient) == (1e-3, "k3", 1e-3)
+    assert {reward["name"]: reward["weight"] for reward in model["rewards"]} == {"strict": 1.0, "lenient": 0.0}
 
 
 @pytest.mark.slow
