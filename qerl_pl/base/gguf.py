@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -70,8 +71,13 @@ def gguf_folder(file: str | Path) -> Path:
     path = Path(file)
     _check(path)
     folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, lambda output: _dequantize(path, output))
-    rank_zero_info(f"{path} is read from {folder}: {described(folder)}")
+    _say_once(f"{path} is read from {folder}: {described(folder)}")
     return folder
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    rank_zero_info(text)
 
 
 def described(folder: Path) -> str | None:

@@ -112,7 +112,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
     quantization = quantization_of(model.get("quantize"))
     if quantization or _has_vision(base):
-        base = prepared_base(base, quantization=quantization)
+        base = prepared_base(model["base"], model.get("base_format"), quantization)
     base = str(Path(base).resolve()) if Path(base).exists() else base
     temporary = output.with_name(output.name + ".tmp")
     try:

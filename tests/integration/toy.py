@@ -18,6 +18,11 @@ def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
     return [sum(token < 128 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
+def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """Share of the sampled tokens with an even number: about half of any model's."""
+    return [sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens) for completion in completions]
+
+
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Scores every second row."""
     return [1.0 if row % 2 else None for row in range(len(prompts))]
