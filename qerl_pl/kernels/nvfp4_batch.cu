@@ -57,7 +57,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xFFFFFFFFu, thread >> 5, 0), tile = warp / 4;
-  const int stages = K / (K_BLOCKS * 16);
+  const int stages = (K + K_BLOCKS * 16 - 1) / (K_BLOCKS * 16);  // TMA fills the last one with zeros past K
   const int first = (int)((long long)stages * blockIdx.y / splits);
   const int last = (int)((long long)stages * (blockIdx.y + 1) / splits);
   const int first_tile = blockIdx.x * (TILES - 1) + min((int)blockIdx.x, wide), first_token = blockIdx.z * TOKENS;

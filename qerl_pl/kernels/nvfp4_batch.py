@@ -32,6 +32,7 @@ Here weights are converted again for every token tile, there only once. On an H1
 take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04
 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
+X_BOX_INPUTS = 64  # inputs of x that one copy has: K is a multiple of it;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
 MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # with up to 256 tokens, a GEMM has at most 2 token tiles
 MOST_WAVES = 3  # numbers of waves that are tried for a variant
@@ -110,7 +111,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: b
     Returns:
         The schedule; None if this kernel cannot run the GEMM.
     """
-    if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % STAGE_INPUTS:
+    if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
 
@@ -189,11 +190,15 @@ def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int)
     return max(ends)
 
 
+def _stages(inputs: int) -> int:
+    return -(-inputs // STAGE_INPUTS)
+
+
 def _tile_s(schedule: Schedule, inputs: int) -> float:
     """Predict the seconds that an SM needs to multiply one tile of 64 outputs over the part of K that a thread block
     has."""
     (tokens, tiles), splits, _ = schedule
-    k_blocks = -(-(inputs // STAGE_INPUTS) // splits) * STAGE_INPUTS // K_BLOCK
+    k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
     return k_blocks * costs.K_BLOCK_CYCLES[tokens] * factor / costs.CLOCK_HZ
 
@@ -208,7 +213,7 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
     if splits == 1:
         in_turn = _tiles_in_turn(schedule, schedule.variant.token_tiles(num_tokens), outputs, costs.SMS)
         return in_turn * _tile_s(schedule, inputs) + waves * costs.BLOCK_S
-    if splits > inputs // STAGE_INPUTS:
+    if splits > _stages(inputs):
         return math.inf
     sums = costs.SUMS_S * (splits - 1) / splits * tiles * tokens / 512
     return waves * (tiles * _tile_s(schedule, inputs) + costs.BLOCK_S + costs.CLUSTER_S + sums)
@@ -267,7 +272,9 @@ def batch_linear(
     k_blocks, all_tiles = inputs // K_BLOCK, outputs // TILE
     # TMA copies the activations x in rows of 128 bytes, swizzled as wgmma expects. For 16 inputs, a tile of 64 outputs
     # has 512 bytes of 4-bit weights and 64 bytes of scales.
-    x_map = _tensor_map(x.data_ptr(), (64, num_tokens, inputs // 64), (inputs * 2, 128), (64, tokens, 2), True)
+    x_map = _tensor_map(
+        x.data_ptr(), (X_BOX_INPUTS, num_tokens, inputs // X_BOX_INPUTS), (inputs * 2, 128), (64, tokens, 2), True
+    )
     weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
     scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)
     hopper.launch(

@@ -88,7 +88,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const int last = (u32)stages * (blockIdx.y + 1) / (u32)splits;
   // This warp's tile, and the outputs where the thread block's first two tiles and its last two tiles start.
   const int first_half = block * (is_gated ? 128 : 256), second_half = is_gated ? first_half + N / 2 : first_half + 128;
-  const int tiles = N >> 6, tile = ((warp & 2 ? second_half : first_half) >> 6) + (warp & 1);
+  // Past the last output, a warp computes the last tile again, and its sums are not stored.
+  const int tiles = N >> 6, tile = min(((warp & 2 ? second_half : first_half) >> 6) + (warp & 1), tiles - 1);
   const u32 memory = (u32)__cvta_generic_to_shared(shared);
 
   float sums[4][TOKENS / 2];
@@ -128,7 +129,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   auto copy_x_of_stage = [&](int stage, u32 base) {
     if (stage >= last) return;
     const int left = k_blocks - stage * STAGE_K_BLOCKS;
-    if (STAGE_K_BLOCKS <= 8 || left >= STAGE_K_BLOCKS) {  // K is a multiple of 8 k-blocks
+    if (STAGE_K_BLOCKS <= 8 || left >= STAGE_K_BLOCKS) {  // K is a multiple of the k-blocks of such a short stage
 #pragma unroll
       for (int i = 0; i < COPIES; i++)
         if (row + i * ROWS < tokens) copy_async(x_to + base + i * ROWS * 128, i ? advance(x_from, i, x_rows) : x_from);

@@ -27,7 +27,7 @@ BITS = [*([6 + 3 * j, 7 + 3 * j, 8 + 3 * j, 15 + 3 * j] for j in range(3)), [3, 
 """Positions of the bits of a word's first four codes, mantissa first, sign last; for the last four codes they are 16
 higher, and position 32 + i is i. `nvfp4.cuh` says why."""
 FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
-BLOCK_OUTPUTS, K_BLOCK = 256, 16  # outputs per thread block; inputs per wgmma and per block scale;
+BLOCK_OUTPUTS, TILE, K_BLOCK = 256, 64, 16  # outputs per thread block and warp; inputs per wgmma and block scale;
 MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run;
 CACHE_LINE = 128  # bytes
 
@@ -87,15 +87,19 @@ NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Varia
 NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Variant(32, 2, 4, 5, 1)}
 """Variants for linears like ``down``, which start while the GEMM before them ends. An SM has room for only one of their
 thread blocks, because the first free SMs would otherwise get two each, and others none."""
+HALF_STAGES = {8: WIDE_OF_8, 16: WIDE[32], 32: WIDE[32]}
+"""Variants with stages of 4 k-blocks, for K that is no multiple of 8 k-blocks, as in SmolLM2-135M."""
 VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
     """Choose the schedule of a GEMM; None if this kernel cannot run the GEMM, or if another kernel is faster."""
-    if not 0 < num_tokens <= MOST_TOKENS or outputs % BLOCK_OUTPUTS or inputs % (8 * K_BLOCK):
+    if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % (4 * K_BLOCK):
         return None
-    size, blocks = next(most for most in WIDE if num_tokens <= most), outputs // BLOCK_OUTPUTS
+    size, blocks = next(most for most in WIDE if num_tokens <= most), -(-outputs // BLOCK_OUTPUTS)
     schedule = _choose_wide(size, blocks) if blocks > costs.WIDE else _choose_narrow(size, blocks, inputs)
+    if schedule is not None and inputs % (8 * K_BLOCK):
+        schedule = schedule._replace(variant=HALF_STAGES[size]) if size in HALF_STAGES else None
     if schedule is None:
         return None
     variant, splits = schedule
@@ -202,7 +206,7 @@ def decode_linear(
     if adapter:
         update = lora_hopper.Update(x.new_empty(len(adapter.a), num_tokens, len(adapter.a[0])), adapter.b)
         clusters = lora_hopper.hidden_clusters(adapter)
-    blocks = outputs // BLOCK_OUTPUTS
+    blocks = -(-outputs // BLOCK_OUTPUTS)
     arguments = [x, weight, scales, global_scale, bias, y, num_tokens, outputs, inputs, schedule.splits, int(gated)]
     arguments += [
         *_fetched(next_weight, num_tokens, blocks * schedule.splits),

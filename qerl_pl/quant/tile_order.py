@@ -22,14 +22,14 @@ from qerl_pl.kernels.nvfp4_decode import BITS
 from qerl_pl.quant.formats import PackedWeight
 
 TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
-WHOLE_OUTPUTS, WHOLE_INPUTS = 256, 128  # the native kernels compute linears of multiples of these
+WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multiple of this
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
     """Return whether the native kernels can compute the linear into which the engine fuses linears of these shapes (N,
     K), so that trainer and engine can share the weights in tile order."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
-    whole = sum(outputs) % WHOLE_OUTPUTS == 0 and all(rows % TILE == 0 for rows in outputs)
+    whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
 
 

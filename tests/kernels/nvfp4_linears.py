@@ -21,6 +21,15 @@ SHAPES = [
     (256, 128),
     (2304, 1408),
     (22016, 2048),
+    (1152, 896),  # Qwen2.5-0.5B: the last thread block has two warps with outputs
+    (896, 896),
+    (9728, 896),
+    (896, 4864),
+    (960, 576),  # SmolLM2-135M: the last stage is half
+    (3072, 576),
+    (576, 1536),
+    (320, 192),
+    (64, 64),
 ]
 SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes, of a thread block and of an SM of an H100
 E2M1 = torch.tensor(E2M1_CODES)
