@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from qerl_pl.common import ranks
 from qerl_pl.common.due import is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Prompt
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
+from qerl_pl.rollout.base import expected_fingerprint
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import trained_norms
-from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.rollout.loop import Rollout, RolloutLoop
+from qerl_pl.rollout.comparison import (
+    NUM_PROMPTS,
+    PROBE,
+    WITH_ADAPTER,
+    WITHOUT_ADAPTER,
+    Gap,
+    own_text,
+    score_gaps,
+    too_far,
+    trainers_engine,
+)
+from qerl_pl.rollout.loop import Rollout
+from qerl_pl.rollout.probe import find_strength
 
-# mean nats per token; docs/correctness.md has those of correct engines
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-# two completions per prompt, as rollouts have several
-ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
-NUM_PROMPTS = 16
-# size of the random adapter that tests the engine: its output has about a third of the rms of the linear's input
-STRENGTH = 0.5
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Mean difference in nats per token that is right whatever the trainer's rounding errors are."""
 SEED = 0
 
-WITH_ADAPTER = "scores with the adapter"
-WITHOUT_ADAPTER = "scores without the adapter"
-PROBE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
-CHANGE = "what that adapter changes in the trainer's own scores of the samples"
+NO_WINDOW = (
+    "the canary found no random adapter that changes this model's log-probabilities far more than rounding errors do, "
+    "so it does not compare samples under one; its other checks go on"
+)
+UNCLEAR = (
+    "the canary's check of samples says nothing this time: under the random adapter, rounding errors alone move the "
+    "trainer's log-probabilities by {rounding:.2g} nats, and the adapter by {change:.2g}"
+)
 
 
 class SyncCanary(Callback):
@@ -51,10 +65,17 @@ class SyncCanary(Callback):
        cached prefixes of an older policy, or without any adapter. Early in a run the adapter's matrix B is near 0, so
        log-probabilities cannot tell such policies apart. Therefore a few tokens are sampled, a random adapter is
        loaded, tokens are sampled again after the same prompts, and their log-probabilities must be those of the
-       trainer's model with that adapter. The difference may be at most half of what the adapter changes there
-       (``canary/probe_share`` is the share). Then the policy is loaded again.
-    3. Scores, still less often. Fixed tokens are scored by the engine and by the trainer's model, with and without the
-       adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
+       trainer's model with that adapter. Then the policy is loaded again.
+    3. Scores, still less often. Text of the run's own prompts and completions is scored by the engine and by the
+       trainer's model, with and without the adapter. (This does not test the cache, because vLLM computes scored tokens
+       without it.)
+
+    How far a right engine may be from the trainer in 2 and 3 depends on the model and its dtype. The trainer measures
+    it on the same tokens: it computes its own log-probabilities again with other rounding errors. An engine may differ
+    by ``qerl_pl.policy.shaken.MARGIN`` times as much, and under the probe adapter by at most half of what that adapter
+    changes. The strength of the probe adapter is found once, by the trainer alone, at the start of a run or of an
+    evaluation: strong enough to change far more than rounding errors, and too weak to make the model chaotic. If there
+    is no such strength, a warning says so, and 2 is left out.
 
     Afterwards the engine is in the same state as before.
 
@@ -63,11 +84,11 @@ class SyncCanary(Callback):
             run or an evaluation all have one, and so has the first rollout after a start.
         score_every: rollouts from one check of scores to the next. The first rollout after a start has one, and so has
             the first batch of an evaluation.
-        num_tokens: number of fixed tokens, cut to the engine's longest sequence. It should exceed a block of the
+        num_tokens: number of tokens of text, cut to the engine's longest sequence. It should exceed a block of the
             engine's cache (by default 16 tokens on a GPU, 128 on a CPU), because shorter prefixes are never cached.
-        tolerance: largest mean difference of log-probabilities in nats; null: 1e-4 if engine and trainer compute in
-            float32, 0.3 if one of them computes in bfloat16. Samples under the probe adapter may differ by half of what
-            that adapter changes, or by the tolerance if it is below 0.3 and less than that.
+        tolerance: mean difference of log-probabilities in nats that never stops the run, except if it is more than half
+            of what the probe adapter changes; null: 1e-4 if engine and trainer compute in float32, 0.02 if one of them
+            computes in bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -94,6 +115,19 @@ class SyncCanary(Callback):
         self.tolerance = tolerance
         self._is_first = True
         self._held_before: dict[str, int] = {}
+        self._strength: float | None = None
+        """Strength of the probe adapters in training; 0: none is usable; None: not known yet."""
+        self._evaluation_strength: float | None = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the strength of the probe adapters, so that a resumed run uses the same."""
+        return {"strength": self._strength}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the strength of the probe adapters."""
+        self._strength = state_dict["strength"]
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -102,39 +136,60 @@ class SyncCanary(Callback):
 
     @override
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: QeRLModule, batch: list[Prompt], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        seed = derive_seed(SEED, "canary/evaluation", batch_idx)
-        due = is_due(batch_idx, self.sample_every)
-        self._check(pl_module, NormNoise(), seed=seed, with_samples=due, with_scores=batch_idx == 0)
+        if batch_idx == 0:
+            self._evaluation_strength = self._strength
+        due = Due(samples=is_due(batch_idx, self.sample_every), scores=batch_idx == 0)
+        seed, rows = derive_seed(SEED, "canary/evaluation", batch_idx), [prompt.tokens for prompt in batch]
+        _, self._evaluation_strength = self._check(
+            pl_module, NormNoise(), rows, due, seed=seed, strength=self._evaluation_strength
+        )
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # pyright: ignore[reportAssignmentType]
 
     def _check_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         index, first = pl_module.rollout_index, self._is_first
-        samples_due, scores_due = is_due(index, self.sample_every), index % self.score_every == 0
-        gaps = self._check(
+        due = Due(samples=is_due(index, self.sample_every), scores=index % self.score_every == 0)
+        pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+        gaps, self._strength = self._check(
             pl_module,
             pl_module.norm_noise,
+            [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs],
+            Due(samples=due.samples or first, scores=due.scores or first),
             seed=derive_seed(SEED, "canary/rollout", index),
-            with_samples=samples_due or first,
-            with_scores=scores_due or first,
+            strength=self._strength,
+            among_ranks=True,
         )
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
         # What was compared only because the process is new is not logged, so that a resumed run logs the same values as
         # an uninterrupted one.
-        compared = [*([PROBE] if samples_due else []), *([WITH_ADAPTER, WITHOUT_ADAPTER] if scores_due else [])]
-        values = {"canary/score_gap": max(gaps[what] for what in compared)} if compared else {}
-        if samples_due:
-            values["canary/probe_share"] = gaps[PROBE] / max(gaps[CHANGE], 1e-9)
-        if values:
+        if values := logged(gaps, due) | ({"canary/probe_strength": self._strength or 0.0} if due.samples else {}):
             log_at(pl_module.trainer.loggers, values, step=index)
 
     def _check(
-        self, pl_module: QeRLModule, noise: NormNoise, *, seed: int, with_samples: bool, with_scores: bool
-    ) -> dict[str, float]:
-        """Run the checks that are due; returns mean |engine - trainer| in nats by check, see ``score_gaps``.
+        self,
+        pl_module: QeRLModule,
+        noise: NormNoise,
+        rows: Sequence[Sequence[int]],
+        due: Due,
+        *,
+        seed: int,
+        strength: float | None,
+        among_ranks: bool = False,
+    ) -> tuple[dict[str, Gap], float | None]:
+        """Run the checks that are due; returns the differences by check, see ``score_gaps``, and the strength of the
+        probe adapter.
+
+        Args:
+            pl_module: module whose engine is checked.
+            noise: noise that the engine's norms should have.
+            rows: prompts, or prompts with completions, as tokens: the text that is scored.
+            due: what is compared.
+            seed: seed of the probe adapter and of rounding errors.
+            strength: strength of the probe adapter; 0: there is none; None: it is found now, if samples are due.
+            among_ranks: whether every rank is here, so that all can use the same strength.
 
         Raises:
             RuntimeError: the engine does not hold the policy, or does not compute with it.
@@ -146,18 +201,64 @@ class SyncCanary(Callback):
             fault = describe_fault(held, policy, noise, before=self._held_before)
             raise RuntimeError(f"the rollout engine does not hold the current policy: {fault}")
         self._held_before = held
-        num_tokens = min(self.num_tokens, pl_module.settings.max_model_len - 1)
-        tokens, due = fixed_tokens(policy, num_tokens), {"with_samples": with_samples, "with_scores": with_scores}
-        gaps = score_gaps(loop, policy, noise, tokens, seed=seed, **due) if any(due.values()) else {}
-        tolerance = self.tolerance or max(TOLERANCE[policy.dtype], TOLERANCE[dtype])
-        if wrong := too_far(gaps, tolerance):
-            found = "; ".join(f"{what}, by {gaps[what]:.2g} nats per token" for what in wrong)
+        if not (due.samples or due.scores):
+            return {}, strength
+        dtype = max(dtype, policy.dtype, key=lambda each: torch.finfo(each).eps)
+        tokens = own_text(rows, min(self.num_tokens, pl_module.settings.max_model_len - 1))
+        with trainers_engine(policy, noise, max_model_len=len(tokens) + 1) as oracle:
+            if due.samples and strength is None:
+                strength = (
+                    find_strength(oracle, policy, tokens, dtype, seed=derive_seed(SEED, "canary/strength")) or 0.0
+                )
+                strength = min(ranks.gather_values(strength)) if among_ranks else strength
+                if not strength:
+                    rank_zero_warn(NO_WINDOW)
+            gaps = score_gaps(
+                loop,
+                oracle,
+                policy,
+                tokens,
+                dtype,
+                seed=seed,
+                strength=strength if due.samples else 0,
+                scores=due.scores,
+            )
+        if due.samples:
+            loop.sync(policy.adapter_state(), noise)
+        if PROBE in gaps and gaps[PROBE].limit(0) == math.inf:
+            rank_zero_warn(UNCLEAR.format(**gaps[PROBE]._asdict()))
+        if wrong := too_far(gaps, self.tolerance or TOLERANCE[dtype]):
+            found = "; ".join(
+                f"{what}, by {gaps[what].nats:.2g} nats per token, more than {limit:.2g} (rounding errors change the "
+                f"trainer's own by {gaps[what].rounding:.2g})"
+                for what, limit in wrong.items()
+            )
             raise RuntimeError(
                 "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
-                f"and norms. These of its log-probabilities differ by more than {max(wrong.values()):.2g} nats: "
-                f"{found}"
+                f"and norms. These of its log-probabilities differ from the trainer's: {found}"
             )
-        return gaps
+        return gaps, strength
+
+
+@dataclass(frozen=True)
+class Due:
+    """Comparisons of log-probabilities that a check makes."""
+
+    samples: bool
+    scores: bool
+
+
+def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
+    """Return the scalars to log of the comparisons that are due."""
+    values = {}
+    if due.scores:
+        values["canary/score_gap"] = max(gaps[what].nats for what in (WITH_ADAPTER, WITHOUT_ADAPTER))
+        values["canary/score_rounding"] = min(gaps[what].rounding for what in (WITH_ADAPTER, WITHOUT_ADAPTER))
+    if due.samples and PROBE in gaps:
+        probe = gaps[PROBE]
+        values |= {"canary/probe_gap": probe.nats, "canary/probe_change": probe.change}
+        values |= {"canary/probe_rounding": probe.rounding, "canary/probe_share": probe.nats / max(probe.change, 1e-9)}
+    return values
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
@@ -208,109 +309,3 @@ def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, 
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))
     return expected_fingerprint(adapter, noisy, scaling=policy.lora_scaling, dtype=dtype)
-
-
-def too_far(gaps: Mapping[str, float], tolerance: float) -> dict[str, float]:
-    """Select the differences between engine and trainer that show a fault; returns the limit that each exceeds, in
-    nats.
-
-    The probe adapter changes log-probabilities by ``gaps[CHANGE]`` on average. An engine that ignores it differs from
-    the trainer by all of this, a correct engine by a small share of it, whatever the dtype and the model; half of it
-    separates the two. A fixed tolerance as wide as that of bf16 would not: rounding errors and the change by the
-    adapter both grow with the number of layers.
-    """
-    limits = {what: tolerance for what in gaps if what != CHANGE}
-    if CHANGE in gaps:
-        half = gaps[CHANGE] / 2
-        limits[PROBE] = half if tolerance >= TOLERANCE[torch.bfloat16] else min(tolerance, half)
-    return {what: limit for what, limit in limits.items() if not gaps[what] <= limit}
-
-
-def score_gaps(
-    loop: RolloutLoop,
-    policy: Policy,
-    noise: NormNoise,
-    tokens: list[int],
-    *,
-    seed: int,
-    with_samples: bool = True,
-    with_scores: bool,
-) -> dict[str, float]:
-    """Compare log-probabilities of engine and trainer; returns mean |engine - trainer| in nats by check.
-
-    With samples, the entry ``CHANGE`` is the mean change in nats that the probe adapter makes to the trainer's
-    log-probabilities. The current adapter and noise are loaded into the engine again afterwards.
-
-    Args:
-        loop: rollout loop whose engine holds the policy with the noise.
-        policy: the trainer's policy.
-        noise: noise of the current rollout; the trainer's model gets the same noise during the call.
-        tokens: fixed tokens that are scored, and whose prefixes are the prompts of the samples.
-        seed: seed of the probe adapter; it must differ from the previous check's, whose prefixes may still be cached.
-        with_samples: compare sampled tokens.
-        with_scores: compare the scores of ``tokens``.
-    """
-    engine, adapter = loop.engine, policy.adapter_state()
-    oracle = TransformersEngine()
-    oracle.start(policy, max_model_len=len(tokens) + 1)
-    try:
-        oracle.set_norm_noise(noise)
-        gaps = {}
-        if with_scores:
-            gaps[WITH_ADAPTER] = _mean_gap(engine.score([tokens]), oracle.score([tokens]))
-            gaps[WITHOUT_ADAPTER] = _mean_gap(
-                engine.score([tokens], adapter=False), oracle.score([tokens], adapter=False)
-            )
-        if with_samples:
-            scale = STRENGTH / policy.lora_scaling / policy.peft_config.r**0.5
-            probe = probe_adapter(adapter, scale=scale, seed=seed)
-            gaps[PROBE], gaps[CHANGE] = probe_adapter_gap(engine, oracle, probe, tokens)
-    finally:
-        oracle.close()
-    if with_samples:
-        loop.sync(adapter, noise)
-    return gaps
-
-
-def probe_adapter_gap(
-    engine: RolloutEngine, oracle: TransformersEngine, adapter: Mapping[str, Tensor], tokens: list[int]
-) -> tuple[float, float]:
-    """Sample one token after each of several prefixes of ``tokens``; compare its log-probability in engine and oracle.
-
-    The oracle is the trainer's model. Engine and oracle are left with ``adapter`` loaded. The prefixes differ in length
-    by two tokens: a stale prefix cache changes most the first tokens after a cached block (of 16 tokens or more).
-
-    Returns:
-        Mean |engine - oracle| in nats, and the mean absolute change in nats that the adapter makes to the oracle's
-        scores of these tokens.
-    """
-    prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
-    engine.generate(prompts[:1], ONE_TOKEN, SEED)  # caches prefixes under the old adapter; must be dropped
-    engine.load_adapter(adapter)
-    completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, SEED)]
-    lengths, sampled = [len(prompt) for prompt in prompts], [completion.tokens[0] for completion in completions]
-    usual = oracle.score_next(tokens, lengths, sampled)
-    oracle.load_adapter(adapter)
-    scores = oracle.score_next(tokens, lengths, sampled)
-    return _mean_gap([completion.logprobs for completion in completions], [scores]), _mean_gap([usual], [scores])
-
-
-def fixed_tokens(policy: Policy, num_tokens: int) -> list[int]:
-    """Draw random tokens from a fixed seed, so that they are the same in every run."""
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(policy.config.vocab_size, (num_tokens,), generator=generator).tolist()
-
-
-def probe_adapter(adapter: Mapping[str, Tensor], *, scale: float, seed: int) -> dict[str, Tensor]:
-    """Copy the adapter with a new B drawn from N(0, scale^2)."""
-    device = next(iter(adapter.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
-    return {
-        name: scale * torch.randn(tensor.shape, generator=generator, device=device) if ".lora_B" in name else tensor
-        for name, tensor in adapter.items()
-    }
-
-
-def _mean_gap(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    flat = [torch.tensor([value for row in rows for value in row]) for rows in (left, right)]
-    return (flat[0] - flat[1]).abs().mean().item()

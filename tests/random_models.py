@@ -144,3 +144,9 @@ def densify(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         if isinstance(module, FrozenLinear):
             model.set_submodule(name, dense_linear(module.dense(dtype), module.bias))
     return model
+
+
+def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
+    """Draw random tokens, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()

@@ -108,23 +108,30 @@ class TransformersEngine:
         return scores
 
     @torch.no_grad()
-    def score_next(self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int]) -> list[float]:
-        """Compute the log-probability, in nats, of one token after each of several prefixes of a sequence, in one pass
-        over the sequence.
+    def score_next(
+        self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
+    ) -> Tensor:
+        """Compute the log-probability, in nats, of one token after each of N prefixes of a sequence, in one pass over
+        ``copies`` rows that all hold the sequence: [copies, N] fp32 on the CPU.
 
         Args:
             tokens: the sequence.
             lengths: tokens of each prefix, all different, from 1 to one less than the sequence has.
             following: the token after each prefix, which need not be the sequence's own.
+            copies: number of rows. They differ only in rounding, or in errors that hooks add (``policy.shaken``).
         """
         policy = self._check([tokens], max_tokens=0)
-        device, ascending = policy.causal_lm.device, sorted(zip(lengths, following, strict=True))
-        row, mask = torch.tensor([tokens], device=device), torch.zeros(1, len(tokens), dtype=torch.bool, device=device)
-        mask[0, list(lengths)] = True
-        targets = torch.tensor([token for _, token in ascending], device=device)
+        device, at = policy.causal_lm.device, list(lengths)
+        rows = torch.tensor([tokens], device=device).repeat(copies, 1)
+        mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
+        mask[:, at if copies == 1 else slice(1, None)] = (
+            True  # tokens before the first masked one may be shared by rows
+        )
+        targets = rows.clone()
+        targets[:, at] = torch.tensor(following, device=device)
         with self._in_place(policy, adapter=True):
-            found = policy.token_stats(row, mask, temperature=1.0, targets=targets).logprobs
-        return found[0, list(lengths)].tolist()
+            found = policy.token_stats(rows, mask, temperature=1.0, targets=targets[mask]).logprobs
+        return found[:, at].cpu()
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
         """Compute log-probabilities as ``Policy.alternative_logprobs`` does, with this engine's adapter and noise."""

@@ -2,7 +2,8 @@
 
 Engines have a random base and, in turn, several adapters of the size of trained ones. One JSON line per state of the
 engine has the mean differences in nats: the least, the median and the greatest over the adapters. Checksums, which see
-most of these faults, are left out. The tolerance of ``callbacks/canary.py`` has to be between healthy and broken ones.
+most of these faults, are left out. The limits of ``qerl_pl.rollout.comparison`` have to be between healthy and broken
+ones.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import Any
 
 import torch
 
-from callbacks.canary import fixed_tokens, probe_adapter, score_gaps
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.rollout.comparison import PROBE, score_gaps, trainers_engine
 from qerl_pl.rollout.loop import RolloutLoop
+from qerl_pl.rollout.probe import find_strength, probe_adapter
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.tiny import make_tokenizer
 from tests.bench.harness import DEVICE, emit
 from tests.callbacks.faults import FAULTS, Instead
 from tests.random_checkpoints import FORMATS, write_random_checkpoint
-from tests.random_models import SIZES
+from tests.random_models import SIZES, fixed_tokens
 
-TRAINED_STD = 1e-3  # of B: a few hundred steps of AdamW at 1e-5, not all in one direction
+TRAINED = 1e-3 * 32**0.5  # strength: of a B with std 1e-3, a few hundred steps of AdamW at 1e-5, and of rank 32
 NUM_TOKENS = 160  # the canary's
 BROKEN = ("old_adapter", "no_adapter", "swapped_matrix", "unused_adapter", "stale_prefixes")
 
@@ -63,15 +65,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
     """State of the engine -> comparison -> mean difference in nats, for one adapter."""
-    adapter = probe_adapter(policy.adapter_state(), scale=TRAINED_STD, seed=seed)
+    adapter = probe_adapter(policy, strength=TRAINED, seed=seed)
     policy.load_adapter_state(adapter)
     old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}
 
     def measure(faulty: Any, noise: NormNoise) -> dict[str, float]:
         loop = RolloutLoop(faulty, (), make_tokenizer())
         loop.sync(adapter, noise)
-        tokens = fixed_tokens(policy, NUM_TOKENS)
-        return score_gaps(loop, policy, noise, tokens, seed=1000 + seed, with_scores=True)
+        tokens, own = fixed_tokens(policy.config.vocab_size, NUM_TOKENS), 1000 + seed
+        with trainers_engine(policy, noise, max_model_len=2 * NUM_TOKENS) as oracle:
+            strength = find_strength(oracle, policy, tokens, policy.dtype, seed=own)
+            gaps = score_gaps(loop, oracle, policy, tokens, policy.dtype, seed=own, strength=strength, scores=True)
+        found = {what: gap.nats for what, gap in gaps.items()}
+        return found | ({"what that adapter changes": gaps[PROBE].change} if PROBE in gaps else {})
 
     gaps = {
         "healthy": measure(engine, NormNoise()),

@@ -11,17 +11,22 @@ import torch
 from torch import distributed as dist
 
 from callbacks import canary
-from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, fixed_tokens, score_gaps
+from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected
 from qerl_pl.common.due import EARLY
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.shaken import MARGIN, shaken
+from qerl_pl.rollout import comparison
+from qerl_pl.rollout.comparison import Gap, own_text, score_gaps, too_far, trainers_engine
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
+from qerl_pl.rollout.probe import STRENGTHS, USABLE, find_strength
 from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import without_callback
 from tests.callbacks.faults import FAULTS
 from tests.integration.conftest import VLLM, differences, load_last
+from tests.random_models import fixed_tokens
 
 NOISES = [NormNoise(), NormNoise(0.05, seed=3)]
 BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed tokens are longer than this
@@ -47,8 +52,14 @@ def synced(policy: Policy, noise: NormNoise) -> RolloutLoop:
     return loop
 
 
-def gaps(loop: RolloutLoop, policy: Policy, noise: NormNoise) -> dict[str, float]:
-    return score_gaps(loop, policy, noise, fixed_tokens(policy, 40), seed=5, with_scores=True)
+def gaps(loop: RolloutLoop, policy: Policy, noise: NormNoise, num_tokens: int = 40) -> dict[str, Gap]:
+    tokens = fixed_tokens(policy.config.vocab_size, num_tokens)
+    with trainers_engine(policy, noise, max_model_len=num_tokens + 1) as oracle:
+        strength = find_strength(oracle, policy, tokens, policy.dtype, seed=5)
+        assert strength
+        found = score_gaps(loop, oracle, policy, tokens, policy.dtype, seed=5, strength=strength, scores=True)
+    loop.sync(policy.adapter_state(), noise)
+    return found
 
 
 class TestChecks:
@@ -64,8 +75,8 @@ class TestChecks:
         stream = torch.get_rng_state()
         assert dtype_held(held, policy, noise) is torch.float32
         found = gaps(loop, policy, noise)
-        assert found.pop(canary.CHANGE) > 0.05
-        assert max(found.values()) < canary.TOLERANCE[torch.float32]
+        assert found[comparison.PROBE].change > 0.05
+        assert max(gap.nats for gap in found.values()) < canary.TOLERANCE[torch.float32]
         assert loop.engine.fingerprint() == held
         assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in before.items())
         assert torch.equal(torch.get_rng_state(), stream)
@@ -121,8 +132,8 @@ class TestChecks:
         if fault:
             loop.engine = FAULTS[fault](loop.engine, policy.adapter_state())
         assert dtype_held(loop.engine.fingerprint(), policy, NormNoise()) is dtype
-        wrong = canary.too_far(gaps(loop, policy, NormNoise()), canary.TOLERANCE[dtype])
-        assert set(wrong) == ({canary.PROBE} if fault else set())
+        wrong = too_far(gaps(loop, policy, NormNoise()), canary.TOLERANCE[dtype])
+        assert set(wrong) == ({comparison.PROBE} if fault else set())
 
     @pytest.mark.parametrize("block", [16, 32, 64, 128])
     def test_samples_follow_a_cached_block_at_once_and_after_some_tokens(self, bases, block):
@@ -137,8 +148,8 @@ class TestChecks:
         engine, oracle = Engine(), TransformersEngine()
         for each in (engine, oracle):
             each.start(policy, max_model_len=200)
-        tokens = fixed_tokens(policy, SyncCanary().num_tokens)
-        canary.probe_adapter_gap(engine, oracle, policy.adapter_state(), tokens)
+        tokens = fixed_tokens(policy.config.vocab_size, SyncCanary().num_tokens)
+        comparison.probe_gap(engine, oracle, policy, tokens, torch.float32, seed=0, strength=0.5)
         [cached], sampled = lengths
         assert cached == max(sampled)
         assert min(sampled) > block, "each has a whole block in the cache"
@@ -150,17 +161,29 @@ class TestChecks:
         policy = make_policy(bases["nvfp4"])
         loop = synced(policy, NormNoise())
         for count in (2, 3, 20):
-            found = score_gaps(loop, policy, NormNoise(), fixed_tokens(policy, count), seed=5, with_scores=True)
-            assert not canary.too_far(found, canary.TOLERANCE[torch.float32])
+            assert not too_far(gaps(loop, policy, NormNoise(), count), canary.TOLERANCE[torch.float32])
 
     @pytest.mark.parametrize(
-        ("gap", "change", "tolerance", "limit"),
-        [(0.35, 1.6, 0.3, None), (0.9, 1.6, 0.3, 0.8), (0.02, 0.03, 0.3, 0.015), (2e-4, 1.6, 1e-4, 1e-4)],
-        ids=["deep and healthy", "deep and wrong", "little changed", "float32"],
+        ("gap", "limit"),
+        [
+            (Gap(0.35, 0.1, 1.6), None),
+            (Gap(0.9, 0.1, 1.6), MARGIN * 0.1),
+            (Gap(0.02, 1e-3, 0.03), 0.015),
+            (Gap(2e-4, 1e-6, 1.6), 1e-4),
+            (Gap(1.0, 0.2, 1.6), None),
+            (Gap(0.35, 0.1), None),
+            (Gap(2e-4, 1e-6), 1e-4),
+            (Gap(math.nan, 1e-6), 1e-4),
+        ],
+        ids=["healthy", "wrong", "little changed", "float32", "chaotic", "scores", "float32 scores", "nan"],
     )
-    def test_samples_may_differ_by_half_of_what_the_adapter_changes(self, gap, change, tolerance, limit):
-        wrong = canary.too_far({canary.WITH_ADAPTER: 1e-5, canary.PROBE: gap, canary.CHANGE: change}, tolerance)
-        assert wrong == ({} if limit is None else {canary.PROBE: limit})
+    def test_an_engine_may_differ_by_some_rounding_errors_and_less_than_half_the_change(self, gap, limit):
+        tolerance = 0.3 if gap.rounding == 1e-3 else 1e-4
+        assert too_far({comparison.PROBE: gap}, tolerance) == ({} if limit is None else {comparison.PROBE: limit})
+
+    def test_the_text_is_the_runs_own_and_repeated_if_it_is_short(self):
+        assert own_text([[1, 2], [3]], 2) == [1, 2]
+        assert own_text([[1, 2], [3]], 7) == [1, 2, 3, 1, 2, 3, 1]
 
     @pytest.mark.parametrize(
         ("settings", "said"),
@@ -175,6 +198,66 @@ class TestChecks:
     def test_settings_that_mean_nothing_are_refused(self, settings, said):
         with pytest.raises(ValueError, match=said):
             SyncCanary(**settings)
+
+
+def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float) -> Policy:
+    """A policy whose norms multiply by ``sharpness``, so that it magnifies small changes, as pretrained ones do."""
+    policy = load_policy(str(base), dtype=dtype, lora=LoraSettings(rank=4), seed=0)
+    with torch.no_grad():
+        for weight in policy.norm_weights().values():
+            weight.mul_(sharpness)
+    return policy
+
+
+class TestStrength:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("sharpness", [1.0, 8.0, 16.0])
+    def test_right_engines_differ_by_a_tenth_of_the_change_at_most(self, bases, dtype, sharpness):
+        policy = sharp_policy(bases["nvfp4"], dtype, sharpness)
+        loop = synced(policy, NormNoise())
+        tokens = fixed_tokens(policy.config.vocab_size, 40)
+        with trainers_engine(policy, NormNoise(), max_model_len=41) as oracle:
+            strength = find_strength(oracle, policy, tokens, dtype, seed=0)
+            assert strength in STRENGTHS
+            for seed in range(4):
+                found = score_gaps(loop, oracle, policy, tokens, dtype, seed=seed, strength=strength, scores=False)[
+                    comparison.PROBE
+                ]
+                assert found.nats < 0.1 * found.change, "samples in batches with a cache, scores of packed rows"
+
+    def test_the_search_is_repeatable_and_has_no_result_if_rounding_hides_every_change(self, bases):
+        policy = sharp_policy(bases["nvfp4"], torch.float32, 1.0)
+        tokens = fixed_tokens(policy.config.vocab_size, 40)
+        with trainers_engine(policy, NormNoise(), max_model_len=41) as oracle:
+            found = [find_strength(oracle, policy, tokens, torch.float32, seed=0) for _ in range(2)]
+            assert found[0] == found[1]
+            assert find_strength(oracle, policy, tokens, torch.float8_e5m2, seed=0) is None
+
+    def test_shaken_results_have_rounding_errors_of_the_dtype_and_the_model_is_as_before(self, bases):
+        policy = sharp_policy(bases["nvfp4"], torch.float32, 1.0)
+        tokens = fixed_tokens(policy.config.vocab_size, 40)
+        with trainers_engine(policy, NormNoise(), max_model_len=41) as oracle:
+            plain = torch.tensor(oracle.score([tokens]))
+            sizes = []
+            for dtype in (torch.float16, torch.bfloat16):
+                with shaken(policy.causal_lm, dtype, seed=1):
+                    found = torch.tensor(oracle.score([tokens] * 2))
+                with shaken(policy.causal_lm, dtype, seed=1):
+                    assert torch.equal(found, torch.tensor(oracle.score([tokens] * 2)))
+                assert not torch.equal(found[0], found[1]), "rows have errors of their own"
+                sizes.append((found - plain).square().mean().sqrt().item())
+            assert sizes[1] == pytest.approx(8 * sizes[0], rel=0.1), "an error of bfloat16 is 8 times one of float16"
+            assert torch.equal(plain, torch.tensor(oracle.score([tokens])))
+
+    @pytest.mark.slow
+    def test_a_run_without_a_usable_strength_says_so_and_makes_its_other_checks(self, run, tmp_path, monkeypatch):
+        monkeypatch.setattr("callbacks.canary.find_strength", lambda *_, **__: None)
+        with pytest.warns(UserWarning, match="found no random adapter"):
+            run("fit", tmp_path, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+        curves = read_curves(tmp_path)
+        assert curves["canary/probe_strength"].values == [0]
+        assert "canary/probe_gap" not in curves
+        assert len(curves["canary/score_gap"].values) == 1
 
 
 IN_A_RUN = [
@@ -257,8 +340,13 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
     curves = read_curves(run_dir)
     assert set(curves["canary/tensors_checked"].values) == {28 + 4}
     assert curves["canary/tensors_checked"].steps == list(range(6))
-    assert curves["canary/score_gap"].steps == list(range(EARLY))
-    assert 0 < max(curves["canary/score_gap"].values) < canary.TOLERANCE[torch.float32]
+    assert curves["canary/score_gap"].steps == [0]
+    for name in ("probe_gap", "probe_change", "probe_rounding", "probe_share"):
+        assert curves[f"canary/{name}"].steps == list(range(EARLY)), name
+    for name in ("score_gap", "probe_gap"):
+        assert 0 < max(curves[f"canary/{name}"].values) < canary.TOLERANCE[torch.float32]
+    assert max(curves["canary/probe_share"].values) < USABLE
+    assert len(set(curves["canary/probe_strength"].values)) == 1
     assert max(curves["aqn/sigma"].values) > 0
 
 

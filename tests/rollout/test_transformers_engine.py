@@ -52,7 +52,9 @@ def test_a_token_after_a_prefix_scores_as_at_the_end_of_its_own_row(policy):
     lengths, following = [39, 7, 20, 1], [5, tokens[7], 0, 9]
     rows = [[*tokens[:length], token] for length, token in zip(lengths, following, strict=True)]
     expected = [row[-1] for row in engine.score(rows)]
-    assert engine.score_next(tokens, lengths, following) == pytest.approx(expected, abs=1e-5)
+    for copies in (1, 3):
+        found = engine.score_next(tokens, lengths, following, copies=copies)
+        assert found.tolist() == [pytest.approx(expected, abs=1e-5)] * copies
     before = snapshot(policy)
     engine.score_next(tokens, lengths, following)
     assert_same(before, snapshot(policy))

@@ -1,0 +1,74 @@
+"""Compute a model as another right implementation might: with other rounding errors.
+
+Two implementations of one model add and round in other orders, so their results differ by rounding errors, and by what
+the model makes of these. How much that is depends on the model: a pretrained one with a few huge activations magnifies
+errors that a random one averages out. It can be measured with one implementation, by adding random relative errors of
+the size of a rounding error to intermediate results (Monte Carlo arithmetic, Parker 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARGIN = 5.0
+"""Multiple of the rounding errors that are measured here by which a right implementation may differ."""
+SHAKES = 8
+"""Computations with other rounding errors, from which their size is estimated."""
+
+
+@contextmanager
+def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]:
+    """Add rounding errors to what the parts of each decoder block (norms, attention, MLP) return, inside the context.
+
+    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e the largest relative rounding error of a dtype
+    (2^-8 in bfloat16). Rows of a batch get errors of their own.
+
+    Args:
+        model: a Hugging Face causal language model, whose blocks are ``model.model.layers``.
+        dtype: floating dtype whose rounding errors are imitated.
+        seed: seed of the errors.
+    """
+    error = torch.finfo(dtype).eps / 2
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def shake(x: Tensor) -> Tensor:
+        if x.device not in generators:
+            generators[x.device] = torch.Generator(x.device).manual_seed(seed)
+        drawn = torch.randn(x.shape, generator=generators[x.device], device=x.device)
+        return torch.addcmul(x.float(), x.float(), drawn, value=error).to(x.dtype)
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return (shake(output[0]), *output[1:]) if isinstance(output, tuple) else shake(output)
+
+    layers: Any = model.get_submodule("model.layers")
+    hooks = [part.register_forward_hook(hook) for block in layers for part in block.children()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def with_rounding(
+    score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
+) -> tuple[Tensor, float]:
+    """Compute log-probabilities, and how much rounding errors change them.
+
+    Args:
+        score: ``score(copies)`` computes N log-probabilities in this many rows, [copies, N].
+        model: the Hugging Face causal language model that ``score`` uses.
+        dtype: dtype whose rounding errors are meant.
+        seed: seed of the errors.
+
+    Returns:
+        [N] log-probabilities without further errors, and the mean over tokens of the root mean square change.
+    """
+    [plain] = score(1)
+    with shaken(model, dtype, seed=seed):
+        errors = score(SHAKES) - plain
+    return plain, errors.square().mean(dim=0).sqrt().mean().item()

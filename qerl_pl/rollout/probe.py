@@ -1,0 +1,85 @@
+"""Random probe adapters, and the strength with which they say most about an engine.
+
+A probe adapter changes log-probabilities, so that an engine that does not use it is seen. If it is too weak, the change
+drowns in rounding errors; if it is too strong, the model becomes chaotic, and rounding errors grow as large as the
+change. The strengths in between depend on the model, and the trainer finds them with its own model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.shaken import MARGIN, with_rounding
+from qerl_pl.rollout.hf import TransformersEngine
+
+STRENGTHS = tuple(2 ** (-step / 2) for step in range(13))
+"""Strengths that are tried, 1 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
+linear's input."""
+SEEDS = 2
+"""Probe adapters that are tried with each strength."""
+USABLE = 0.5 / MARGIN
+"""Largest share of rounding errors in the change by a probe adapter: the limit is then at most half of the change."""
+
+
+def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
+    """Draw a LoRA adapter: A as before the training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0, s^2) with
+    the s that gives it this strength. Trained norms are the policy's."""
+    adapter = policy.adapter_state()
+    device = next(iter(adapter.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    scale = strength / policy.lora_scaling / policy.peft_config.r**0.5
+
+    def drawn(name: str, tensor: Tensor) -> Tensor:
+        if ".lora_A" in name:
+            return (2 * torch.rand(tensor.shape, generator=generator, device=device) - 1) / tensor.shape[1] ** 0.5
+        if ".lora_B" in name:
+            return scale * torch.randn(tensor.shape, generator=generator, device=device)
+        return tensor
+
+    return {name: drawn(name, tensor) for name, tensor in adapter.items()}
+
+
+def find_strength(
+    oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
+) -> float | None:
+    """Find the strength of probe adapters that change log-probabilities far more than rounding errors do.
+
+    From the strongest on, each strength is tried with ``SEEDS`` adapters, whose share is that of rounding errors in the
+    change by the adapter, the larger one of the adapters. Of the strengths whose share is at most twice the smallest,
+    the weakest is returned, which is farthest from chaos.
+
+    Args:
+        oracle: engine of the trainer's model, with the noise of the rollout; its adapter is changed.
+        policy: the policy of this model.
+        tokens: text like that of the run's prompts and completions; the log-probabilities of its tokens are compared.
+        dtype: dtype whose rounding errors are meant.
+        seed: seed of adapters and errors.
+
+    Returns:
+        The strength; None if rounding errors are more than the share ``USABLE`` with every strength.
+    """
+    at, following = range(1, len(tokens)), tokens[1:]
+
+    def score(copies: int) -> Tensor:
+        return oracle.score_next(tokens, at, following, copies=copies)
+
+    oracle.load_adapter(policy.adapter_state())
+    [usual] = score(1)
+    shares: dict[float, float] = {}
+    for strength in STRENGTHS:
+        found = []
+        for index in range(SEEDS):
+            own = derive_seed(seed, f"probe {strength:.4g}", index)
+            oracle.load_adapter(probe_adapter(policy, strength=strength, seed=own))
+            scores, rounding = with_rounding(score, policy.causal_lm, dtype, seed=own)
+            found.append(rounding / max((scores - usual).abs().mean().item(), 1e-9))
+        shares[strength] = max(found)
+        if shares[strength] > 2 * min(shares.values()) <= 2 * USABLE:  # weaker ones only drown in rounding errors
+            break
+    best = min(shares.values())
+    return min(each for each, share in shares.items() if share <= min(2 * best, USABLE)) if best <= USABLE else None
