@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MARGIN = 5.0
+MARGIN = 8.0
 """Multiple of the rounding errors that are measured here by which a right implementation may differ."""
 SHAKES = 8
 """Computations with other rounding errors, from which their size is estimated."""
@@ -25,15 +25,15 @@ SHAKES = 8
 def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]:
     """Add rounding errors to what the parts of each decoder block (norms, attention, MLP) return, inside the context.
 
-    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e the largest relative rounding error of a dtype
-    (2^-8 in bfloat16). Rows of a batch get errors of their own.
+    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of a dtype's relative
+    rounding errors (2^-9 in bfloat16). Rows of a batch get errors of their own.
 
     Args:
         model: a Hugging Face causal language model, whose blocks are ``model.model.layers``.
         dtype: floating dtype whose rounding errors are imitated.
         seed: seed of the errors.
     """
-    error = torch.finfo(dtype).eps / 2
+    error = torch.finfo(dtype).eps / 4
     generators: dict[torch.device, torch.Generator] = {}
 
     def shake(x: Tensor) -> Tensor:

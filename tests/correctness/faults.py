@@ -8,6 +8,12 @@ lines also have the seconds of a step and of each check in it.
 
     python -m tests.correctness.faults > docs/results/faults.jsonl
     python -m tests.correctness.faults --healthy 100 >> docs/results/faults.jsonl
+
+With `--model` and `--problems`, runs are of a pretrained model on GSM8K instead. One healthy run makes a checkpoint at
+the beginning of rollout 2 (a second one, with noise, for the faults that are about noise), and each fault resumes from
+it in the same process, with the same loaded model and engine.
+
+    python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,13 +36,17 @@ import yaml
 from lightning.pytorch import Callback
 
 import train
-from tests.bench.harness import emit
+from qerl_pl.handover import Handover
+from tests.bench.harness import DEVICE, DTYPE, emit
+from tests.callbacks.faults import Instead
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
 
 AT = 2
 LATER = re.compile("old adapter|lost update|noise missing|other noise")  # right in rollout AT, wrong from the next on
+NOISY = ("noise", "other noise")  # faults that are about noise, of which stage 0 has none
 ROLLOUTS = 14  # of a run with a fault
+COMPLETIONS = 4  # per prompt in runs of a pretrained model
 ENGINES = {"transformers": "qerl_pl.rollout.hf.TransformersEngine", "vllm": "qerl_pl.rollout.vllm.VLLMEngine"}
 WARNINGS = re.compile("the sampler's log-probabilities|no group had a signal")
 
@@ -51,6 +61,30 @@ class RolloutFault(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.rollout_index == self.at:
             pl_module.loop.engine = (OF_ANY_ENGINE | OF_THE_MODEL)[self.fault](pl_module.loop.engine, pl_module.policy)
+
+
+class StopAt(Callback):
+    """Ends a run, with a checkpoint, before this rollout."""
+
+    def __init__(self, rollout: int = AT) -> None:
+        self.rollout = rollout
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        trainer.should_stop = pl_module.rollout_index == self.rollout
+
+
+class KeepEngine(Callback):
+    """Leaves the engine running when a run fails, for the next run of the process."""
+
+    engine: ClassVar[Any] = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not isinstance(pl_module.engine, Instead):  # the engine of the run before
+            KeepEngine.engine = pl_module.engine
+            pl_module.engine = Instead(pl_module.engine, close=lambda: None)
+        pl_module.loop.engine = KeepEngine.engine
+        if isinstance(llm := getattr(KeepEngine.engine, "_llm", None), Instead):  # the fault "stale prefixes" put it in
+            KeepEngine.engine._llm = llm._real
 
 
 class Watch(Callback):
@@ -98,34 +132,111 @@ def settings(
 
 
 def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None) -> dict[str, Any]:
-    """Do a run; returns whether it stopped or warned, in which rollout, and with which words."""
-    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
+    """Do a run of the quickstart; returns whether it stopped or warned, in which rollout, and with which words."""
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts, fault=fault)
         (folder / "changes.yaml").write_text(yaml.safe_dump(changes))
         command = ["fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(folder / "changes.yaml")]
-        if fault is not None:
-            command += ["--trainer.callbacks+=tests.correctness.faults.RolloutFault"]
-            command += [f"--trainer.callbacks.fault={fault}"]
-        command += ["--trainer.callbacks+=tests.correctness.faults.Watch"]
-        heard: list[tuple[int, str]] = []
+        return heard_in(command, fault)
 
-        def hear(message: Warning | str, *_: Any, **__: Any) -> None:
-            if WARNINGS.search(str(message)):
-                heard.append((Watch.rollout, str(message)))
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = hear
-            try:
-                train.main(command)
-            except (RuntimeError, FloatingPointError, ValueError) as error:
-                heard = [*heard, (Watch.rollout, f"stopped: {error}")]
+def heard_in(command: list[str], fault: str | None, handover: Handover | None = None) -> dict[str, Any]:
+    """Run a command of the program, with a fault; returns whether it stopped or warned, when, and in which words."""
+    if fault is not None:
+        command = [*command, "--trainer.callbacks+=tests.correctness.faults.RolloutFault"]
+        command += [f"--trainer.callbacks.fault={fault}"]
+    command = [*command, "--trainer.callbacks+=tests.correctness.faults.Watch"]
+    heard: list[tuple[int, str]] = []
+
+    def hear(message: Warning | str, *_: Any, **__: Any) -> None:
+        if WARNINGS.search(str(message)):
+            heard.append((Watch.rollout, str(message)))
+
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear
+        try:
+            train.main(command, handover=handover)
+        except (RuntimeError, FloatingPointError, ValueError) as error:
+            heard = [*heard, (Watch.rollout, f"stopped: {error}")]
     if not heard:
         return {"outcome": "silent", "rollout": None, "said": ""}
     at, said = heard[0]
     outcome = "stopped" if said.startswith("stopped: ") else "warned"
-    return {"outcome": outcome, "rollout": at, "said": said.removeprefix("stopped: ")[:200]}
+    return {"outcome": outcome, "rollout": at, "said": said.removeprefix("stopped: ")[:400]}
+
+
+def aqn(num_stages: int) -> dict[str, Any]:
+    """Make the configuration of the paper's noise with so many stages."""
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": num_stages}
+    return {"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}
+
+
+class OfRealModel:
+    """Runs of a pretrained model on GSM8K that begin with one healthy run, in one process with one engine.
+
+    Args:
+        model: folder of the base.
+        problems: GSM8K's training problems, a file of JSON lines.
+        engine: key of ``ENGINES``.
+        rollouts: last rollout of each run.
+        prompts: prompts per rollout.
+        tokens: longest completion.
+        folder: folder for the runs.
+    """
+
+    def __init__(
+        self, model: Path, problems: Path, *, engine: str, rollouts: int, prompts: int, tokens: int, folder: Path
+    ) -> None:
+        self.model, self.problems, self.engine, self.rollouts = model, problems, engine, rollouts
+        self.prompts, self.tokens, self.folder = prompts, tokens, folder
+        self.handover = Handover()
+        self.healthy: dict[bool, Path] = {}
+        """Checkpoint of the healthy run without noise (False) and with it (True)."""
+
+    def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
+        """As the function ``outcome`` does for the quickstart."""
+        if noise not in self.healthy:
+            stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
+            found = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None, self.handover)
+            if found["outcome"] != "silent":
+                raise RuntimeError(f"the healthy run of {self.model} did not pass its checks: {found}")
+            self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
+            return heard_in(command, fault, self.handover)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.handover.end()
+        if KeepEngine.engine is not None:
+            KeepEngine.engine.close()
+
+    def _command(self, run: str, noise: bool) -> list[str]:
+        callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+        if noise:
+            callbacks += [aqn(self.rollouts + 1)]  # a stage per rollout; the first has no noise
+        callbacks += [{"class_path": "tests.correctness.faults.KeepEngine"}]
+        sizes = {"max_num_seqs": 64, "kv_cache_bytes": 2**30} if self.engine == "vllm" else {}
+        changes = {
+            "run_dir": str(self.folder / run),
+            "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
+            "model": {
+                "base": str(self.model),
+                "dtype": str(DTYPE).removeprefix("torch."),
+                "engine": {"class_path": ENGINES[self.engine], "init_args": sizes},
+                "sampling": {"num_completions": COMPLETIONS, "max_tokens": self.tokens, "temperature": 1.0},
+            },
+            "data": {
+                "batch_size": self.prompts,
+                "source": {"init_args": {"train_path": str(self.problems), "validation_path": str(self.problems)}},
+                "held_out": 64,
+            },
+        }
+        file = self.folder / f"changes-{noise}.yaml"
+        file.write_text(yaml.safe_dump(changes))
+        return ["fit", "-c", str(ROOT / "configs" / "tasks" / "gsm8k_verl.yaml"), "-c", str(file)]
 
 
 def shares() -> dict[str, Any]:
@@ -142,8 +253,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy rollouts of each of five runs")
     parser.add_argument("--only", default="", help="faults, or numbers of healthy runs, that match this expression")
+    parser.add_argument("--model", type=Path, help="folder of a pretrained model, instead of the quickstart's policy")
+    parser.add_argument("--problems", type=Path, help="GSM8K's training problems, JSON lines; needed with --model")
+    parser.add_argument("--rollouts", type=int, default=8, help="last rollout of a run of a pretrained model")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
+    parser.add_argument("--tokens", type=int, default=64, help="longest completion of a pretrained model")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
+    faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})
+    faults = {name: fault for name, fault in faults.items() if re.search(args.only, name)}
+    if args.model:
+        if args.problems is None:
+            parser.error("--model needs --problems FILE, GSM8K's training problems as JSON lines")
+        return of_real_model(args, tuple(faults))
     shape = {"completions": 256, "max_tokens": 48, "engine": args.engine}
     run = partial(outcome, args.base, engine=args.engine)
     for seed in range(5 if args.healthy else 0):
@@ -151,12 +273,37 @@ def main(argv: list[str] | None = None) -> None:
             found = run(noise=bool(seed % 2), seed=seed, rollouts=args.healthy, fault=None)
             name = f"healthy, {'AQN' if seed % 2 else 'no noise'}, seed {seed}"
             emit(name, shape, "float32", rollouts=args.healthy, **found, **shares())
-    faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})
     for name in () if args.healthy else faults:
-        if re.search(args.only, name):
-            noise = name.startswith(("noise", "other noise"))  # they are about noise, of which stage 0 has none
-            found = run(noise=noise, seed=0, rollouts=30 if noise else ROLLOUTS, fault=name)
-            emit(name, shape, "float32", appears=AT + bool(LATER.search(name)), **found)
+        noise = name.startswith(NOISY)
+        found = run(noise=noise, seed=0, rollouts=30 if noise else ROLLOUTS, fault=name)
+        emit(name, shape, "float32", appears=AT + bool(LATER.search(name)), **found)
+    return None
+
+
+def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
+    """Print a line per fault in runs of a pretrained model, and one with the number of faults that were found."""
+    shape = {"completions": args.prompts * COMPLETIONS, "max_tokens": args.tokens, "engine": args.engine}
+    shape |= {"model": args.model.name}
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        sizes = {"rollouts": args.rollouts, "prompts": args.prompts, "tokens": args.tokens}
+        runs = OfRealModel(
+            args.model.resolve(), args.problems.resolve(), engine=args.engine, **sizes, folder=Path(name)
+        )
+        try:
+            for fault in faults:
+                begin = time.perf_counter()
+                try:
+                    found = runs.outcome(fault, noise=fault.startswith(NOISY))
+                except AssertionError as error:  # a model without biases has none to change
+                    found = {"outcome": "not applicable", "rollout": None, "said": str(error)}
+                lines.append({"appears": AT + bool(LATER.search(fault)), **found})
+                emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
+        finally:
+            runs.close()
+    found = [line for line in lines if line["outcome"] in ("stopped", "warned")]
+    at_once = sum(line["rollout"] <= line["appears"] for line in found)
+    emit("faults found", shape, str(DTYPE), of=len(lines), found=len(found), at_once=at_once)
 
 
 if __name__ == "__main__":
