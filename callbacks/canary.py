@@ -235,7 +235,7 @@ class SyncCanary(Callback):
             )
             raise RuntimeError(
                 "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
-                f"and norms. These of its log-probabilities differ from the trainer's: {found}"
+                f"and norms. These of its log-probabilities are too far from the trainer's: {found}"
             )
         return gaps, strength
 

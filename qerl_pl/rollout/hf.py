@@ -118,7 +118,7 @@ class TransformersEngine:
             tokens: the sequence.
             lengths: tokens of each prefix, all different, from 1 to one less than the sequence has.
             following: the token after each prefix, which need not be the sequence's own.
-            copies: number of rows. They differ only in rounding, or in errors that hooks add (``policy.shaken``).
+            copies: number of rows, which differ only by errors that hooks add (``policy.shaken``).
         """
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)

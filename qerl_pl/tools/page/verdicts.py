@@ -36,7 +36,7 @@ def _canary(curves: Mapping[str, Curve]) -> dict[str, Any]:
         return _verdict("Canary", None, "It did not run: nothing proves which policy the completions came from.")
     checked = curves["canary/tensors_checked"].values
     gaps = curves.get("canary/score_gap")
-    scores = f" Scores of fixed tokens differed by at most {max(gaps.values):.2g} nats." if gaps else ""
+    scores = f" Scores of its own text differed by at most {max(gaps.values):.2g} nats." if gaps else ""
     return _verdict(
         "Canary",
         True,
