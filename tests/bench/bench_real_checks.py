@@ -33,7 +33,7 @@ from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.shaken import MARGIN
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, emit
-from tests.correctness.faults import ENGINES, aqn, heard_in
+from tests.correctness.faults import ENGINES, aqn, heard_in, sources
 from tests.integration.conftest import ROOT
 
 EVERY = {  # arguments with which a check is made in every rollout
@@ -74,7 +74,7 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
         },
         "data": {
             "batch_size": args.prompts,
-            "source": {"init_args": dict.fromkeys(("train_path", "validation_path"), str(args.problems.resolve()))},
+            "source": {"init_args": sources(args.problems)},
             "held_out": 64,
             "val_batch_size": 32,
         },

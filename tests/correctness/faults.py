@@ -167,6 +167,14 @@ def heard_in(command: list[str], fault: str | None, handover: Handover | None = 
     return {"outcome": outcome, "rollout": at, "said": said.removeprefix("stopped: ")[:400]}
 
 
+def sources(problems: Path) -> dict[str, str]:
+    """Name GSM8K's training problems and, next to them, its test problems."""
+    return {
+        "train_path": str(problems.resolve()),
+        "validation_path": str(problems.resolve().with_name("gsm8k_test.jsonl")),
+    }
+
+
 def aqn(num_stages: int) -> dict[str, Any]:
     """Make the configuration of the paper's noise with so many stages."""
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": num_stages}
@@ -230,7 +238,7 @@ class OfRealModel:
             },
             "data": {
                 "batch_size": self.prompts,
-                "source": {"init_args": {"train_path": str(self.problems), "validation_path": str(self.problems)}},
+                "source": {"init_args": sources(self.problems)},
                 "held_out": 64,
             },
         }
@@ -254,7 +262,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy rollouts of each of five runs")
     parser.add_argument("--only", default="", help="faults, or numbers of healthy runs, that match this expression")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model, instead of the quickstart's policy")
-    parser.add_argument("--problems", type=Path, help="GSM8K's training problems, JSON lines; needed with --model")
+    parser.add_argument(
+        "--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl; needed with --model"
+    )
     parser.add_argument("--rollouts", type=int, default=8, help="last rollout of a run of a pretrained model")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
     parser.add_argument("--tokens", type=int, default=64, help="longest completion of a pretrained model")
