@@ -76,6 +76,22 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
     assert abs(used() - awake) < 2**26
 
 
+def test_an_engine_sleeps_beside_a_process_that_takes_and_frees_memory(engine):
+    other = subprocess.Popen([sys.executable, "-m", "tests.memory_hog"], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"started\n"
+        samples = engine.generate(PROMPTS, SAMPLING, 5)
+        for _ in range(30):
+            engine.sleep()
+            assert vllm_memory.given_back() >= 0.95 * CACHE_BYTES
+            engine.wake()
+        assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+    finally:
+        other.kill()
+        other.wait()
+
+
 @pytest.mark.alone
 def test_a_hundred_nights_leave_no_memory_behind(engine):
     engine.sleep_level = 0

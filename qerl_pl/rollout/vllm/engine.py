@@ -22,7 +22,7 @@ from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.isolation import any_algorithm, preserved_rng
 from qerl_pl.rollout.stop import tokenizer_of
-from qerl_pl.rollout.vllm import memory, requests, setup, worker
+from qerl_pl.rollout.vllm import memory, patches, requests, setup, worker
 from qerl_pl.rollout.vllm.launch import launch
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ class VLLMEngine:
             # finish a step that vLLM scheduled before it knew that all requests had ended
             while core.engine_core.batch_queue:
                 core.get_output()
-            llm.sleep(level=self.sleep_level)
+            with patches.sleep_beside_other_processes(memory.given_back):
+                llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
                 llm.release_kv_cache_memory()
         self._asleep = True

@@ -1,0 +1,29 @@
+"""Take and free memory of a GPU until killed, as other people's programs do: python -m tests.memory_hog --gib 20"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import torch
+
+
+def main() -> None:
+    """Take and free."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=8.0, help="most GiB at a time")
+    most = int(parser.parse_args().gib * 2**30)
+    draw = random.Random(0)
+    torch.zeros(1, device="cuda")
+    print("started", flush=True)
+    while True:
+        taken = torch.empty(draw.randrange(most // 8, most), dtype=torch.uint8, device="cuda")
+        time.sleep(0.005 * draw.random())
+        del taken
+        torch.cuda.empty_cache()
+        time.sleep(0.005 * draw.random())
+
+
+if __name__ == "__main__":
+    main()
