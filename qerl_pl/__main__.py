@@ -7,13 +7,9 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.program import use_expandable_segments
-
-if TYPE_CHECKING:
-    from qerl_pl.handover import Handover
 
 TRAINING = {
     "fit": "train a policy",
@@ -41,21 +37,20 @@ CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": 
 """Maps each folder of shipped configuration files to the title under which ``--help`` lists its files."""
 
 
-def main(argv: list[str] | None = None, handover: Handover | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C.
 
     Args:
         argv: the command line's words; None: those of this process.
-        handover: passes on the engine of the run before to a training or evaluation; None: it starts one.
     """
     try:
-        return _run(sys.argv[1:] if argv is None else argv, handover)
+        return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return 130
 
 
-def _run(argv: list[str], handover: Handover | None) -> int:
+def _run(argv: list[str]) -> int:
     commands = TRAINING | COMMANDS
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))
@@ -92,7 +87,7 @@ def _run(argv: list[str], handover: Handover | None) -> int:
             print(f"error: {fault}", file=sys.stderr)
             return 1
     if argv[0] in TRAINING:
-        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv, handover)
+        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
         if isinstance(status, str):
             print(status, file=sys.stderr)
             return 1

@@ -85,9 +85,6 @@ class QeRLModule(LightningModule):
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self.built = described(engine, self.rewards)
-        self.closes_engine = True
-        """Whether the engine is closed when a run ends. ``qerl_pl.handover`` sets it to False, and passes on the memory
-        plan of a run whose engine the next run uses."""
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +121,7 @@ class QeRLModule(LightningModule):
                 batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
             )
             check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
-        if self.trainer.strategy.root_device.type == "cuda" and (self.closes_engine or self.memory_plan is None):
+        if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
         tokenizer = AutoTokenizer.from_pretrained(self.settings.folder)
         self.loop = RolloutLoop(
@@ -179,8 +176,7 @@ class QeRLModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Close the engine and free its memory."""
-        if self.closes_engine:
-            self.engine.close()
+        self.engine.close()
 
     def cpu(self) -> Self:
         """Move only the trained parameters to the CPU. Lightning calls this when a run ends.

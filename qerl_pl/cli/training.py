@@ -38,7 +38,6 @@ from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
-from qerl_pl.handover import Handover
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
 from qerl_pl.settings.changes import keep_old_config
@@ -82,13 +81,11 @@ class QeRLCLI(LightningCLI):
 
     Args:
         run_now: False builds module, data and trainer without running the subcommand.
-        handover: passes on the engine of the run before to this one; None: the run starts and closes its own.
         more, named: arguments of LightningCLI.
     """
 
-    def __init__(self, *more: Any, run_now: bool, handover: Handover | None = None, **named: Any) -> None:
+    def __init__(self, *more: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
-        self._handover = handover
         super().__init__(*more, **named)
 
     @staticmethod
@@ -101,9 +98,6 @@ class QeRLCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if not self._run_now:
             return
-        if self._handover is not None:
-            reads_checkpoint = self.config[subcommand].ckpt_path is not None
-            self._handover.begin(self.model, reads_checkpoint=reads_checkpoint)
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:
@@ -201,7 +195,7 @@ class QeRLCLI(LightningCLI):
         config.yaml."""
 
 
-def main(args: list[str], *, run_now: bool = True, handover: Handover | None = None) -> QeRLCLI:
+def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
     """Run one subcommand of the command line, or with ``run_now=False`` only build module, data and trainer."""
     args = with_paths(args)
     check_yaml_files(args)
@@ -212,7 +206,6 @@ def main(args: list[str], *, run_now: bool = True, handover: Handover | None = N
         QeRLModule,
         PromptDataModule,
         run_now=run_now,
-        handover=handover,
         parser_class=Parser,
         parser_kwargs={name: {"description": f"{DESCRIPTIONS[name]}{FORM}"} for name in QeRLCLI.subcommands()},
         seed_everything_default=0,
@@ -232,19 +225,18 @@ def command_line(args: list[str]) -> list[str]:
     return spelt_out(args)
 
 
-def exit_status(args: list[str], handover: Handover | None = None) -> int | str:
+def exit_status(args: list[str]) -> int | str:
     """Run the program.
 
     Args:
         args: the command line's.
-        handover: passes on the engine of the run before to this one; None: the run starts and closes its own.
 
     Returns:
         0; 128 plus the number of the signal that ended the run; or the message of an error that the user can fix (the
         process then exits with status 1).
     """
     try:
-        cli = main(args, handover=handover)
+        cli = main(args)
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except (ValueError, ArgumentTypeError) as error:

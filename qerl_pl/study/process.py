@@ -1,4 +1,4 @@
-"""Execute the commands of a study's run one after another in one process, so that all use one rollout engine.
+"""Execute the commands of a study's run one after another in one process, so that its imports are done once.
 
 ``python -m qerl_pl.study.process FOLDER COMMANDS``: the run's folder, and the commands as a JSON list of pairs of name
 and arguments. The output of each goes to its log. The run's state says which commands have succeeded, and how long they
@@ -7,7 +7,6 @@ took. The exit status is that of the first command that failed, else 0.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -29,15 +28,13 @@ def main(argv: Sequence[str]) -> int:
     """Execute the commands; returns the exit status."""
     folder, commands = Path(argv[0]), [Command(*each) for each in json.loads(argv[1])]
     began = time.monotonic()
-    handover = importlib.import_module("qerl_pl.handover").Handover()  # takes seconds, which are the first command's
     for command in commands:
         _write_to(state.log_of(folder, command.name))
-        status = program(command.arguments, handover)
+        status = program(command.arguments)
         if status:
             return status
         state.succeeded(folder, command.name, time.monotonic() - began)
         began = time.monotonic()
-    handover.end()
     return 0
 
 

@@ -11,7 +11,7 @@ lines also have the seconds of a step and of each check in it.
 
 With `--model` and `--problems`, runs are of a pretrained model on GSM8K instead. One healthy run makes a checkpoint at
 the beginning of rollout 2 (a second one, with noise, for the faults that are about noise), and each fault resumes from
-it in the same process, with the same loaded model and engine.
+it in the same process, with an engine of its own.
 
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl
 """
@@ -36,9 +36,7 @@ import yaml
 from lightning.pytorch import Callback
 
 import train
-from qerl_pl.handover import Handover
 from tests.bench.harness import DEVICE, DTYPE, emit
-from tests.callbacks.faults import Instead
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
 
@@ -71,20 +69,6 @@ class StopAt(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         trainer.should_stop = pl_module.rollout_index == self.rollout
-
-
-class KeepEngine(Callback):
-    """Leaves the engine running when a run fails, for the next run of the process."""
-
-    engine: ClassVar[Any] = None
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if not isinstance(pl_module.engine, Instead):  # the engine of the run before
-            KeepEngine.engine = pl_module.engine
-            pl_module.engine = Instead(pl_module.engine, close=lambda: None)
-        pl_module.loop.engine = KeepEngine.engine
-        if isinstance(llm := getattr(KeepEngine.engine, "_llm", None), Instead):  # the fault "stale prefixes" put it in
-            KeepEngine.engine._llm = llm._real
 
 
 class Watch(Callback):
@@ -141,7 +125,7 @@ def outcome(base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, f
         return heard_in(command, fault)
 
 
-def heard_in(command: list[str], fault: str | None, handover: Handover | None = None) -> dict[str, Any]:
+def heard_in(command: list[str], fault: str | None) -> dict[str, Any]:
     """Run a command of the program, with a fault; returns whether it stopped or warned, when, and in which words."""
     if fault is not None:
         command = [*command, "--trainer.callbacks+=tests.correctness.faults.RolloutFault"]
@@ -157,7 +141,7 @@ def heard_in(command: list[str], fault: str | None, handover: Handover | None = 
         warnings.simplefilter("always")
         warnings.showwarning = hear
         try:
-            train.main(command, handover=handover)
+            train.main(command)
         except (RuntimeError, FloatingPointError, ValueError) as error:
             heard = [*heard, (Watch.rollout, f"stopped: {error}")]
     if not heard:
@@ -182,7 +166,7 @@ def aqn(num_stages: int) -> dict[str, Any]:
 
 
 class OfRealModel:
-    """Runs of a pretrained model on GSM8K that begin with one healthy run, in one process with one engine.
+    """Runs of a pretrained model on GSM8K that begin with one healthy run, in one process.
 
     Args:
         model: folder of the base.
@@ -199,7 +183,6 @@ class OfRealModel:
     ) -> None:
         self.model, self.problems, self.engine, self.rollouts = model, problems, engine, rollouts
         self.prompts, self.tokens, self.folder = prompts, tokens, folder
-        self.handover = Handover()
         self.healthy: dict[bool, Path] = {}
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
@@ -207,26 +190,20 @@ class OfRealModel:
         """As the function ``outcome`` does for the quickstart."""
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
-            found = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None, self.handover)
+            found = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
             if found["outcome"] != "silent":
                 raise RuntimeError(f"the healthy run of {self.model} did not pass its checks: {found}")
             self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
-            return heard_in(command, fault, self.handover)
-
-    def close(self) -> None:
-        """Close the engine."""
-        self.handover.end()
-        if KeepEngine.engine is not None:
-            KeepEngine.engine.close()
+            return heard_in(command, fault)
 
     def _command(self, run: str, noise: bool) -> list[str]:
         callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
         if noise:
             callbacks += [aqn(self.rollouts + 1)]  # a stage per rollout; the first has no noise
-        callbacks += [{"class_path": "tests.correctness.faults.KeepEngine"}]
-        sizes = {"max_num_seqs": 64, "kv_cache_bytes": 2**30} if self.engine == "vllm" else {}
+        # Every run starts an engine of its own, which takes a minute with compilation and graphs.
+        sizes = {"max_num_seqs": 64, "kv_cache_bytes": 2**30, "enforce_eager": True} if self.engine == "vllm" else {}
         changes = {
             "run_dir": str(self.folder / run),
             "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
@@ -300,17 +277,14 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
         runs = OfRealModel(
             args.model.resolve(), args.problems.resolve(), engine=args.engine, **sizes, folder=Path(name)
         )
-        try:
-            for fault in faults:
-                begin = time.perf_counter()
-                try:
-                    found = runs.outcome(fault, noise=fault.startswith(NOISY))
-                except AssertionError as error:  # a model without biases has none to change
-                    found = {"outcome": "not applicable", "rollout": None, "said": str(error)}
-                lines.append({"appears": AT + bool(LATER.search(fault)), **found})
-                emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
-        finally:
-            runs.close()
+        for fault in faults:
+            begin = time.perf_counter()
+            try:
+                found = runs.outcome(fault, noise=fault.startswith(NOISY))
+            except AssertionError as error:  # a model without biases has none to change
+                found = {"outcome": "not applicable", "rollout": None, "said": str(error)}
+            lines.append({"appears": AT + bool(LATER.search(fault)), **found})
+            emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
     found = [line for line in lines if line["outcome"] in ("stopped", "warned")]
     at_once = sum(line["rollout"] <= line["appears"] for line in found)
     emit("faults found", shape, str(DTYPE), of=len(lines), found=len(found), at_once=at_once)
