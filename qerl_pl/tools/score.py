@@ -14,8 +14,10 @@ from typing import Any
 from tqdm import tqdm
 
 from qerl_pl.cli.words import Parser
+from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.program import called_as
+from qerl_pl.common.stored_text import only_entry, stored_text
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded
@@ -99,7 +101,7 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
         with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring", disable=None) as bar:
             rows = read_rows(source)
             while chunk := list(islice(rows, CHUNK)):
-                prompts = [Prompt((), str(row["answer"]), row=row) for row in chunk]
+                prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
                 completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
                 with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
                     verdicts = judge_rows(reward, prompts, completions, bar.update)
@@ -120,27 +122,23 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Read the rows of a JSON-lines file, skipping empty lines.
 
     Raises:
-        ValueError: a line is not a JSON object, its "completion" is no text, or its "answer" is no text or number.
+        ValueError: the file has no rows, a line is not a JSON object, its "completion" is no text, or its "answer" is
+            no text or number.
     """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _row(line, f"{path}:{number}")
+    for where, row in read_json_lines(path):
+        for field in ("completion", "answer"):
+            if field not in row:
+                raise ValueError(
+                    f"{where}: there is no {field!r}; the row has {', '.join(map(repr, row)) or 'no fields'}"
+                )
+        if not isinstance(row["completion"], str):
+            raise ValueError(f"{where}: 'completion' is {repr(row['completion'])[:80]}; expected a text")
+        _known_answer(row, where)
+        yield row
 
 
-def _row(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # broken JSON or broken UTF-8
-        raise ValueError(f"{where}: not a line of JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with completion and answer, got {type(row).__name__}")
-    for field, kinds in (("completion", str), ("answer", (str, int, float))):
-        if field not in row:
-            raise ValueError(f"{where}: there is no {field!r}; the row has {', '.join(map(repr, row)) or 'no fields'}")
-        if not isinstance(row[field], kinds) or isinstance(row[field], bool):
-            raise ValueError(f"{where}: {field!r} is {row[field]!r}; expected a text")
-    return row
+def _known_answer(row: Row, where: str = "the row") -> str:
+    return stored_text(only_entry(row["answer"]), f"{where}: 'answer'")
 
 
 def _named(argv: Iterable[str]) -> list[str]:

@@ -61,11 +61,16 @@ def test_each_row_comes_back_in_order_with_its_score(files, arguments, scores, c
         ('{"completion": "a"}', "there is no 'answer'"),
         ('{"answer": "a"}', "there is no 'completion'"),
         ('{"completion": null, "answer": "1"}', "'completion' is None"),
-        ('{"completion": "a", "answer": [1]}', "'answer' is [1]"),
+        ('{"completion": "a", "answer": [1, 2]}', "'answer' is [1, 2]"),
+        ('{"completion": "a", "answer": NaN}', "'answer' is NaN"),
+        ('{"completion": "a", "answer": "1", "answer": "2"}', "the key 'answer' is given twice"),
+        ('{"completion": "a", "answer": ' + "1" * 5000 + "}", "a number has too many digits"),
+        ("[" * 100_000, "brackets are nested too deeply"),
+        ('{"completion": "a", "answer": "1", "x": ' + "[" * 900 + "]" * 900 + "}", "brackets are nested too deeply"),
         ('{"completion": "a", "answer": true}', "'answer' is True"),
-        ("[1]", "expected an object"),
-        ('{"completion": "a"', "not a line of JSON"),
-        ('"\udcff"', "not a line of JSON"),
+        ("[1]", "is not a JSON object"),
+        ('{"completion": "a"', "not JSON"),
+        ('"\udcff"', "is not UTF-8"),
     ],
 )
 def test_a_malformed_row_is_named_and_the_output_of_before_survives(files, line, message, capsys):
@@ -74,9 +79,27 @@ def test_a_malformed_row_is_named_and_the_output_of_before_survives(files, line,
         file.write(line.encode(errors="surrogateescape"))
     assert score(files, "--reward", "gsm8k") == 1
     error = capsys.readouterr().err
-    assert f"{files[0]}:10: " in error
+    assert f"{files[0]}:10" in error
     assert message in error
     assert files[1].read_text() == "from before"
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_rows_is_refused(files, content, capsys):
+    files[0].write_text(content)
+    assert score(files, "--reward", "gsm8k") == 1
+    assert "has no rows" in capsys.readouterr().err
+    assert not files[1].exists()
+
+
+def test_an_answer_has_the_digits_of_the_file_as_in_training(files, tmp_path, monkeypatch):
+    (tmp_path / "own_digits.py").write_text(
+        "def digits(prompts, completions):\n    return [len(prompt.answer) for prompt in prompts]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    files[0].write_text("".join(f'{{"completion": "a", "answer": {answer}}}\n' for answer in ("27.10", "[7.0]", '"x"')))
+    assert score(files, "--reward", "own_digits.digits") == 0
+    assert [json.loads(line)["score"] for line in files[1].read_text().splitlines()] == [5, 3, 1]
 
 
 def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):

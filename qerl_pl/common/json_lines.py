@@ -1,0 +1,107 @@
+"""Read JSON Lines files strictly: one object per line, no key twice, and numbers that keep their digits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from qerl_pl.common.stored_text import Written
+
+MAX_DEPTH = 64
+"""Deepest nesting of a row. Copying, sending and moving rows are recursive, and Python limits recursion."""
+
+
+def refuse(error: ValueError) -> NoReturn:
+    """Raise the error of a row that cannot be read."""
+    raise error
+
+
+def read_json_lines(
+    path: str | Path, bad: Callable[[ValueError], None] = refuse
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Read the rows of a JSON Lines file, each with its location (file and line) for error messages. Blank lines are
+    skipped and counted.
+
+    Args:
+        path: the file, in UTF-8.
+        bad: is called with the error of a row that cannot be read, after which the next row is read; raises it by
+            default.
+
+    Raises:
+        ValueError: there is no such file, or it has no rows; or, from ``bad``, a line is not UTF-8, is not a JSON
+            object, has a key twice or too deep a nesting.
+    """
+    if not Path(path).exists():
+        raise ValueError(f"data file {path} does not exist")
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a regular file; expected a JSON Lines file, which may be read more than once")
+    num_blank = number = 0
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                num_blank += 1
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = _parse(line, where)
+            except ValueError as error:
+                bad(error)
+            else:
+                yield where, row
+    if number == num_blank:
+        raise ValueError(f"data file {path} has no rows; expected a JSON object per line")
+    if num_blank:
+        rank_zero_info(f"{path}: skipped {num_blank} blank lines")
+
+
+def _parse(line: str, where: str) -> dict[str, object]:
+    too_deep = f"{where}: brackets are nested too deeply to be read; expected at most {MAX_DEPTH} levels"
+    try:
+        if not line.isascii():
+            line.encode()
+        row = json.loads(line, parse_float=Written, object_pairs_hook=_without_repeats)
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} is not UTF-8: {line.strip()[:60]!r}") from None
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
+        raise ValueError(f"{where}: not JSON: {found}; expected a JSON object per line") from error
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    except _RepeatedKeyError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise ValueError(f"{where}: a number has too many digits to be read (Python reads up to 4300)") from None
+    if line.count("[") + line.count("{") > MAX_DEPTH and _deeper_than(MAX_DEPTH, row):
+        raise ValueError(too_deep)
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {line.strip()[:60]} is not a JSON object")
+    return row
+
+
+class _RepeatedKeyError(ValueError):
+    """An object of a row has the same key twice."""
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _RepeatedKeyError(f"the key {repeated[:60]!r} is given twice; leave one of them")
+    return row
+
+
+def _deeper_than(limit: int, value: object) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(each, dict | list) for each in level)
