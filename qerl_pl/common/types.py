@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +41,10 @@ class Prompt(NamedTuple):
     """The prompt's chat messages before the chat template was applied, including the system prompt."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
+
+    def with_own_row(self) -> Prompt:
+        """Return a copy whose row and messages may be changed without changing those of another prompt."""
+        return self._replace(messages=deepcopy(self.messages), row=deepcopy(self.row))
 
 
 @dataclass(frozen=True)

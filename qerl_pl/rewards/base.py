@@ -240,7 +240,9 @@ def judge_rows(
             raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
         scores = checked_scores(name, [verdict.score for verdict in found], len(prompts))
         return [verdict._replace(score=score) for verdict, score in zip(found, scores, strict=True)]
-    scores = checked_scores(name, reward(list(prompts), list(completions)), len(prompts))
+    scores = checked_scores(
+        name, reward([prompt.with_own_row() for prompt in prompts], list(completions)), len(prompts)
+    )
     progress(len(prompts))
     return [
         Verdict(None, "the reward does not say why", "unsaid") if score is None else Verdict(score, "")

@@ -8,7 +8,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.base import WeightedReward, ready_rewards, score_rewards
+from qerl_pl.rewards.base import WeightedReward, judge_rows, ready_rewards, score_rewards
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.length import SoftOverlong
 from qerl_pl.rewards.math import NumericAnswer
@@ -193,3 +193,23 @@ def test_thoughts_that_the_chat_template_opened_count_as_the_completions():
     assert NumericAnswer()([opened, closed], [text, text]) == [1.0, 1.0]
     cut_off = completion("so <answer>4</answer> it seems, but")
     assert NumericAnswer()([opened, closed], [cut_off, cut_off]) == [0.0, 1.0]
+
+
+def test_a_reward_cannot_change_the_rows_of_later_calls():
+    row, messages = {"tests": [1], "level": 1}, ({"role": "user", "content": "q"},)
+    prompts = [Prompt((), "a", row=row, messages=messages)] * 2
+
+    def spoil(prompts: list[Prompt], completions: list[Completion]) -> list[float]:
+        seen = []
+        for prompt in prompts:
+            seen.append(float(len(prompt.row["tests"]) + len(prompt.messages[0]["content"])))
+            prompt.row["tests"].append(2)
+            prompt.row.clear()
+            prompt.messages[0]["content"] += "!"
+        return seen
+
+    for _ in range(2):
+        verdicts = judge_rows(spoil, prompts, [Completion((), (), True)] * 2)
+        assert [verdict.score for verdict in verdicts] == [2, 2]
+    assert row == {"tests": [1], "level": 1}
+    assert messages[0]["content"] == "q"
