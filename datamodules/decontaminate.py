@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,6 +89,6 @@ def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, nu
 
 @rank_zero_only
 def _write(path: str, overlaps: Sequence[Overlap]) -> None:
-    with open(path, "w", encoding="utf-8") as report:
+    with open(os.path.expanduser(path), "w", encoding="utf-8") as report:
         for overlap in overlaps:
             report.write(json.dumps(overlap._asdict(), ensure_ascii=False) + "\n")

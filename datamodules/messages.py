@@ -2,38 +2,82 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.rows import Row, text
 from qerl_pl.common.types import Message, Problem
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant")
+_PLACE = re.compile(r"(?<![\w{}^_\\])\{\d*\}")  # not an argument, as in \frac{1}{2}, x^{2} and \boxed{}
+_NAMED_PLACE = re.compile(r"(?<![\w{}^_\\])\{[A-Za-z_]\w*\}")
+_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 
 
-def read_messages(row: Row, column: str) -> tuple[Message, ...]:
-    """Read a row's column that holds a list of messages, ``[{"role": "user", "content": "..."}]``.
+def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
+    """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``.
+
+    The role ``developer`` is the system's, under its newer name. A content may be a list of parts of text,
+    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks.
+
+    Args:
+        value: the list.
+        where: file, line and column, for error messages.
 
     Raises:
-        ValueError: the column holds something else, or the last message is not the user's; names file and line.
+        ValueError: an entry is no message of text, or the last message is not the user's.
     """
-    value = row.columns[column]
-    where = f"{row.where}: column {column!r}"
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{where} is {str(value)[:80]!r}; expected text, or a list of messages with role and content")
+    if not value:
+        raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
     messages = []
     for number, entry in enumerate(value):
         if not isinstance(entry, Mapping) or entry.get("role") not in ROLES:
             raise ValueError(
                 f"{where}, message {number} is {str(entry)[:80]!r}; expected role ({', '.join(ROLES)}) and content"
             )
-        content = text(Row(f"{where}, message {number}", dict(entry)), "content")
-        messages.append({"role": str(entry["role"]), "content": content})
+        content = _content(entry, f"{where}, message {number}")
+        role = "system" if entry["role"] == "developer" else str(entry["role"])
+        messages.append({"role": role, "content": content})
     if messages[-1]["role"] != "user":
         raise ValueError(f"{where}: the last message is of role {messages[-1]['role']!r}; expected the user's")
     return tuple(messages)
+
+
+def chat_in_text(value: object, where: str) -> list[object] | None:
+    """Read a list of messages that is stored as JSON text; None if the value is no such text.
+
+    Raises:
+        ValueError: the text begins as a list of messages does, and is not JSON.
+    """
+    if not isinstance(value, str) or not _CHAT.match(value):
+        return None
+    try:
+        chat = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where} is a list of messages as text that is not JSON ({error}): {value.strip()[:60]!r}; store "
+            "the list, or its JSON text"
+        ) from None
+    return chat if isinstance(chat, list) else None
+
+
+def _content(entry: Mapping[str, object], where: str) -> str:
+    parts = entry.get("content")
+    if not isinstance(parts, list) or not parts:
+        return text(Row(where, dict(entry)), "content")
+    texts = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise ValueError(
+                f'{where}, part {number} is {str(part)[:80]!r}; expected text, {{"type": "text", "text": "..."}}'
+            )
+        texts.append(text(Row(f"{where}, part {number}", dict(part)), "text"))
+    return "\n".join(texts)
 
 
 def question_of(messages: Sequence[Message]) -> str:
@@ -81,3 +125,28 @@ def chat_text(
             f"the chat template of {tokenizer.name_or_path} refuses the messages ({roles}) of "
             f"{messages[-1]['content'][:60]!r}: {said}"
         ) from error
+
+
+def check_template(question_template: str) -> None:
+    """Check a template of the user's turn, in which only ``{question}`` is replaced.
+
+    Raises:
+        ValueError: it has no ``{question}``, has it in further braces, or has ``{}`` or a number in braces where no
+            LaTeX command takes it as argument.
+    """
+    if "{question}" not in question_template:
+        raise ValueError(f"data.question_template {question_template!r} has no {{question}}")
+    if "{{question}}" in question_template:
+        raise ValueError(
+            f"data.question_template {question_template!r} has {{{{question}}}}, whose outer braces would stay; "
+            "write {question}"
+        )
+    place = _PLACE.search(question_template)
+    if place:
+        raise ValueError(
+            f"data.question_template {question_template!r} has {place[0]}, which would stay as it is; only "
+            "{question} is replaced"
+        )
+    others = sorted(set(_NAMED_PLACE.findall(question_template)) - {"{question}"})
+    if others:
+        rank_zero_warn(f"data.question_template has {', '.join(others)}, left as it is; only {{question}} is replaced")

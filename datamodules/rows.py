@@ -1,29 +1,20 @@
-"""Read rows of a data set from a local file or the hub, each with its location for error messages."""
+"""Read rows of a data set from local files or the hub, each with its location for error messages."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-from lightning.pytorch.utilities import rank_zero_info
+from typing import Any, NamedTuple
 
 from qerl_pl.common.extras import not_installed
+from qerl_pl.common.json_lines import read_json_lines, refuse
+from qerl_pl.common.stored_text import is_null, only_entry, stored_text
 
 # most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
 MAX_TEXT = 1_000_000
-
-
-class Written(float):
-    """A float that is printed with the digits that the file has, because 27.10 and 27.1 may be different answers."""
-
-    def __init__(self, written: str) -> None:
-        self.written = written
-
-    def __str__(self) -> str:
-        return self.written
 
 
 class Row(NamedTuple):
@@ -34,75 +25,84 @@ class Row(NamedTuple):
     columns: dict[str, object]
 
 
-def read_rows(path: str, *, split: str, subset: str | None = None) -> Iterator[Row]:
-    """Read the rows of a .jsonl file, a .parquet file, or a data set of the hub, in order.
+class NoColumnError(ValueError):
+    """A row has no column of a given name."""
+
+
+def read_rows(
+    path: str | Sequence[str], *, split: str, subset: str | None = None, bad: Callable[[ValueError], None] = refuse
+) -> Iterator[Row]:
+    """Read the rows of .jsonl files, .parquet files or a data set of the hub, in order.
 
     Args:
-        path: a file, or the name of a data set on the hub (or of a local copy of one).
+        path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
+            data set on the hub (or of a local copy of one), or a list of these. ``~`` is the home folder.
         split: split of a hub data set; not used for a file.
         subset: subset of a hub data set; not used for a file.
-    Raises:
-        ValueError: there is no such file or data set, or it cannot be read.
-    """
-    if path.endswith(".jsonl"):
-        return jsonl_rows(path)
-    if path.endswith(".parquet"):
-        return _parquet_rows(path)
-    if Path(path).is_file():
-        raise ValueError(
-            f"data file {path} is of a kind that is not read; expected .jsonl (a JSON object per line) or .parquet"
-        )
-    return _hub_rows(path, split=split, subset=subset)
-
-
-def jsonl_rows(path: str) -> Iterator[Row]:
-    """Read the rows of a JSON Lines file. Blank lines are skipped and counted; numbers keep the digits of the file.
+        bad: is called with the error of a row of a .jsonl file that cannot be read; raises it by default.
 
     Raises:
-        ValueError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
+        ValueError: there is no such file or data set, it cannot be read, has no rows, or is named twice.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"data file {path} does not exist")
-    num_blank = number = 0
-    with open(path, encoding="utf-8-sig") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Row(f"{path}:{number}", _parse(line, f"{path}:{number}"))
-                else:
-                    num_blank += 1
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data file {path} is not UTF-8: {error}") from error
-    if number == num_blank:
-        raise ValueError(f"data file {path} has no rows; expected a JSON object per line")
-    if num_blank:
-        rank_zero_info(f"{path}: skipped {num_blank} blank lines")
+    paths = [each for given in ([path] if isinstance(path, str) else path) for each in _named(given)]
+    if not paths:
+        raise ValueError("the list of data files is empty; name at least one")
+    repeated = next((each for each in paths if paths.count(each) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"the data {repeated} is named twice; its rows would count twice")
+    for each in paths:
+        yield from _rows_of(each, split=split, subset=subset, bad=bad)
+
+
+def value_of(row: Row, column: str) -> object:
+    """Return the value in a row's column. A name with dots may name a field in a column, e.g.
+    ``reward_model.ground_truth``; the field of a column that is null is null.
+
+    Raises:
+        NoColumnError: the row has no such column or field.
+    """
+    if column in row.columns:
+        return row.columns[column]
+    found: object = row.columns
+    for name in column.split("."):
+        if found is None:
+            return None
+        if not isinstance(found, Mapping) or name not in found:
+            raise NoColumnError(
+                f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, _names(row.columns)))}. The "
+                "settings question, answer and system of datamodules.table.Table name other columns"
+            )
+        found = found[name]
+    return found
 
 
 def text(row: Row, column: str) -> str:
     """Return the text or number in a row's column as text.
 
     Raises:
-        ValueError: the row has no such column, or the value is empty or of another type.
+        ValueError: the row has no such column, or the value is missing, empty or of another type.
     """
-    if column not in row.columns:
-        raise ValueError(
-            f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, row.columns))}. The settings "
-            "question, answer and system of datamodules.table.Table name other columns"
-        )
-    value = row.columns[column]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected text or a number")
-    if not str(value).strip():
-        raise ValueError(f"{row.where}: column {column!r} is empty")
-    found = str(value)
-    if len(found) > MAX_TEXT:
-        raise ValueError(f"{row.where}: column {column!r} has {len(found)} characters; expected at most {MAX_TEXT}")
+    return _filled(value_of(row, column), row, column)
+
+
+def answer_text(row: Row, column: str) -> str:
+    """Return a known answer as text; it may be the only entry of a list.
+
+    Raises:
+        ValueError: as for ``text``, or the list has more entries.
+    """
+    return _filled(only_entry(value_of(row, column)), row, column)
+
+
+def optional_text(row: Row, column: str) -> str | None:
+    """Return the text in a row's column as ``text`` does; None if the row lacks the column, or it is null or blank."""
     try:
-        found.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{row.where}: column {column!r} is no valid Unicode text: {error}") from None
-    return found
+        value = value_of(row, column)
+    except NoColumnError:
+        return None
+    if is_null(value) or (isinstance(value, str) and not value.strip()):
+        return None
+    return _filled(value, row, column)
 
 
 def in_share(question: str, share: float) -> bool:
@@ -111,12 +111,54 @@ def in_share(question: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "little") < share * 2**64
 
 
+def _filled(value: object, row: Row, column: str) -> str:
+    where = f"{row.where}: column {column!r}"
+    found = stored_text(value, where)
+    if not found.strip():
+        raise ValueError(f"{where} is empty")
+    if len(found) > MAX_TEXT:
+        raise ValueError(f"{where} has {len(found)} characters; expected at most {MAX_TEXT}")
+    return found
+
+
+def _names(columns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of columns, and those of fields in columns with dots."""
+    for name, value in columns.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in value)
+
+
+def _named(path: str) -> list[str]:
+    """Return the files that a pattern stands for, and any other path as it is, with the home folder for ``~``."""
+    path = os.path.expanduser(path)
+    if not glob.has_magic(path) or Path(path).exists():
+        return [path]
+    found = sorted(each for each in glob.glob(path, recursive=True) if Path(each).is_file())
+    if not found:
+        raise ValueError(f"no file matches {path}")
+    return found
+
+
+def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueError], None]) -> Iterator[Row]:
+    suffix = Path(path).suffix.lower()
+    if suffix == ".jsonl":
+        return (Row(where, columns) for where, columns in read_json_lines(path, bad))
+    if suffix == ".parquet":
+        return _parquet_rows(path)
+    if Path(path).is_file():
+        raise ValueError(
+            f"data file {path} is of a kind that is not read; expected .jsonl (a JSON object per line) or .parquet"
+        )
+    return _hub_rows(path, split=split, subset=subset)
+
+
 def _parquet_rows(path: str) -> Iterator[Row]:
-    from pyarrow import parquet  # heavy, and files of this kind are rare
+    from datamodules.arrow import parquet_rows  # pyarrow is heavy, and files of this kind are rare
 
     if not Path(path).is_file():
         raise ValueError(f"data file {path} does not exist")
-    for number, columns in enumerate(parquet.read_table(path).to_pylist()):
+    for number, columns in enumerate(parquet_rows(path)):
         yield Row(f"{path}, row {number}", columns)
 
 
@@ -125,22 +167,14 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
         from datasets import load_dataset  # heavy, and not needed for local files
     except ModuleNotFoundError as error:
         raise ValueError(f"cannot load {name}: {not_installed('datasets')}, or give a local .jsonl file") from error
+    from datamodules.arrow import dataset_rows
+
     try:
         table = load_dataset(name, subset, split=split)  # code of the repository is never run
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ValueError(f"cannot load {name}: {error}; a local .jsonl or .parquet file does as well") from error
-    for number, columns in enumerate(table):
-        yield Row(f"{name}, {split} row {number}", dict(columns))
-
-
-def _parse(line: str, where: str) -> dict[str, object]:
-    try:
-        row = json.loads(line, parse_float=Written)
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
-        raise ValueError(f"{where}: not JSON: {found}; expected a JSON object per line") from error
-    except RecursionError:
-        raise ValueError(f"{where}: brackets are nested too deeply to be read") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: {line.strip()[:60]} is not a JSON object")
-    return row
+    except Exception as error:  # the library reads files of any kind with other libraries, which raise errors of theirs
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"cannot load {name}: {said}; a local .jsonl or .parquet file does as well") from error
+    if len(table) == 0:
+        raise ValueError(f"{name}, {split} has no rows")
+    for number, columns in enumerate(dataset_rows(table)):
+        yield Row(f"{name}, {split} row {number}", columns)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from datamodules.messages import question_of, read_messages
-from datamodules.rows import Row, in_share, read_rows, text
+from datamodules.bad_rows import BadRows, OnBadRows
+from datamodules.filters import Filters, Value
+from datamodules.messages import chat_in_text, question_of, read_messages
+from datamodules.rows import NoColumnError, Row, answer_text, in_share, optional_text, read_rows, text, value_of
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
@@ -13,42 +15,52 @@ from qerl_pl.rewards.answers import marked_answer
 class Table:
     """A source that reads problems from a table; rewards see all columns of a problem's row as ``prompt.row``.
 
+    A setting that names a column may also name a field in a column, e.g. ``reward_model.ground_truth``.
+
     Args:
-        train_path: a .jsonl or .parquet file, or a hub name such as ``openai/gsm8k``.
+        train_path: a .jsonl or .parquet file, a pattern such as ``data/*.parquet``, a hub name such as
+            ``openai/gsm8k``, or a list of these.
         validation_path: the same for the validation rows; None takes them from the training rows.
         validation_share: share of the training rows used for validation if there is no validation_path. They are chosen
             by a hash of the question, so they are the same in every run and for any order of the rows.
-        question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``.
-        answer: column of the verifiable answer; None if the reward needs none.
+        question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``, which may
+            be stored as JSON text. Texts of a list of columns are joined by line breaks. None: ``question``, or
+            ``prompt`` if a row has no such column.
+        answer: column of the verifiable answer, a text, a number, or a list of one; None if the reward needs none.
         marker: mark of the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or "hash"
             (``####``); None: the column holds the answer alone.
         subset: subset of a hub data set.
         train_split: split of a hub data set.
         validation_split: split of a hub data set.
-        system: column with each row's system prompt; None: the table has no such column.
-        only: values to which training rows are restricted, by column, e.g. ``{level: ["Level 4", "Level 5"]}``.
+        system: column with each row's system prompt, where null means none; None: the table has no such column.
+        only: values to which training rows are restricted, by column, e.g. ``{level: [4, 5], verified: [true]}``. A row
+            with null is left out.
         between: lowest and highest number to which training rows are restricted, by column, e.g. ``{llama8b_solve_rate:
-            [0.1, 0.9]}``.
+            [0.1, 0.9]}``. A row with null is left out.
+        bad_rows: what happens to a row that cannot be used, e.g. with an empty answer: "refuse" ends the run, "drop"
+            leaves it out; the log has the number of dropped rows and the first one's error.
 
     Raises:
-        ValueError: a share outside (0, 1), both or none of validation_path and validation_share, or a marker without
-            an answer; while reading, if a row lacks a column or a marked answer (names file and line).
+        ValueError: a share outside (0, 1), both or none of validation_path and validation_share, a marker without
+            an answer, or an impossible filter; while reading, if a row lacks a column or a marked answer (names file
+            and line).
     """
 
     def __init__(
         self,
-        train_path: str,
-        validation_path: str | None = None,
+        train_path: str | list[str],
+        validation_path: str | list[str] | None = None,
         validation_share: float | None = None,
-        question: str = "question",
+        question: str | list[str] | None = None,
         answer: str | None = "answer",
         marker: Literal["boxed", "hash"] | None = None,
         subset: str | None = None,
         train_split: str = "train",
         validation_split: str = "test",
         system: str | None = None,
-        only: dict[str, list[str]] | None = None,
+        only: dict[str, list[Value]] | None = None,
         between: dict[str, tuple[float, float]] | None = None,
+        bad_rows: OnBadRows = "refuse",
     ) -> None:
         if marker is not None and answer is None:
             raise ValueError(f"marker is {marker!r} and answer is null; name the column that the answer is marked in")
@@ -56,6 +68,11 @@ class Table:
             raise ValueError("give either validation_path or validation_share, one of them")
         if validation_share is not None and not 0 < validation_share < 1:
             raise ValueError(f"validation_share is {validation_share}; expected more than 0 and less than 1")
+        if question is not None and not question:
+            raise ValueError(f"question is {question!r}; expected a column, a list of columns, or null")
+        if bad_rows not in ("refuse", "drop"):
+            raise ValueError(f"bad_rows is {bad_rows!r}; expected 'refuse' or 'drop'")
+        Filters(only, between)  # refuses impossible ones before anything is read
         self.train_path = train_path
         self.validation_path = validation_path
         self.validation_share = validation_share
@@ -68,53 +85,75 @@ class Table:
         self.system = system
         self.only = only or {}
         self.between = between or {}
+        self.bad_rows: OnBadRows = bad_rows
 
     def train(self) -> list[Problem]:
         """Return the training problems that pass the filters ``only`` and ``between``, in the order of the table."""
-        rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
-        problems = [self._problem(row) for row in rows if self._keeps(row)]
+        problems = self._read(self.train_path, self.train_split, Filters(self.only, self.between))
         if self.validation_share is None:
             return problems
         return [problem for problem in problems if not in_share(problem.question, self.validation_share)]
 
     def validation(self) -> list[Problem]:
         """Return the validation problems, in the order of the table."""
+        everything = Filters(None, None)
         if self.validation_path is not None:
-            rows = read_rows(self.validation_path, subset=self.subset, split=self.validation_split)
-            return [self._problem(row) for row in rows]
+            return self._read(self.validation_path, self.validation_split, everything)
         assert self.validation_share is not None
-        rows = read_rows(self.train_path, subset=self.subset, split=self.train_split)
-        problems = [self._problem(row) for row in rows]
+        problems = self._read(self.train_path, self.train_split, everything)
         return [problem for problem in problems if in_share(problem.question, self.validation_share)]
 
+    def _read(self, path: str | list[str], split: str, filters: Filters) -> list[Problem]:
+        bad = BadRows(self.bad_rows)
+        problems, num_read, has_system = [], 0, self.system is None
+        row = None
+        for row in read_rows(path, subset=self.subset, split=split, bad=bad):
+            has_system = has_system or _has(row, self.system)
+            try:
+                if filters.keeps(row):
+                    problems.append(self._problem(row))
+                num_read += 1
+            except ValueError as error:
+                bad(error)
+        if not has_system and row is not None:
+            value_of(row, str(self.system))  # raises the error of a column that no row has
+        bad.report(path, num_good=num_read)
+        filters.report(path)
+        return problems
+
     def _problem(self, row: Row) -> Problem:
-        answer = "" if self.answer is None else text(row, self.answer)
+        answer = "" if self.answer is None else answer_text(row, self.answer)
         if self.marker is not None:
             answer = marked_answer(answer, self.marker)
             if not answer:
                 raise ValueError(f"{row.where}: no answer is marked ({self.marker}) in column {self.answer!r}")
-        messages: tuple[Message, ...] = ()
-        if isinstance(row.columns.get(self.question), list):
-            messages = read_messages(row, self.question)
-            question = question_of(messages)
-        else:
-            question = text(row, self.question)
-        if self.system is not None:
+        question, messages = self._asked(row)
+        system = None if self.system is None else optional_text(row, self.system)
+        if system is not None:
             asked = messages or ({"role": "user", "content": question},)
             if asked[0]["role"] == "system":
-                raise ValueError(f"{row.where}: there are two system prompts, in {self.question!r} and {self.system!r}")
-            messages = ({"role": "system", "content": text(row, self.system)}, *asked)
+                raise ValueError(f"{row.where}: there are two system prompts, in the messages and in {self.system!r}")
+            messages = ({"role": "system", "content": system}, *asked)
         return Problem(question, answer, messages, row.columns)
 
-    def _keeps(self, row: Row) -> bool:
-        return all(text(row, column) in values for column, values in self.only.items()) and all(
-            low <= _number(row, column) <= high for column, (low, high) in self.between.items()
-        )
+    def _asked(self, row: Row) -> tuple[str, tuple[Message, ...]]:
+        """Return a row's question, and its messages if it has a chat."""
+        column = self.question
+        if column is None:
+            column = "prompt" if "prompt" in row.columns and "question" not in row.columns else "question"
+        if not isinstance(column, str):
+            return "\n".join(text(row, each) for each in column), ()
+        value = value_of(row, column)
+        chat = value if isinstance(value, list) else chat_in_text(value, f"{row.where}: column {column!r}")
+        if chat is None:
+            return text(row, column), ()
+        messages = read_messages(chat, f"{row.where}: column {column!r}")
+        return question_of(messages), messages
 
 
-def _number(row: Row, column: str) -> float:
-    value = text(row, column)
+def _has(row: Row, column: str | None) -> bool:
     try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{row.where}: column {column!r} is {value!r}; expected a number") from None
+        value_of(row, str(column))
+    except NoColumnError:
+        return False
+    return True

@@ -88,9 +88,18 @@ def test_blank_lines_are_counted(tmp_path, capsys, caplog):
     ("line", "message"),
     [
         (row(question="q"), "no column 'answer'; the row has 'question'. The settings .* name other columns"),
-        (row(question="q", answer=None), "column 'answer' is None; expected text or a number"),
+        (row(question="q", answer=None), "column 'answer' is null; expected text or a number"),
+        ('{"question": "q", "answer": NaN}', "column 'answer' is NaN; expected text or a number"),
+        ('{"question": "q", "answer": -Infinity}', "column 'answer' is -inf; expected text or a finite number"),
+        ('{"question": null, "answer": "a"}', "column 'question' is null; expected text or a number"),
+        ('{"question": "q", "answer": "a", "answer": "b"}', "the key 'answer' is given twice"),
+        ('{"question": "q", "answer": "a", "x": [{"y": 1, "y": 2}]}', "the key 'y' is given twice"),
+        ('{"question": "q", "answer": ' + "1" * 4301 + "}", "a number has too many digits"),
+        ('{"question": "q", "answer": "a", "x": ' + "[" * 70 + "]" * 70 + "}", "brackets are nested too deeply"),
+        ('{"question": "q", "answer": "a", "x": ' + "[" * 100_000, "brackets are nested too deeply"),
         (row(question="q", answer=True), "column 'answer' is True; expected text or a number"),
-        (row(question="q", answer=["a"]), "column 'answer' is .'a'.; expected text or a number"),
+        (row(question="q", answer=["a", "b"]), "column 'answer' is .'a', 'b'.; expected text or a number"),
+        (row(question="q", answer=[]), r"column 'answer' is \[\]; expected text or a number"),
         (row(question=" ", answer="a"), "column 'question' is empty"),
         ('["q", "a"]', "is not a JSON object"),
         ('{"question": "q", ', "not JSON: .*; expected a JSON object per line"),
@@ -109,7 +118,7 @@ def test_a_file_that_is_missing_or_not_utf8_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.parquet does not exist"):
         Table(str(tmp_path / "nowhere.parquet"), validation_share=0.5).train()
     (tmp_path / "latin.jsonl").write_bytes('{"question": "\u00e9", "answer": "a"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl:1 is not UTF-8"):
         Table(str(tmp_path / "latin.jsonl"), validation_share=0.5).train()
 
 

@@ -1,0 +1,99 @@
+"""Rows of Arrow tables (Parquet files and data sets of the hub), with numbers as their author sees them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet, types
+
+ROWS = 1024  # rows that are converted at a time
+
+
+def parquet_rows(path: str) -> Iterator[dict[str, object]]:
+    """Read the rows of a Parquet file.
+
+    Raises:
+        ValueError: the file is no Parquet file, is damaged, has no rows, or has a column twice.
+    """
+    try:
+        with parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows == 0:
+                raise ValueError(f"data file {path} has no rows")
+            _check_names(file.schema_arrow.names)
+            for batch in file.iter_batches(ROWS):
+                yield from table_rows(pyarrow.Table.from_batches([batch]))
+    except (pyarrow.ArrowException, OSError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"data file {path} cannot be read as Parquet: {said}") from error
+
+
+def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
+    """Return the rows of a ``datasets.Dataset``; a class label is its name, as the hub shows it."""
+    labels = {name: feature.names for name, feature in dataset.features.items() if hasattr(feature, "int2str")}
+    for table in dataset.with_format("arrow").iter(ROWS):
+        for row in table_rows(table):
+            for name, names in labels.items():
+                number = row[name]
+                row[name] = names[number] if isinstance(number, int) and number >= 0 else None  # -1: no label
+            yield row
+
+
+def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
+    """Return the rows of a table as Python objects.
+
+    A 16- or 32-bit float becomes the float with the digits that it has in its own precision: 0.1 and not
+    0.10000000149011612. A column with times that Python cannot represent becomes text.
+    """
+    columns = [_values(column) for column in table.columns]
+    for row in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, row, strict=True))
+
+
+def _values(column: pyarrow.ChunkedArray) -> list[Any]:
+    try:
+        values = column.to_pylist()
+    except (ValueError, OverflowError):  # nanoseconds, or a year after 9999
+        values = column.cast(pyarrow.string()).to_pylist()
+    return [_as_printed(value, column.type) for value in values] if _has_short_float(column.type) else values
+
+
+def _is_short_float(kind: pyarrow.DataType) -> bool:
+    return types.is_float16(kind) or types.is_float32(kind)
+
+
+def _inner(kind: pyarrow.DataType) -> list[pyarrow.DataType]:
+    """Return the types that a type is composed of."""
+    if types.is_dictionary(kind):
+        return [kind.value_type]
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return [kind.storage_type]
+    return [kind.field(index).type for index in range(kind.num_fields)]
+
+
+def _has_short_float(kind: pyarrow.DataType) -> bool:
+    return _is_short_float(kind) or any(map(_has_short_float, _inner(kind)))
+
+
+def _as_printed(value: Any, kind: pyarrow.DataType) -> Any:
+    if value is None:
+        return None
+    if _is_short_float(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    inner = _inner(kind)
+    if types.is_struct(kind):
+        return {name: _as_printed(each, part) for (name, each), part in zip(value.items(), inner, strict=True)}
+    if types.is_map(kind):
+        pair = inner[0]
+        return [(_as_printed(k, pair.field(0).type), _as_printed(v, pair.field(1).type)) for k, v in value]
+    if isinstance(value, list):
+        return [_as_printed(each, inner[0]) for each in value]
+    return _as_printed(value, inner[0]) if inner else value
+
+
+def _check_names(names: Sequence[str]) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"the table has several columns {repeated[0]!r}; rename all but one")
