@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from datamodules.decontaminate import find_overlaps
 from datamodules.loader import EvaluationLoader, TrainLoader, numbered
-from datamodules.messages import chat_of, chat_text
-from datamodules.sources import PromptSource
+from datamodules.messages import chat_of, chat_text, check_template
+from datamodules.sources import PromptSource, check_problems
+from datamodules.special_tokens import find_special_tokens
 from qerl_pl.base.tokenizer import check_chat_template
 from qerl_pl.common import ranks
 from qerl_pl.common.seeding import derive_seed
@@ -29,19 +30,21 @@ class PromptDataModule(LightningDataModule):
     """Serves ``list[Prompt]``: shuffled and endless in training, once and in order in validation, test and prediction.
 
     A prompt that is too long is dropped and counted. It is never truncated, because it would lose its question or its
-    instructions. A training problem whose question is also a validation question is removed and counted. With
-    ``held_out``, ``fit`` and ``validate`` use held-out training problems, and the source's validation problems are left
-    to ``test`` and ``predict``, because a checkpoint that was chosen by its score on some problems looks better on them
-    than it is.
+    instructions. A prompt is also dropped and counted if its problem has text that the tokenizer reads as a special
+    token, for example as the end of the user's turn. A training problem whose question is also a validation question is
+    removed and counted. With ``held_out``, ``fit`` and ``validate`` use held-out training problems, and the source's
+    validation problems are left to ``test`` and ``predict``, because a checkpoint that was chosen by its score on some
+    problems looks better on them than it is.
 
     Args:
         source: source of the training and validation problems.
         tokenizer: folder or hub name of the policy's tokenizer; it must have a chat template.
         batch_size: training prompts per rollout (P), over all ranks.
         max_prompt_tokens: longest prompt in tokens, including the chat template.
-        max_dropped_share: share of the prompts that may be dropped; above it the run refuses to start.
+        max_dropped_share: share of the prompts that may be dropped, for each of the two reasons; above it the run
+            refuses to start.
         system_prompt: text of a system turn for problems without one; None adds none.
-        question_template: text of the user turn; ``{question}`` is replaced by the question.
+        question_template: text of the user turn; ``{question}`` is replaced by the question, other braces stay.
         template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
             the template does not read is refused.
         stop: strings that end a completion in training and evaluation, e.g. ``["</answer>"]``, in addition to the
@@ -58,6 +61,7 @@ class PromptDataModule(LightningDataModule):
 
     Attributes:
         num_dropped: prompts dropped for their length, by "train" and "validation".
+        num_with_special_tokens: prompts dropped because their problem has text of special tokens, by the same names.
         num_shared: training problems removed because their question is in validation.
 
     Raises:
@@ -82,8 +86,7 @@ class PromptDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if "{question}" not in question_template:
-            raise ValueError(f"data.question_template {question_template!r} has no {{question}}")
+        check_template(question_template)
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
         if show_prompt < 0:
@@ -107,6 +110,7 @@ class PromptDataModule(LightningDataModule):
         self.val_batch_size = val_batch_size
         self.seed = seed
         self.num_dropped: dict[str, int] = {}
+        self.num_with_special_tokens: dict[str, int] = {}
         self.num_shared = 0
         self._train: list[Prompt] = []
         self._validation: list[Prompt] = []
@@ -186,6 +190,7 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(
                 f"{type(self.source).__name__} gives no {side} problems; give it more rows, or another share of them"
             )
+        problems = self._without_special_tokens(tokenizer, problems, side)
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
         texts = [chat_text(tokenizer, chat, self.template_arguments) for chat in chats]
@@ -207,6 +212,27 @@ class PromptDataModule(LightningDataModule):
             shown = "".join(each if each.isprintable() or each == "\n" else "?" for each in prompt.text)
             rank_zero_info(f"data: a {side} prompt of {len(prompt.tokens)} tokens, answer {prompt.answer!r}:\n{shown}")
         return prompts
+
+    def _without_special_tokens(
+        self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str
+    ) -> list[Problem]:
+        check_problems(problems, type(self.source).__name__)
+        found = find_special_tokens(tokenizer, problems)
+        self.num_with_special_tokens[side] = len(found)
+        if found:
+            index, token = next(iter(found.items()))
+            example = f"{token!r} in {problems[index].question[:80]!r}"
+            if len(found) > min(int(self.max_dropped_share * len(problems)), len(problems) - 1):
+                raise ValueError(
+                    f"{len(found)} of {len(problems)} {side} problems have text that the tokenizer reads as special "
+                    f"tokens, e.g. {example}; remove it from the data, or raise data.max_dropped_share "
+                    f"({self.max_dropped_share}) to drop these problems"
+                )
+            rank_zero_info(
+                f"data: dropped {len(found)} of {len(problems)} {side} problems that have text of special tokens, e.g. "
+                f"{example}"
+            )
+        return [problem for index, problem in enumerate(problems) if index not in found]
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from qerl_pl.common.types import Problem
@@ -38,3 +39,19 @@ class Pair:
     def validation(self) -> list[Problem]:
         """Return the benchmark's problems."""
         return self.benchmark.validation()
+
+
+def check_problems(problems: Sequence[Problem], source: str) -> None:
+    """Check that the questions and known answers of a source are text.
+
+    Raises:
+        ValueError: one is not; names the source, the number of the problem and the value.
+    """
+    for number, problem in enumerate(problems):
+        for field in ("question", "answer"):
+            value = getattr(problem, field)
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"{source}: the {field} of problem {number} is {str(value)[:80]!r} of type {type(value).__name__}; "
+                    "expected text"
+                )
