@@ -15,7 +15,9 @@ from qerl_pl.common.types import Message, Problem
 
 ROLES = ("system", "developer", "user", "assistant")
 _PLACE = re.compile(r"(?<![\w{}^_\\])\{\d*\}")  # not an argument, as in \frac{1}{2}, x^{2} and \boxed{}
+_BRACED = re.compile(r"(?<![\w{}^_\\])\{\{question\}\}")
 _NAMED_PLACE = re.compile(r"(?<![\w{}^_\\])\{[A-Za-z_]\w*\}")
+_LIST = re.compile(r"\s*\[\s*\{")
 _CHAT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 
 
@@ -54,16 +56,19 @@ def chat_in_text(value: object, where: str) -> list[object] | None:
     Raises:
         ValueError: the text begins as a list of messages does, and is not JSON.
     """
-    if not isinstance(value, str) or not _CHAT.match(value):
+    if not isinstance(value, str) or not _LIST.match(value):
         return None
     try:
         chat = json.loads(value)
     except (ValueError, RecursionError) as error:
+        if not _CHAT.match(value):
+            return None
         raise ValueError(
             f"{where} is a list of messages as text that is not JSON ({error}): {value.strip()[:60]!r}; store "
             "the list, or its JSON text"
         ) from None
-    return chat if isinstance(chat, list) else None
+    are_messages = all(isinstance(entry, Mapping) and {"role", "content"} <= entry.keys() for entry in chat)
+    return chat if are_messages else None
 
 
 def _content(entry: Mapping[str, object], where: str) -> str:
@@ -136,7 +141,7 @@ def check_template(question_template: str) -> None:
     """
     if "{question}" not in question_template:
         raise ValueError(f"data.question_template {question_template!r} has no {{question}}")
-    if "{{question}}" in question_template:
+    if _BRACED.search(question_template):
         raise ValueError(
             f"data.question_template {question_template!r} has {{{{question}}}}, whose outer braces would stay; "
             "write {question}"

@@ -136,7 +136,9 @@ def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):
     assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in text
 
 
-@pytest.mark.parametrize("template", [r"\boxed{} \frac{1}{2} x^{2} a_{0}: {question}", '{"answer": 1} {question}'])
+@pytest.mark.parametrize(
+    "template", [r"\boxed{} \frac{1}{2} x^{2} a_{0}: {question}", r"\text{{question}}", '{"answer": 1} {question}']
+)
 def test_braces_of_latex_and_json_in_templates_are_accepted(template):
     assert PromptDataModule(Arithmetic(), "tokenizer", question_template=template).question_template == template
 

@@ -274,7 +274,9 @@ def test_the_layout_of_verl_is_read_by_a_dotted_name(tmp_path):
         json.dumps(CHAT),
         [{"role": "developer", "content": "Be brief."}, CHAT[1]],
         [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "1+1=?", "image": None}]}],
-        json.dumps([CHAT[0], {"content": [{"text": "1+1=?", "type": "text"}], "role": "user"}], indent=1),
+        json.dumps(
+            [{"name": None, **CHAT[0]}, {"content": [{"text": "1+1=?", "type": "text"}], "role": "user"}], indent=1
+        ),
     ],
 )
 def test_a_chat_is_the_same_in_every_form(tmp_path, stored):
@@ -283,7 +285,9 @@ def test_a_chat_is_the_same_in_every_form(tmp_path, stored):
         assert (problem.question, problem.answer, problem.messages) == ("1+1=?", "2", tuple(CHAT))
 
 
-@pytest.mark.parametrize("question", ['[{"a": 1}] has how many entries?', "[1, 2]", '{"role": "user"}', "[{role: x}]"])
+@pytest.mark.parametrize(
+    "question", ['[{"a": 1}] has how many entries?', "[1, 2]", '{"role": "user"}', "[{role: x}]", '[{"role": 1}]']
+)
 def test_other_text_with_brackets_is_a_question(tmp_path, question):
     [problem] = table(lines(tmp_path / "t.jsonl", {"question": question, "answer": "2"})).train()
     assert (problem.question, problem.messages) == (question, ())
