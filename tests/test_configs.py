@@ -24,8 +24,8 @@ TASKS, MODELS, ARMS, BENCHMARKS = (
     sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("tasks", "models", "arms", "eval")
 )
 LEVELS = CONFIGS / "tasks" / "levels_4-5.yaml"
-VERL = CONFIGS / "tasks" / "gsm8k_verl.yaml"
-TASKS = [path for path in TASKS if path not in (LEVELS, VERL)]  # the paper's
+VERL, BOXED = CONFIGS / "tasks" / "gsm8k_verl.yaml", CONFIGS / "tasks" / "gsm8k_boxed.yaml"
+TASKS = [path for path in TASKS if path not in (LEVELS, VERL, BOXED)]  # the paper's
 MODEL = CONFIGS / "models" / "qwen2.5-7b.yaml"
 ARM = CONFIGS / "arms" / "nvfp4.yaml"
 CHANGED_BY_AN_ARM = {"model.optimizer.class_path", "model.optimizer.init_args.lr"}
@@ -112,7 +112,7 @@ def flat(settings: dict, prefix: str = "") -> set[str]:
 
 
 def test_a_task_a_model_and_an_arm_set_different_things_so_that_every_combination_is_the_sum_of_its_files():
-    for task, model, arm in itertools.product([*TASKS, VERL], MODELS, ARMS):
+    for task, model, arm in itertools.product([*TASKS, VERL, BOXED], MODELS, ARMS):
         assert not keys(task) & keys(model)
         assert not keys(model) & keys(arm)
         assert keys(task) & keys(arm) <= CHANGED_BY_AN_ARM
