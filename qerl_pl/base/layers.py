@@ -20,6 +20,17 @@ def head_dims(config: PretrainedConfig) -> list[int]:
     return [getattr(layer, "head_dim", None) or by_default for layer in layer_configs(config)]
 
 
+def attention_windows(config: PretrainedConfig) -> list[int | None]:
+    """Return, for each layer, the number of last tokens that a token attends to, itself included: None for all
+    tokens, 0 for a layer with a recurrent state instead of attention."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    widths = {"full_attention": None, "linear_attention": 0}
+    return [widths.get(kind, window) for kind in kinds]
+
+
 def num_recurrent_layers(config: PretrainedConfig) -> int:
     """Count the layers that keep a recurrent state instead of the keys and values of all tokens."""
     return sum(kind == "linear_attention" for kind in getattr(config, "layer_types", None) or ())

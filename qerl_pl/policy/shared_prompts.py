@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from qerl_pl.base.layers import attention_windows
+
 WORTH = 1 / 16
 """Smallest share of a pass's tokens for which sharing prompts pays; if it saves fewer tokens, the second attention call
 costs more than it saves."""
@@ -56,7 +58,8 @@ class Layout(NamedTuple):
     """[N + 1] int32, boundaries of prompts and completions, without empty completions."""
     longest: int
     """Tokens of the longest prompt or completion."""
-    shared: SharedPrompts
+    shared: SharedPrompts | None
+    """None: no completion has a token, so the sequence has only prompts."""
     prompt_ends: Tensor
     """[B] int64, packed index of the last token of each row's prompt."""
     own_starts: Tensor
@@ -66,10 +69,7 @@ class Layout(NamedTuple):
 def attends_to_everything(config: PretrainedConfig) -> bool:
     """Return whether every layer has attention to all earlier tokens. Layers with sliding windows or recurrent states
     cannot share prompts."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return getattr(config, "sliding_window", None) is None
-    return set(types) == {"full_attention"}
+    return all(window is None for window in attention_windows(config))
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
@@ -105,15 +105,15 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
         lengths: [B] int64, number of tokens to take from each row, the prompt included.
 
     Returns:
-        The packed rows; None if sharing would save less than the share ``WORTH`` of the tokens, or if no row has
-        completion tokens.
+        The packed rows; None if sharing would save less than the share ``WORTH`` of the tokens. Micro-batches are
+        planned by the same rule (``micro_batches_of_groups``).
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = columns < prompts.unsqueeze(1)  # [B, S]
     heads, group = first_equal(tokens, prompts).unique(return_inverse=True)
     own = lengths - prompts
-    saved, total, behind = torch.stack([prompts.sum() - prompts[heads].sum(), lengths.sum(), own.sum()]).tolist()
-    if saved < WORTH * total or not behind:
+    saved, total = torch.stack([prompts.sum() - prompts[heads].sum(), lengths.sum()]).tolist()
+    if saved < WORTH * total:
         return None
     in_group = torch.zeros_like(heads).index_add_(0, group, own)
     order = torch.argsort((in_group == 0).int(), stable=True)  # prompts without completion tokens come last
@@ -136,7 +136,9 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
             num_keys,
             longest_prompt,
             longest_group,
-        ),
+        )
+        if num_used
+        else None,
         (prompt_ends - 1)[group],
         num_prompt_tokens + torch.zeros_like(own).index_copy_(0, rows, own_ends - own[rows]),
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from qerl_pl.common.batching import micro_batches_of_groups
 from qerl_pl.policy.packing import pack_for
 from qerl_pl.policy.shared_prompts import (
     WORTH,
@@ -65,12 +66,31 @@ def test_every_prompt_occurs_once_and_every_row_is_found_again():
     assert layout.shared.num_prompt_tokens == 20
 
 
+def test_prompts_of_completions_without_tokens_are_packed_once():
+    tokens, prompts, _ = rows()
+    layout = layout_of(tokens, prompts, prompts)
+    assert layout.shared is None
+    assert len(layout.tokens) == 9 + 4 + 7
+    assert sorted(layout.starts.diff().tolist()) == [4, 7, 9]
+    for row in range(len(tokens)):
+        end = int(layout.prompt_ends[row]) + 1
+        assert torch.equal(layout.tokens[end - int(prompts[row]) : end], tokens[row, : prompts[row]])
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_a_pass_of_short_completions_keeps_the_limit_that_it_was_planned_with(own):
+    tokens, mask = torch.ones(16, 500 + own, dtype=torch.int64), torch.zeros(16, 500 + own, dtype=torch.bool)
+    mask[:, 500:] = True
+    lengths, prompts, group = torch.full((16,), 500 + own), torch.full((16,), 500), torch.zeros(16, dtype=torch.int64)
+    for chosen in micro_batches_of_groups(lengths, prompts, group, 1000, least_saved=WORTH):
+        assert len(pack_for(tokens[chosen], mask[chosen], share=True)[0].tokens) <= 1000
+
+
 def test_rows_are_shared_where_prompts_are_equal_and_it_pays():
     tokens, prompts, lengths = rows()
     assert first_equal(tokens, prompts).tolist() == [0, 1, 0, 3, 1, 0, 1]
     assert reused_tokens(tokens, prompts).tolist() == [0, 0, 9, 0, 4, 9, 4]
     assert share_prompts(tokens[:2], prompts[:2], lengths[:2]) is None  # two different prompts
-    assert share_prompts(tokens[[0, 2]], prompts[[0, 2]], prompts[[0, 2]]) is None  # no completion has a token
     wide = torch.ones(2, 100, dtype=torch.int64)
     short, long = torch.tensor([12, 12]), torch.tensor([12, 13])
     assert share_prompts(wide, short, torch.tensor([100, 80])) is not None  # 12 of 180
