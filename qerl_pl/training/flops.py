@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.base.layers import head_dims
+from qerl_pl.base.layers import attention_windows, head_dims, num_recurrent_layers
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.linear import FrozenLinear
 
@@ -54,7 +54,13 @@ class ModelSize:
     head: int
     """Number of weights of the output head, which is computed for sampled tokens only."""
     attention: int
-    """Number of attention heads times the dimension of a head, summed over the layers."""
+    """Number of attention heads times the dimension of a head, summed over the layers that attend to all earlier
+    tokens."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """Windows of sliding-window attention in tokens, each with heads times dimension of a head, summed over the layers
+    with this window."""
+    recurrent: int = 0
+    """Number of values of the recurrent states of all layers with linear attention (gated delta nets)."""
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
@@ -64,11 +70,21 @@ class ModelSize:
         linears = [module for module in policy.model.modules() if isinstance(module, nn.Linear | FrozenLinear)]
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
         everything = sum(linear.in_features * linear.out_features for linear in linears if linear is not head)
+        widths: dict[int | None, int] = {}
+        for window, dim in zip(attention_windows(config), head_dims(config), strict=True):
+            widths[window] = widths.get(window, 0) + config.num_attention_heads * dim
+        full = widths.pop(None, 0)
+        recurrent = 0
+        if widths.pop(0, 0):
+            state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+            recurrent = num_recurrent_layers(config) * state
         return cls(
             frozen=everything - adapter,  # LoRA matrices are nn.Linear, so ``everything`` includes them
             adapter=adapter,
             head=config.hidden_size * config.vocab_size,
-            attention=config.num_attention_heads * sum(head_dims(config)),
+            attention=full,
+            windows=tuple((window, width) for window, width in widths.items() if window),
+            recurrent=recurrent,
         )
 
 
@@ -77,7 +93,9 @@ def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Te
 
     A frozen weight costs 2 operations per token in the forward pass and 2 in the backward pass, where it needs no
     gradient of its own; a trained weight costs 2 and 4. Causal attention of a row of S tokens costs 2 S^2 operations
-    per layer, head and dimension of a head in the forward pass, and twice as many in the backward pass.
+    per layer, head and dimension of a head in the forward pass, and twice as many in the backward pass; with a window
+    of W < S tokens, 2 (S^2 - (S - W)^2). A recurrent state costs 6 operations per value and token in the forward pass
+    (a product with the key, an outer product, a product with the query), and twice as many in the backward pass.
 
     Args:
         size: sizes of the policy's model.
@@ -88,5 +106,16 @@ def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Te
     """
     reused = torch.zeros_like(lengths) if reused is None else reused
     tokens, scored = float((lengths - reused).sum()), float(sampled.sum())
-    pairs = float((lengths.to(torch.float64).square() - reused.to(torch.float64).square()).sum())
-    return (4 * size.frozen + 6 * size.adapter) * tokens + 4 * size.head * scored + 6 * size.attention * pairs
+    attended = sum(
+        width * (_pairs(lengths, window) - _pairs(reused, window))
+        for window, width in ((None, size.attention), *size.windows)
+    )
+    linears = (4 * size.frozen + 6 * size.adapter) * tokens + 4 * size.head * scored
+    return linears + 6 * attended + 18 * size.recurrent * tokens
+
+
+def _pairs(lengths: Tensor, window: int | None) -> float:
+    """Return twice the area of the attention matrices below the diagonal and within the window, over all rows."""
+    lengths = lengths.to(torch.float64)
+    outside = 0.0 if window is None else (lengths - window).clamp(min=0).square().sum()
+    return float(lengths.square().sum() - outside)

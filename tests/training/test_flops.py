@@ -9,7 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.base.layers import head_dims
 from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
+from tests.families import tiny_config
 from tests.memory.conftest import policy_of, small_config
 
 
@@ -25,6 +27,29 @@ def test_a_frozen_model_costs_what_torch_counts(family):
     lengths = torch.tensor([width] * rows)
     above_the_diagonal = 6 * size.attention * rows * width**2  # eager attention computes these products too
     assert counter.get_total_flops() == training_flops(size, lengths, lengths) + above_the_diagonal
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_5_text"])
+def test_attention_costs_what_each_kind_of_layer_attends_to(family):
+    config = tiny_config(family)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    size = ModelSize.of(policy_of(config, torch.float32))
+    width = 3 * (getattr(config, "sliding_window", None) or 8)
+    pairs = {  # twice the area under the diagonal
+        "full_attention": width**2,
+        "linear_attention": 0,
+        "sliding_attention": width**2 - (width - (getattr(config, "sliding_window", None) or 0)) ** 2,
+    }
+    expected = sum(
+        6 * pairs[kind] * config.num_attention_heads * dim for kind, dim in zip(kinds, head_dims(config), strict=True)
+    )
+    if "linear_attention" in kinds:
+        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        expected += 18 * kinds.count("linear_attention") * state * width
+    nothing = replace(size, frozen=0, adapter=0)
+    assert training_flops(nothing, torch.tensor([width]), torch.tensor([0])) == pytest.approx(expected)
+    assert ("linear_attention" in kinds) == (size.recurrent > 0)
+    assert ("sliding_attention" in kinds) == bool(size.windows)
 
 
 def test_an_adapter_costs_its_own_gradient_too():
