@@ -116,8 +116,10 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write the base model of a policy with the adapter merged into its weights, in bf16, one file per decoder
-    block."""
+    """Write the base model of a policy with the adapter merged into its weights, one file per decoder block.
+
+    Everything is in bf16 except the parameters that trainer and engine hold in fp32 (``Family.fp32``).
+    """
     folder.mkdir(parents=True)
     model = policy.causal_lm
     tied, parts = tied_weights(model), dict[str, dict[str, Tensor]]()
@@ -125,7 +127,8 @@ def write_merged(policy: Policy, folder: Path) -> None:
         if name not in tied:
             block = _BLOCK.search(name)
             part = parts.setdefault(block[1] if block else "", {})
-            part[name] = tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).cpu()
+            exact = name.rpartition(".")[2] in policy.family.fp32 or not tensor.is_floating_point()
+            part[name] = tensor.detach().to(tensor.dtype if exact else torch.bfloat16).cpu()
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(parts.values(), start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.policy.lora import LoraSettings
@@ -63,3 +64,19 @@ def test_a_merged_folder_is_loaded_by_stock_transformers_and_its_drift_grows_wit
         p, q = (model(row).logits.log_softmax(-1) for model in (policy.causal_lm, stock.float()))
     assert (p.exp() * (p - q)).sum(-1).mean() < 1e-2
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+
+
+def test_a_parameter_that_trainer_and_engine_hold_in_fp32_is_exported_in_fp32(tmp_path):
+    save_dense(tmp_path / "base", tiny_config("qwen3_5_text"))
+    policy = load_policy(str(tmp_path / "base"), dtype=torch.bfloat16, lora=LoraSettings(rank=2), seed=0).eval()
+    write_merged(policy, tmp_path / "merged")
+    exported: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "merged").glob("*.safetensors"):
+        exported |= load_file(file)
+    exact = {name for name in exported if name.rpartition(".")[2] in policy.family.fp32}
+    assert exact
+    own = policy.causal_lm.state_dict()
+    for name, tensor in exported.items():
+        assert tensor.dtype == (torch.float32 if name in exact else torch.bfloat16)
+        if name in exact:
+            assert torch.equal(tensor, own[name])
