@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from transformers import SchedulerType, get_scheduler
 
-from qerl_pl.training.optimization import Schedule, check_groups, lr_factor, lr_scheduler, parameter_groups
+from qerl_pl.training.optimization import (
+    Schedule,
+    average_and_clip,
+    check_groups,
+    lr_factor,
+    lr_scheduler,
+    parameter_groups,
+)
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -91,3 +98,19 @@ def test_an_optimizer_of_other_groups_is_refused():
     one_group = torch.optim.AdamW([p for p in trained_model().parameters() if p.requires_grad])
     with pytest.raises(ValueError, match=r"groups of \[4\] parameters and this run \[1, 3\]"):
         check_groups([one_group.state_dict()], parameter_groups(trained_model().parameters()))
+
+
+def test_a_step_without_any_gradient_is_a_step_with_a_zero_gradient():
+    found = []
+    for last in (None, torch.zeros(3, 2)):
+        weight = nn.Parameter(torch.ones(3, 2))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1)
+        for gradient in (torch.full((3, 2), 0.5), last):
+            weight.grad = None if gradient is None else gradient.clone()
+            norm = average_and_clip([weight], max_norm=1.0)
+            before = weight.detach().clone()
+            optimizer.step()
+        assert norm == 0
+        assert not torch.equal(before, weight)  # by momentum and decay
+        found.append(weight.detach())
+    assert torch.equal(*found)

@@ -75,14 +75,13 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Replace the gradients of every rank by their mean over the ranks.
 
-    A gradient that is None on some ranks counts as zero on these ranks. If no rank has any gradient, all stay None.
+    A gradient that is None counts as zero, and is zero afterwards.
     """
-    if num_ranks() == 1:
-        return
-    has_gradient = any(parameter.grad is not None for parameter in parameters)
-    if not any(gather_values(has_gradient)):
-        return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if num_ranks() == 1:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return
     averaged = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(averaged)
     averaged /= num_ranks()

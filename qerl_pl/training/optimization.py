@@ -126,6 +126,11 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
     """Average the gradients over ranks and clip them. Every rank must call this.
 
+    A parameter without a gradient gets the gradient 0. An optimizer step without any signal is thus one step with a
+    zero gradient, whether no row had an advantage, all rows were rejected or all were masked: the schedule advances,
+    and AdamW goes on by its momentum and decays the weights, as after a gradient that is almost 0. TRL and verl do the
+    same.
+
     Args:
         parameters: all parameters of the policy.
         max_norm: largest norm of the gradient over all parameters; 0 disables clipping.
@@ -135,7 +140,4 @@ def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks.average_gradients(trained)
-    moved = [parameter for parameter in trained if parameter.grad is not None]
-    if not moved:
-        return torch.zeros((), device=trained[0].device)
-    return torch.nn.utils.clip_grad_norm_(moved, max_norm or float("inf"))
+    return torch.nn.utils.clip_grad_norm_(trained, max_norm or float("inf"))

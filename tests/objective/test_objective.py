@@ -24,6 +24,7 @@ from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.tiny import make_tiny
+from qerl_pl.training.optimization import average_and_clip
 from qerl_pl.update import UpdateReport, improve
 
 ROWS, WIDTH, PROMPT = 4, 9, 3
@@ -440,3 +441,39 @@ def test_training_on_a_cut_distribution_is_refused(base, cut, said):
     with pytest.raises(ValueError, match=f"{said}.*val_sampling"):
         QeRLModule(TransformersEngine(), rewards, base=base, sampling=cut)
     QeRLModule(TransformersEngine(), rewards, base=base, val_sampling=cut)
+
+
+@pytest.mark.parametrize("why", ["no live row", "all rejected", "all masked"])
+def test_an_update_without_signal_is_one_step_with_a_zero_gradient(policy, why):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    objective = Objective()
+    if why == "no live row":
+        experience = replace(experience, advantages=torch.zeros(ROWS))
+    elif why == "all rejected":
+        objective = Objective(rejection=Rejection(low=1.0, high=1.0 + 1e-9))
+    else:
+        experience = replace(experience, mask=torch.zeros_like(experience.mask))
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    steps: list[list[Tensor]] = []
+
+    def step() -> Tensor:
+        norm = average_and_clip(trained, max_norm=1.0)
+        steps.append([parameter.grad for parameter in trained if parameter.grad is not None])
+        return norm
+
+    improve(
+        policy,
+        experience,
+        objective,
+        group_size=2,
+        temperature=1.0,
+        max_tokens=WIDTH - PROMPT,
+        num_updates=1,
+        micro_batch_tokens=WIDTH,
+        backward=Tensor.backward,
+        step=step,
+        watch=Stopwatch(),
+    )
+    policy.zero_grad()
+    assert [len(gradients) for gradients in steps] == [len(trained)]
+    assert all(not gradient.any() for gradient in steps[0])
