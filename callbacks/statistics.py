@@ -56,5 +56,7 @@ class RolloutStatistics(Callback):
         logged["rollout/groups_with_signal"] = over_ranks(self._mean, rollout.signal.float())
         discarded = torch.tensor(float(len(rollout.signal) - rollout.chosen.num_groups))
         logged["rollout/groups_discarded"] = over_ranks(self._sum, discarded)
+        trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
+        logged["rollout/groups_trained"] = over_ranks(self._sum, trained.sum().float().cpu())
         logged["rollout/refills"] = float(rollout.num_refills)
         pl_module.log_dict(logged)
