@@ -54,6 +54,7 @@ class EvaluationReport(Callback):
         path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         write_whole(path, json.dumps(summary, indent=1) + "\n")
         title = f"{Path(checkpoint).name if checkpoint else 'the base'}, {summary['num_problems']} problems x {n}"
+        title += f", right: {name} = 1"
         table = Table("", "value", f"{self.level:.0%} interval", title=title)
         for key, value in summary["accuracy"].items():
             table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
@@ -85,6 +86,7 @@ def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) ->
     return {
         "num_problems": len(right),
         "num_completions": n,
+        "right": f"{name} = 1",
         "accuracy": found,
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
         "unscored_share": sum(row["reward"] is None for row in rows) / len(rows),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import MetricCollection
 
@@ -71,6 +72,12 @@ class Evaluation:
         completions that could not be scored and that were truncated; and, with several completions per problem, pass@k,
         where a completion is right if the first reward gives it 1. A completion that could not be scored counts as 0.
         """
+        name = self._loop.rewards[0].name
+        if never_right(self._rows, name):
+            rank_zero_warn(
+                f"the reward {name}, the first of model.rewards, gives positive values and never 1: pass@k "
+                "counts a completion as right where it gives 1; list a reward first that gives right completions 1"
+            )
         found = self._means.compute() | self._pass_at_k.compute()
         return {} if found["reward"].isnan() else found
 
@@ -86,6 +93,13 @@ class Evaluation:
             metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))
         right = [row["rewards"][self._loop.rewards[0].name] == 1 for row in rows]
         self._pass_at_k.update(torch.tensor(right).view(-1, self._sampling.num_completions).sum(dim=1))
+
+
+def never_right(rows: list[dict[str, Any]], name: str) -> bool:
+    """Return whether a reward never gives 1 but gives other positive values, so that it does not say which completions
+    are right."""
+    values = [row["rewards"][name] or 0.0 for row in rows]
+    return 1 not in values and any(value > 0 for value in values)
 
 
 _OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {

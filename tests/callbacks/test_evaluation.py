@@ -7,6 +7,7 @@ import pytest
 from callbacks.evaluation import summarize
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
+from qerl_pl.evaluation.evaluation import never_right
 
 
 def row(score: float | None, *, finished: bool = True) -> dict:
@@ -44,3 +45,15 @@ def test_a_batch_whose_file_is_damaged_is_not_finished(tmp_path, damaged):
     assert cache.read(prompts, num_rows=1) is None
     cache.write(prompts, rows)
     assert cache.read(prompts, num_rows=1) == rows
+
+
+def test_a_reward_that_cannot_say_what_is_right_is_recognised_and_the_summary_names_it():
+    def rows(*values: float | None) -> list[dict]:
+        return [{"rewards": {"own": value}, "reward": value, "finished": True, "num_tokens": 1} for value in values]
+
+    assert never_right(rows(0.9, 0.0, None), "own")
+    assert never_right(rows(2.0, 0.0), "own")
+    assert not never_right(rows(1.0, 0.5), "own")
+    assert not never_right(rows(0.0, None), "own")
+    assert not never_right([], "own")
+    assert summarize(rows(1.0, 0.0), n=1, name="own", level=0.95)["right"] == "own = 1"
