@@ -41,10 +41,10 @@ class Group(NamedTuple):
 
     def strata(self, readout: str) -> list[list[float]]:
         """Return a measured quantity (readout) of these runs, ordered by seed, in one list per value of the options
-        that the study pools, such as a base model."""
+        that the study pools, such as a base model. Values that are not finite are left out."""
         found: dict[str, list[float]] = {}
         for (stratum, _), values in sorted(self.runs.items()):
-            if readout in values:
+            if math.isfinite(values.get(readout, math.nan)):
                 found.setdefault(stratum, []).append(values[readout])
         return list(found.values())
 
@@ -116,11 +116,12 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
     """Compute the differences of a readout in pairs of runs, ``one`` minus ``other``, in one list per stratum; a run
-    whose partner is missing is left out."""
+    whose partner is missing, and a pair with a value that is not finite, are left out."""
     found: dict[str, list[float]] = {}
     for key in sorted(one.runs.keys() & other.runs.keys()):
-        if readout in one.runs[key] and readout in other.runs[key]:
-            found.setdefault(key[0], []).append(one.runs[key][readout] - other.runs[key][readout])
+        difference = one.runs[key].get(readout, math.nan) - other.runs[key].get(readout, math.nan)
+        if math.isfinite(difference):
+            found.setdefault(key[0], []).append(difference)
     return list(found.values())
 
 
@@ -158,6 +159,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
         lines += [f"- {name}: {text.splitlines()[0] if text else 'not finished'}" for name, text in left.items()]
     names = names_of(groups)
     rows = [[name, *(_shown(interquartile_mean(group.strata(name))) for group in groups)] for name in names]
+    lines += _not_finite(groups)
     counts = ["seeds", *(str(len(group.runs)) for group in groups)]
     lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
     lines += _best_points(study, groups)
@@ -182,6 +184,17 @@ def _times(runs: Sequence[Run]) -> str:
     )
 
 
+def _not_finite(groups: Sequence[Group]) -> list[str]:
+    """Name the runs of which a readout is NaN or infinite, and these readouts."""
+    found = []
+    for group in groups:
+        for (stratum, seed), values in sorted(group.runs.items()):
+            if lost := [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]:
+                found.append(f"- {' '.join(filter(None, [group.name, stratum]))}, seed {seed}: {', '.join(lost)}")
+    head = f"{len(found)} runs have readouts that are not finite; means and comparisons of these leave them out:"
+    return ["", head, "", *found] if found else []
+
+
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
     """Name the point of the grid with the highest mean of the deciding readout, for each arm that ran at several."""
     metric = study.analysis.metric
@@ -190,7 +203,7 @@ def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
         means = {
             group.point: sum(values) / len(values)
             for group in groups
-            if group.arm == arm and (values := [each[metric] for each in group.runs.values() if metric in each])
+            if group.arm == arm and (values := [each for stratum in group.strata(metric) for each in stratum])
         }
         if len(means) > 1:
             best = max(means, key=means.__getitem__)

@@ -100,7 +100,10 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
     """Return the highest training reward (running mean) that every run reached; None if a run has logged no reward."""
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
-    return min(float(smooth(curves["train/reward"].values).max()) for curves in runs)
+    means = [smooth(curves["train/reward"].values) for curves in runs]
+    if not all(np.isfinite(each).any() for each in means):
+        return None
+    return min(float(each[np.isfinite(each)].max()) for each in means)
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:

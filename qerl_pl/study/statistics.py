@@ -64,7 +64,7 @@ def mean(strata: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _estimate(strata: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> Estimate:
-    samples = [np.asarray(values, dtype=np.float64) for values in strata if len(values)]
+    samples = [each for values in strata if len(each := _finite(values))]
     num = sum(map(len, samples))
     if not num:
         return Estimate(float("nan"), float("nan"), float("nan"), 0)
@@ -85,6 +85,12 @@ def _estimate(strata: Sequence[Sequence[float]], statistic: Callable[..., Any]) 
     return Estimate(value, float(found.confidence_interval.low), float(found.confidence_interval.high), num)
 
 
+def _finite(values: Sequence[float]) -> np.ndarray:
+    """Leave out values that are not finite, of runs in which a quantity was not defined or overflowed."""
+    array = np.asarray(values, dtype=np.float64)
+    return array[np.isfinite(array)]
+
+
 def compare(strata: Sequence[Sequence[float]]) -> Comparison:
     """Estimate the mean of paired differences, and test whether it is 0.
 
@@ -92,7 +98,7 @@ def compare(strata: Sequence[Sequence[float]]) -> Comparison:
         strata: paired differences, one list per stratum (e.g. a base model).
     """
     estimate = mean(strata)
-    values = np.concatenate([np.asarray(each, dtype=np.float64) for each in strata] or [np.zeros(0)])
+    values = np.concatenate([_finite(each) for each in strata] or [np.zeros(0)])
     if len(values) < 2:
         return Comparison(estimate, float("nan"), float("nan"), float("nan"))
     spread = float(values.std(ddof=1))

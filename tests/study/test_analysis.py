@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
-from qerl_pl.study.analysis import compared, gather, tables
+from qerl_pl.study.analysis import all_compared, compared, gather, tables
 from qerl_pl.study.readouts import area, entropy_at, equal_reward, pass_at_k, readouts, smooth
 from qerl_pl.study.study_file import Analysis, Run, Study
 from qerl_pl.tools.curves import Curve
@@ -201,3 +201,18 @@ def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
     path.write_text(yaml.safe_dump({"arms": {"a": {}}, "seeds": [0]}))
     assert command(["study", str(path), "--output", str(tmp_path / "out"), "--analyse"]) == 1
     assert "there is nothing to analyse yet" in capsys.readouterr().err
+
+
+def test_a_run_with_a_readout_that_is_not_finite_is_named_and_left_out_of_this_readout(study):
+    groups = gather(study)
+    nvfp4 = next(group for group in groups if group.name == "nvfp4")
+    key = next(iter(nvfp4.runs))
+    nvfp4.runs[key]["gap"] = float("nan")
+    judged = all_compared(study, groups)
+    pairs = {
+        each.readout: each.comparison.difference.num for each in judged if "nvfp4" in (each.one.arm, each.other.arm)
+    }
+    assert pairs["gap"] == pairs["final reward"] - 1
+    text = tables(study, groups, judged)
+    assert "1 runs have readouts that are not finite" in text
+    assert f"- nvfp4, seed {key[1]}: gap (nan)" in text

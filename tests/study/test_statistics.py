@@ -81,3 +81,8 @@ def test_the_smallest_difference_and_the_number_of_seeds_have_80_percent_power()
         assert num == 2 or power(difference, 0.03, num - 1) < 0.8
     assert seeds_needed(1e-9, 1.0) is None
     assert seeds_needed(0.02, 0.0) == 2
+
+
+def test_values_that_are_not_finite_are_left_out():
+    assert compare([[0.1, float("nan"), 0.2, float("inf")]]) == compare([[0.1, 0.2]])
+    assert mean([[1.0, float("nan"), 3.0], [float("-inf")]]) == mean([[1.0, 3.0]])
