@@ -55,3 +55,8 @@ def test_what_changes_the_goal_comes_first_and_says_so():
     marked = [change.startswith("ATTENTION, what is optimised changes: model.") for change in found]
     assert marked == [True] * 3 + [False]
     assert found[-1] == "a: 1 -> 2"
+
+
+def test_a_change_of_the_runs_length_says_what_it_moves():
+    [change] = changed_settings({"trainer": {"max_steps": 48}}, {"trainer": {"max_steps": 64}})
+    assert change.startswith("trainer.max_steps: 48 -> 64; schedules of learning rate and noise")

@@ -13,6 +13,7 @@ from qerl_pl.common.files import write_whole
 
 NO_SETTING = ("ckpt_path", "config")  # names of files, which do not change how the run trains
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
+SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so their values jump here"
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
 
@@ -30,6 +31,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [
         f"{OTHER_GOAL if key.startswith(WHAT_IS_LEARNED) else ''}{key}: "
         f"{_short(old.get(key, absent))} -> {_short(new.get(key, absent))}"
+        f"{SCHEDULES if key == 'trainer.max_steps' else ''}"
         for key in ordered
     ]
 
