@@ -23,7 +23,8 @@ class AdaptiveQuantizationNoise(Callback):
     noise.
 
     Args:
-        sigma_start: standard deviation in the second stage, the first one with noise, in units of the norm weight.
+        sigma_start: standard deviation in the second stage, the first one with noise. The noise is absolute: it is
+            added to the norm weights as it is, however large they are.
         sigma_end: standard deviation in the last stage.
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
         decay: shape of the path from sigma_start to sigma_end over the stages.

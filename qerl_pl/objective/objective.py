@@ -82,7 +82,9 @@ class Objective:
         kl_in: a term of the "loss", or subtracted from the "reward": then the KL of a completion, centered in its
             group, is subtracted from the advantage without division by the std of "normalized" (see
             ``qerl_pl.objective.advantages.less_penalty``).
-        entropy_coefficient: coefficient of an entropy bonus.
+        entropy_coefficient: coefficient of an entropy bonus, which is averaged as the loss is (``aggregation``; as in
+            verl, while TRL always takes the mean over tokens). Where the loss is divided by rows times max_tokens
+            (dr_grpo), the bonus of a token weighs mean length / max_tokens times as much as in a mean over tokens.
         entropy_control: entropy bonus with an adaptive coefficient in place of entropy_coefficient; costs a forward
             pass before the first update. null: none.
         covariance: restrains the tokens that reduce the entropy most (Clip-Cov, KL-Cov); null: none.
