@@ -22,6 +22,7 @@ from qerl_pl import checkpoint_file
 from qerl_pl.base.digest import base_digest
 from qerl_pl.checkpoint_file import Damaged
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.start import digest
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
@@ -198,8 +199,11 @@ def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
     """Return the identity of a run, which its checkpoints must have: digest of the base model, adapter settings and
-    seed."""
+    seed; the adapter with which it started, if any, by a digest of its tensors."""
     settings = asdict(lora)
+    del settings["start"]
+    if lora.start is not None:
+        settings["start"] = digest(lora.starts_at.tensors)
     settings["targets"] = sorted(settings["targets"])
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
 
@@ -207,7 +211,54 @@ def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
 def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
     """Extract the adapter's settings from a run's identity, as returned by ``run_identity``."""
     found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
+    found.pop("start", None)  # a digest; the checkpoint holds the adapter
     return LoraSettings(**{**found, "targets": tuple(found["targets"])})
+
+
+def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the adapter's tensors that are stored in a checkpoint.
+
+    Raises:
+        ValueError: one is no fp32 tensor, or an adapted linear lacks A [r, K] or B [N, r] of the run's rank r.
+    """
+    found, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
+    if not isinstance(found, dict) or not found:
+        raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"the checkpoint's adapter tensor {name} is of {kind}; expected torch.float32")
+        linear, lora, matrix = name.partition(".lora_")
+        if not lora:
+            continue
+        other = f"{linear}.lora_{'B' if matrix == 'A.weight' else 'A'}.weight"
+        if matrix not in ("A.weight", "B.weight") or other not in found:
+            raise ValueError(f"the checkpoint's adapter has {name} and not {other}")
+        if tensor.ndim != 2 or tensor.shape[0 if matrix == "A.weight" else 1] != rank:
+            raise ValueError(f"the checkpoint's adapter tensor {name} is {list(tensor.shape)}; expected rank {rank}")
+    return found
+
+
+def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
+    """Refuse to resume from a checkpoint without the state of training, or that has done more steps than the run has.
+
+    Raises:
+        ValueError: a part of the state is missing or of another type, or ``max_steps`` is below the steps done.
+    """
+    parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
+    for name, kind in parts.items():
+        part = checkpoint.get(name)
+        states = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if not isinstance(part, kind) or not all(isinstance(state, dict) for state in states):
+            raise ValueError(
+                f"the checkpoint's {name} is missing or not what a run writes, so training cannot go on from it; give "
+                "another checkpoint by --ckpt_path, or start anew with another --run_dir"
+            )
+    if checkpoint["global_step"] > max_steps:
+        raise ValueError(
+            f"trainer.max_steps is {max_steps} and the checkpoint has done {checkpoint['global_step']} optimizer "
+            "steps; raise trainer.max_steps"
+        )
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
-from qerl_pl.checkpoint import check_identity, identity_of, run_identity
+from qerl_pl.checkpoint import adapter_of, check_identity, check_training_state, identity_of, run_identity
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Prompt
@@ -280,6 +280,8 @@ class QeRLModule(LightningModule):
         """Replace the checkpoint's weights by the adapter's, and add the run's identity (base, adapter settings,
         seed)."""
         checkpoint["state_dict"] = self.policy.adapter_state()
+        if self.policy.start is not None:
+            checkpoint["start"] = self.policy.start
         checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
 
@@ -289,9 +291,11 @@ class QeRLModule(LightningModule):
         fits = self.trainer.state.fn == TrainerFn.FITTING
         check_identity(identity_of(checkpoint), self._identity | (self._rollout_identity if fits else {}))
         if fits:
+            check_training_state(checkpoint, max_steps=self.trainer.max_steps)
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
         checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)  # trainer.max_time counts from 0 in every start
-        self.policy.load_adapter_state(checkpoint["state_dict"])
+        self.policy.load_adapter_state(adapter_of(checkpoint))
+        self.policy.start = checkpoint.get("start")
         checkpoint["state_dict"] = {}
         self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 

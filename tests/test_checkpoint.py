@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.checkpoint import SafeCheckpointIO, identity_of
+from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_training_state, identity_of
 
 IN_BACKGROUND = {"background_bytes": 0}
 PARTS: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "global_step": 3}
@@ -306,3 +306,39 @@ def test_what_could_not_be_written_in_the_background_is_told_once(io, tmp_path, 
     io.wait()
     assert (tmp_path / "a.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+IDENTITY = {"base": "digest", "lora.rank": 2}
+A, B = "base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight"
+ADAPTER = {A: torch.ones(2, 5), B: torch.ones(3, 2)}
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        "text",
+        {A: ADAPTER[A]},
+        {**ADAPTER, B: torch.ones(3, 4)},
+        {**ADAPTER, B: torch.ones(3)},
+        {**ADAPTER, A: ADAPTER[A].to(torch.int8)},
+        {**ADAPTER, A: "text"},
+        {**ADAPTER, "extra": "text"},
+    ],
+)
+def test_an_adapter_that_no_run_wrote_is_refused(adapter):
+    assert adapter_of({"identity": IDENTITY, "state_dict": ADAPTER}) is ADAPTER
+    with pytest.raises(ValueError, match="adapter"):
+        adapter_of({"identity": IDENTITY, "state_dict": adapter})
+
+
+@pytest.mark.parametrize("name", ["loops", "callbacks", "optimizer_states", "lr_schedulers"])
+@pytest.mark.parametrize("value", [None, "text", ["text"], {"Timer": "text"}])
+def test_training_goes_on_only_from_a_whole_state(name, value):
+    state: dict = {"loops": {}, "callbacks": {"Timer": {}}, "optimizer_states": [{}], "lr_schedulers": [{}]}
+    state["global_step"] = 4
+    check_training_state(state, max_steps=4)
+    with pytest.raises(ValueError, match=name):
+        check_training_state({**state, name: value}, max_steps=4)
+    with pytest.raises(ValueError, match=r"trainer\.max_steps is 3 and the checkpoint has done 4"):
+        check_training_state(state, max_steps=3)

@@ -9,7 +9,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from qerl_pl.common.os_errors import in_words
-from qerl_pl.common.run_folder import run_folder
+from qerl_pl.common.run_folder import read_run_config, run_folder
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,14 @@ def test_errors_say_what_to_do():
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
     assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"
     assert in_words(OSError("no address")) == "no address"
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: {}", "[1]", "model: {base: 1}", "a: !!python/object/apply:os.getcwd []", "{"]
+)
+def test_a_config_that_no_run_wrote_is_refused_in_a_line(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml") as refused:
+        read_run_config(file)
+    assert len(str(refused.value).splitlines()) == 1

@@ -7,7 +7,9 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 LOCK = ".lock"
@@ -23,6 +25,22 @@ def run_named_after(files: Sequence[Path]) -> str:
     """
     names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
     return f"runs/{'_'.join(names) or 'default'}"
+
+
+def read_run_config(file: Path) -> dict[str, Any]:
+    """Read a run's config.yaml.
+
+    Raises:
+        ValueError: it is no YAML of plain values, or has no section ``model`` with a base and a dtype.
+    """
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as YAML of plain values: {' '.join(str(error).split())}") from error
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(model.get(name), str) for name in ("base", "dtype")):
+        raise ValueError(f"{file} has no model.base and model.dtype: it is not the config.yaml that a run wrote")
+    return found
 
 
 def run_folder(text: str) -> str:

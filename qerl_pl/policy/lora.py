@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from peft import LoraConfig
@@ -15,6 +16,7 @@ from qerl_pl.base.family import PROJECTIONS, Family
 from qerl_pl.common.finite import require_finite
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora_product import Adapted, lora_product, lora_products
+from qerl_pl.policy.start import StartAdapter, read_start
 from qerl_pl.quant.linear import FrozenLinear
 
 
@@ -23,28 +25,51 @@ class LoraSettings:
     """Settings of the adapter, y = W x + (alpha / rank) B A x (arXiv 2106.09685).
 
     Args:
-        rank: inner dimension of A and B.
-        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``).
+        rank: inner dimension of A and B; null: 32, or the one of ``start``.
+        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``); null: 32, or the
+            one of ``start``.
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
             differ from the ones of the policy that sampled, and training takes more memory.
-        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``. Phi-3 and Phi-4 store q_proj,
+        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
+            ``start``. Phi-3 and Phi-4 store q_proj,
             k_proj and v_proj as one linear, qkv_proj, which the three names together mean; gate_proj and up_proj
             together mean gate_up_proj.
-        rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732).
+        rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
+        start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it
+            is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, ``start`` cannot be read, or a value contradicts it.
     """
 
-    rank: int = 32
-    alpha: float = 32
+    rank: int | None = None
+    alpha: float | None = None
     dropout: float = 0.0
-    targets: tuple[str, ...] = PROJECTIONS
-    rslora: bool = False
+    targets: tuple[str, ...] | None = None
+    rslora: bool | None = None
     train_norms: bool = False
+    start: str | None = None
 
     def __post_init__(self) -> None:
+        usual = {"rank": 32, "alpha": 32, "targets": PROJECTIONS, "rslora": False}
+        for name, value in usual.items():
+            given = getattr(self, name)
+            has = value if self.start is None else getattr(self.starts_at, name)
+            if given is None:
+                object.__setattr__(self, name, has)
+            elif self.start is not None and _sorted(given) != _sorted(has):
+                raise ValueError(
+                    f"model.lora.{name} is {_sorted(given)} and the adapter {self.start} (model.lora.start) has "
+                    f"{_sorted(has)}; set model.lora.{name} to null, which takes the adapter's"
+                )
+        if self.start is not None and bool(self.starts_at.modules_to_save) != self.train_norms:
+            raise ValueError(
+                f"model.lora.train_norms is {self.train_norms} and the adapter {self.start} (model.lora.start) has "
+                f"modules_to_save = {list(self.starts_at.modules_to_save)}; expected them in both or in neither"
+            )
+        assert self.rank is not None
+        assert self.alpha is not None
         require_finite("model.lora", alpha=self.alpha, dropout=self.dropout)
         if self.rank < 1:
             raise ValueError(f"model.lora.rank is {self.rank}; expected at least 1")
@@ -54,6 +79,25 @@ class LoraSettings:
             raise ValueError(f"model.lora.dropout is {self.dropout}; expected 0 or more and less than 1")
         if not self.targets:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
+
+    @cached_property
+    def starts_at(self) -> StartAdapter:
+        """The adapter that ``start`` names."""
+        assert self.start is not None
+        return read_start(self.start)
+
+
+def open_settings() -> LoraSettings:
+    """Return settings in which everything is left open (None), so that a command line on which only ``start`` is set
+    takes the rest from that adapter; ``dataclasses.replace`` fills in the values."""
+    found = object.__new__(LoraSettings)
+    for field in fields(LoraSettings):
+        object.__setattr__(found, field.name, field.default)
+    return found
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, tuple | list) else value
 
 
 class LoraLinear(nn.Module, LoraLayer):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,6 +54,8 @@ class Policy(nn.Module):
         self.recompute = Recompute()
         self.recompute_is_open = False
         """Whether ``recompute_more`` may change it."""
+        self.start: dict[str, Tensor] | None = None
+        """Tensors of the adapter with which the run started, fp32 on the CPU; None if it started at the base."""
         use_packed_attention(self.causal_lm)
         use_packed_delta_nets(self.causal_lm)
 
@@ -131,6 +133,23 @@ class Policy(nn.Module):
         check_same_tensors(adapter, own)
         for name, tensor in adapter.items():
             own[name].copy_(tensor)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Compute with the reference, which is the policy at its start: the adapter ``start``, or the base alone."""
+        if self.start is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        parameters = {name: module.get_parameter(leaf) for name, (module, leaf) in self._trained.items()}
+        current = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = self.start[name].to(parameter.device)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = current[name]
 
     def norm_modules(self) -> dict[str, nn.Module]:
         """Return the norms that AQN's noise is added to (``Family.noise_norms``) by name; PEFT's trained copies if
@@ -239,7 +258,7 @@ def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tenso
     """Check that an adapter's tensors have the expected names and shapes.
 
     Raises:
-        ValueError: tensors are missing, unknown, or of another shape; the message names them.
+        ValueError: tensors are missing, unknown, of another shape or no floating-point numbers; the message names them.
     """
     missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
     if missing or unknown:
@@ -248,6 +267,9 @@ def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tenso
             f"{len(unknown)} are unknown {unknown[:3]}"
         )
     for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"adapter tensor {name} is of {kind}; expected floating-point numbers")
         if tensor.shape != expected[name].shape:
             raise ValueError(f"adapter tensor {name} is {list(tensor.shape)}; expected {list(expected[name].shape)}")
 
@@ -268,7 +290,7 @@ def load_policy(
     Args:
         base: checkpoint folder.
         dtype: compute dtype; the adapter's master weights are always fp32.
-        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base.
+        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
         device: device of the model.
         gradient_checkpointing: what backward recomputes, see ``recompute``; "auto" begins without recomputation.
@@ -276,8 +298,9 @@ def load_policy(
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
 
     Raises:
-        ValueError: the folder holds no supported model, an adapter target is not a linear of the blocks, the settings
-            of gradient checkpointing contradict each other, or fused operations cannot run here.
+        ValueError: the folder holds no supported model, an adapter target is not a linear of the blocks, the adapter
+            ``lora.start`` does not fit the base, the settings of gradient checkpointing contradict each other, or fused
+            operations cannot run here.
     """
     return make_policy(
         load_base(base, dtype=dtype, device=device),
@@ -305,8 +328,10 @@ def make_policy(
     """Add a fresh adapter to a loaded base; the arguments are explained in ``load_policy``."""
     family = family_of(model.config.model_type, path=base)
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
-    lora = replace(lora, targets=family.targets(lora.targets))
-    check_targets(model, lora.targets, family)
+    assert lora.targets is not None
+    targets = family.targets(lora.targets)
+    check_targets(model, targets, family)
+    fresh = replace(lora, targets=targets, start=None)
     on_gpu = model.device.type == "cuda"
     fused = fused_wanted(fused_elementwise)
     if fused_elementwise is True and not on_gpu:
@@ -315,7 +340,7 @@ def make_policy(
         warnings.filterwarnings("ignore", message="Unsupported layer type")  # FrozenLinear, which peft_config registers
         torch.manual_seed(seed)
         peft_model = get_peft_model(
-            model, peft_config(lora, base=base, norms=family.noise_norms), autocast_adapter_dtype=True
+            model, peft_config(fresh, base=base, norms=family.noise_norms), autocast_adapter_dtype=True
         )
     assert isinstance(peft_model, PeftModel)
     policy = Policy(peft_model, base=base, dtype=dtype)
@@ -323,6 +348,12 @@ def make_policy(
         for module in policy.norm_modules().values():
             module.float()
             module.register_forward_hook(output_in_input_dtype)
+    if lora.start is not None:
+        policy.start = lora.starts_at.tensors
+        try:
+            policy.load_adapter_state(policy.start)
+        except ValueError as error:
+            raise ValueError(f"model.lora.start is {lora.start}: {error}") from error
     if fused and on_gpu:
         use_elementwise(policy.causal_lm, liger_elementwise())
     policy.set_recompute(how or Recompute())

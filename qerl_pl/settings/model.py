@@ -17,9 +17,10 @@ from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.objective import Objective
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
-from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.recompute import Setting, recompute_of
+from qerl_pl.policy.start import check_fits
 from qerl_pl.quant.families import check_positions, longest_with_short_factors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
@@ -82,7 +83,7 @@ class ModuleSettings:
     quantize: Quantize | None = None
     sampling: Sampling = field(default_factory=Sampling)
     val_sampling: Sampling | None = None
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    lora: LoraSettings = field(default_factory=open_settings)
     objective: Objective = field(default_factory=Objective)
     optimizer: OptimizerCallable = adamw
     lr_schedule: Schedule = "constant_with_warmup"
@@ -103,6 +104,7 @@ class ModuleSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora", replace(self.lora))
         check_counts(
             updates_per_rollout=self.updates_per_rollout,
             mini_batches=self.mini_batches,
@@ -121,6 +123,8 @@ class ModuleSettings:
             completion_tokens=self.sampling.max_tokens,
         )
         config = check_base(self.folder)  # may download and quantise, so after what costs nothing
+        if self.lora.start is not None:
+            check_fits(self.lora.starts_at, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
         check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
         check_positions(
             config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len

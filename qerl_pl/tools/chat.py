@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -22,8 +21,8 @@ from transformers import (
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
-from qerl_pl.checkpoint import SafeCheckpointIO, check_identity, identity_of, lora_settings, run_identity
-from qerl_pl.common.run_folder import run_files
+from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
+from qerl_pl.common.run_folder import read_run_config, run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.stop import StopStrings
@@ -87,16 +86,16 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
         ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
     """
     config_file, path = run_files(run, checkpoint)
-    config: dict[str, Any] = yaml.safe_load(config_file.read_text())
+    config: dict[str, Any] = read_run_config(config_file)
     model = config["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
     lora = lora_settings(identity)  # taken from the checkpoint, because a later start may have changed config.yaml
-    base = prepared_base(model["base"], model["base_format"], quantization_of(model.get("quantize")))
+    base = prepared_base(model["base"], model.get("base_format"), quantization_of(model.get("quantize")))
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)
-    policy.load_adapter_state({name: tensor.to(device) for name, tensor in found["state_dict"].items()})
+    policy.load_adapter_state({name: tensor.to(device) for name, tensor in adapter_of(found).items()})
     policy.eval()
     policy.causal_lm.generation_config = GenerationConfig()  # else the base's generation_config.json would act too
     return policy, config

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -19,10 +18,10 @@ from qerl_pl.base.folder import base_folder
 from qerl_pl.base.hub import is_hub_name
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
-from qerl_pl.checkpoint import SafeCheckpointIO, identity_of, lora_settings
+from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
-from qerl_pl.common.run_folder import run_files
+from qerl_pl.common.run_folder import read_run_config, run_files
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.text_part import has_vision
@@ -106,9 +105,9 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     config_file, path = run_files(run, checkpoint)
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
-    model: dict[str, Any] = yaml.safe_load(config_file.read_text())["model"]
+    model: dict[str, Any] = read_run_config(config_file)["model"]
     found = SafeCheckpointIO().load_checkpoint(path)
-    adapter, settings = found["state_dict"], lora_settings(identity_of(found))  # config.yaml may be from a later start
+    adapter, settings = adapter_of(found), lora_settings(identity_of(found))  # config.yaml may be from a later start
     base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
     quantization = quantization_of(model.get("quantize"))
     if quantization or _has_vision(base):

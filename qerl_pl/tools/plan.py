@@ -201,7 +201,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
     known = (*PROJECTIONS, *MERGED)
-    if unknown := sorted(set(model["lora"]["targets"]) - set(known)):
+    if unknown := sorted(set(model["lora"]["targets"] or ()) - set(known)):
         raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
 
 

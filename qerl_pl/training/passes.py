@@ -93,10 +93,10 @@ class Batch:
         self._evaluate(rows, self.old, self.entropy)
 
     def score_reference(self) -> None:
-        """Compute the base model's log-probabilities of all rows (adapter disabled), and store them in
+        """Compute the log-probabilities of all rows under the reference, the policy at its start, and store them in
         ``reference``."""
         self.reference = torch.zeros_like(self.old)
-        with self.policy.model.disable_adapter():
+        with self.policy.as_reference():
             self._evaluate(self.rows, self.reference)
 
     def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:

@@ -286,6 +286,18 @@ def test_stock_peft_loads_the_exported_adapter(exported, finished, bases):
 
 
 @pytest.mark.slow
+def test_a_run_that_starts_from_the_exported_adapter_starts_at_its_policy_bit_for_bit(exported, finished, bases):
+    trained = load_policy(str(bases["dense"]), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
+    trained.load_adapter_state(load_last(finished)["state_dict"])
+    started = load_policy(str(bases["dense"]), dtype=torch.float32, lora=LoraSettings(start=str(exported)), seed=1)
+    tokens = torch.arange(40).view(2, 20)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[:, 1:] = True
+    one, other = (policy.token_stats(tokens, mask, temperature=1.0).logprobs for policy in (trained, started))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.slow
 def test_stock_peft_loads_it_on_the_nvfp4_base_too(exported, bases):
     packed = CompressedTensorsConfig(run_compressed=False)
     model = AutoModelForCausalLM.from_pretrained(bases["nvfp4"], dtype=torch.bfloat16, quantization_config=packed)

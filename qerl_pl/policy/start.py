@@ -1,0 +1,150 @@
+"""Read an adapter that PEFT wrote, from which a run starts: its settings, its tensors and a digest of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+READ = ("r", "lora_alpha", "use_rslora", "modules_to_save")
+WITHOUT_EFFECT = (
+    *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "lora_dropout"),
+    *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
+    *("megatron_config", "megatron_core", "ensure_weight_tying", "lora_ga_config"),
+)
+"""Fields of adapter_config.json that do not change what finished adapter computes; which linears it adapts is read from
+the names of its tensors."""
+OTHER_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Initialisations for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
+
+
+class StartAdapter(NamedTuple):
+    """An adapter from which a run starts."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+    """Names of the linears that it adapts, sorted."""
+    modules_to_save: tuple[str, ...]
+    """Names of modules that were trained in full."""
+    tensors: dict[str, Tensor]
+    """fp32 tensors by PEFT's names, on the CPU."""
+
+
+def read_start(folder: str | Path) -> StartAdapter:
+    """Read the folder of an adapter that PEFT wrote (adapter_config.json and adapter_model.safetensors).
+
+    Raises:
+        ValueError: a file is missing or cannot be read, the adapter uses a feature that is not supported (anything but
+            plain LoRA of one rank and alpha), or a tensor is not finite.
+    """
+    folder = Path(folder)
+    said = f"model.lora.start is {folder}"
+    config = _config(folder, said)
+    _check_config(config, said)
+    if not (folder / WEIGHTS).is_file():
+        if (folder / PICKLE).is_file():
+            raise ValueError(f"{said}, which has {PICKLE}, a pickle that may run code; save the adapter as safetensors")
+        raise ValueError(f"{said}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{said}, whose {WEIGHTS} cannot be read: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"{said}, whose tensor {name} ({tensor.dtype}) is not of finite floating-point numbers")
+    targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")})
+    if not targets:
+        raise ValueError(f"{said}, whose {WEIGHTS} has no tensor NAME.lora_A.weight: it holds no LoRA adapter")
+    return StartAdapter(
+        config["r"],
+        config["lora_alpha"],
+        bool(config.get("use_rslora")),
+        tuple(targets),
+        tuple(config.get("modules_to_save") or ()),
+        {name: tensor.float() for name, tensor in tensors.items()},
+    )
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of fp32 tensors and their names, which does not depend on the file they were read from."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name}{list(tensors[name].shape)}".encode())
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
+    """Refuse an adapter of another base before the base is loaded.
+
+    Raises:
+        ValueError: its tensors are of another number of layers or another hidden size.
+    """
+    found = {name.split(".layers.")[1].split(".")[0] for name in start.tensors if ".layers." in name}
+    if found != {str(index) for index in range(num_layers)}:
+        raise ValueError(
+            f"model.lora.start is an adapter of {len(found)} decoder layers, and model.base has {num_layers}; give an "
+            "adapter of this base that adapts the same linears in every layer"
+        )
+    inputs = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
+    for name, tensor in start.tensors.items():
+        if name.endswith("lora_A.weight") and name.split(".")[-3] in inputs and tensor.shape[-1] != hidden:
+            raise ValueError(
+                f"model.lora.start is an adapter of a model of hidden size {tensor.shape[-1]} ({name}), and model.base "
+                f"has {hidden}; give an adapter of this base"
+            )
+
+
+def _config(folder: Path, said: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{said}, which is no folder; give one that PEFT's save_pretrained wrote. To resume a run whose folder is "
+            "gone, set model.lora.start to null and rank, alpha, rslora and targets to the run's: its checkpoints hold "
+            "the adapter"
+        )
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{said}, which has no {CONFIG}; give a folder that PEFT's save_pretrained wrote") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{said}, whose {CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{said}, whose {CONFIG} is no mapping")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], said: str) -> None:
+    if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"{said}, an adapter of peft_type {config.get('peft_type')!r} and task_type {config.get('task_type')!r}; "
+            "expected LORA and CAUSAL_LM"
+        )
+    plain = LoraConfig()
+    known = (*READ, *WITHOUT_EFFECT, "peft_type", "task_type", "init_lora_weights")
+    for name, value in config.items():
+        if name not in known and value and value != getattr(plain, name, None):
+            raise ValueError(
+                f"{said}, whose {CONFIG} has {name} = {value!r}, which is not supported; expected plain LoRA"
+            )
+    way = config.get("init_lora_weights")
+    if isinstance(way, str) and way.startswith(OTHER_BASE):
+        raise ValueError(
+            f"{said}, whose initialisation (init_lora_weights = {way!r}) changed the base's weights; convert it "
+            "to plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+        )
+    rank, alpha, saved = config.get("r"), config.get("lora_alpha"), config.get("modules_to_save") or []
+    if not isinstance(rank, int) or isinstance(rank, bool) or not isinstance(alpha, int | float):
+        raise ValueError(f"{said}, whose {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; expected numbers")
+    if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
+        raise ValueError(f"{said}, whose {CONFIG} has modules_to_save = {saved!r}; expected names")
