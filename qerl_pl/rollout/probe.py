@@ -17,8 +17,8 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import MARGIN, with_rounding
 from qerl_pl.rollout.hf import TransformersEngine
 
-STRENGTHS = tuple(2 ** (-step / 2) for step in range(13))
-"""Strengths that are tried, 1 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
+STRENGTHS = tuple(2 ** (-step / 2) for step in range(-4, 13))
+"""Strengths that are tried, 4 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
 linear's input."""
 SEEDS = 2
 """Probe adapters that are tried with each strength."""

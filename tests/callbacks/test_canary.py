@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected
+from qerl_pl.base.family import PROJECTIONS
 from qerl_pl.common.due import EARLY
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
@@ -200,9 +201,9 @@ class TestChecks:
             SyncCanary(**settings)
 
 
-def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float) -> Policy:
+def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float, *targets: str) -> Policy:
     """A policy whose norms multiply by ``sharpness``, so that it magnifies small changes, as pretrained ones do."""
-    policy = load_policy(str(base), dtype=dtype, lora=LoraSettings(rank=4), seed=0)
+    policy = load_policy(str(base), dtype=dtype, lora=LoraSettings(rank=4, targets=targets or PROJECTIONS), seed=0)
     with torch.no_grad():
         for weight in policy.norm_weights().values():
             weight.mul_(sharpness)
@@ -211,9 +212,9 @@ def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float) -> Policy:
 
 class TestStrength:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("sharpness", [1.0, 8.0, 16.0])
-    def test_right_engines_differ_by_a_tenth_of_the_change_at_most(self, bases, dtype, sharpness):
-        policy = sharp_policy(bases["nvfp4"], dtype, sharpness)
+    @pytest.mark.parametrize(("sharpness", "targets"), [(1.0, ()), (8.0, ()), (16.0, ()), (1.0, ("q_proj", "v_proj"))])
+    def test_right_engines_differ_by_a_tenth_of_the_change_at_most(self, bases, dtype, sharpness, targets):
+        policy = sharp_policy(bases["nvfp4"], dtype, sharpness, *targets)
         loop = synced(policy, NormNoise())
         tokens = fixed_tokens(policy.config.vocab_size, 40)
         with trainers_engine(policy, NormNoise(), max_model_len=41) as oracle:
