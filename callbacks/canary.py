@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +31,8 @@ from qerl_pl.rollout.comparison import (
     Gap,
     own_text,
     score_gaps,
-    too_far,
     trainers_engine,
+    wrong_ones,
 )
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.probe import find_strength
@@ -45,10 +44,6 @@ SEED = 0
 NO_WINDOW = (
     "the canary found no random adapter that changes this model's log-probabilities far more than rounding errors do, "
     "so it does not compare samples under one; its other checks go on"
-)
-UNCLEAR = (
-    "the canary's check of samples says nothing this time: under the random adapter, rounding errors alone move the "
-    "trainer's log-probabilities by {rounding:.2g} nats, and the adapter by {change:.2g}"
 )
 
 
@@ -71,11 +66,11 @@ class SyncCanary(Callback):
        without it.)
 
     How far a right engine may be from the trainer in 2 and 3 depends on the model and its dtype. The trainer measures
-    it on the same tokens: it computes its own log-probabilities again with other rounding errors. An engine may differ
-    by ``qerl_pl.policy.shaken.MARGIN`` times as much, and under the probe adapter by at most half of what that adapter
-    changes. The strength of the probe adapter is found once, by the trainer alone, at the start of a run or of an
-    evaluation: strong enough to change far more than rounding errors, and too weak to make the model chaotic. If there
-    is no such strength, a warning says so, and 2 is left out.
+    it on the same tokens: it computes its own log-probabilities again with other rounding errors. An engine is wrong if
+    it differs by more than ``qerl_pl.rollout.comparison.MARGIN`` times as much. The strength of the probe adapter is
+    found once, by the trainer alone, at the start of a run or of an evaluation: strong enough to change far more than
+    rounding errors, and too weak to make the model chaotic. If there is no such strength, a warning says so, and 2 is
+    left out.
 
     Afterwards the engine is in the same state as before.
 
@@ -86,9 +81,8 @@ class SyncCanary(Callback):
             the first batch of an evaluation.
         num_tokens: number of tokens of text, cut to the engine's longest sequence. It should exceed a block of the
             engine's cache (by default 16 tokens on a GPU, 128 on a CPU), because shorter prefixes are never cached.
-        tolerance: mean difference of log-probabilities in nats that never stops the run, except if it is more than half
-            of what the probe adapter changes; null: 1e-4 if engine and trainer compute in float32, 0.02 if one of them
-            computes in bfloat16.
+        tolerance: mean difference of log-probabilities in nats that never stops the run; null: 1e-4 if engine and
+            trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -225,13 +219,11 @@ class SyncCanary(Callback):
             )
         if due.samples:
             loop.sync(policy.adapter_state(), noise)
-        if PROBE in gaps and gaps[PROBE].limit(0) == math.inf:
-            rank_zero_warn(UNCLEAR.format(**gaps[PROBE]._asdict()))
-        if wrong := too_far(gaps, self.tolerance or TOLERANCE[dtype]):
+        if wrong := wrong_ones(gaps, self.tolerance or TOLERANCE[dtype]):
             found = "; ".join(
-                f"{what}, by {gaps[what].nats:.2g} nats per token, more than {limit:.2g} (rounding errors change the "
-                f"trainer's own by {gaps[what].rounding:.2g})"
-                for what, limit in wrong.items()
+                f"{what}, by {gaps[what].nats:.2g} nats per token, {gaps[what].excess:.1f} times what rounding errors "
+                "change the trainer's own by"
+                for what in wrong
             )
             raise RuntimeError(
                 "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
@@ -252,12 +244,14 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
     """Return the scalars to log of the comparisons that are due."""
     values = {}
     if due.scores:
-        values["canary/score_gap"] = max(gaps[what].nats for what in (WITH_ADAPTER, WITHOUT_ADAPTER))
-        values["canary/score_rounding"] = min(gaps[what].rounding for what in (WITH_ADAPTER, WITHOUT_ADAPTER))
+        scores = max((gaps[what] for what in (WITH_ADAPTER, WITHOUT_ADAPTER)), key=lambda gap: gap.excess)
+        values |= {"canary/score_gap": scores.nats, "canary/score_rounding": scores.rounding}
+        values["canary/score_excess"] = scores.excess
     if due.samples and PROBE in gaps:
         probe = gaps[PROBE]
         values |= {"canary/probe_gap": probe.nats, "canary/probe_change": probe.change}
-        values |= {"canary/probe_rounding": probe.rounding, "canary/probe_share": probe.nats / max(probe.change, 1e-9)}
+        values |= {"canary/probe_rounding": probe.rounding, "canary/probe_excess": probe.excess}
+        values["canary/probe_share"] = probe.nats / max(probe.change, 1e-9)
     return values
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MARGIN = 8.0
-"""Multiple of the rounding errors that are measured here by which a right implementation may differ."""
 SHAKES = 8
 """Computations with other rounding errors, from which their size is estimated."""
 
@@ -56,7 +54,7 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities, and how much rounding errors change them.
 
     Args:
@@ -66,9 +64,9 @@ def with_rounding(
         seed: seed of the errors.
 
     Returns:
-        [N] log-probabilities without further errors, and the mean over tokens of the root mean square change.
+        [N] log-probabilities without further errors, and [N] root mean square changes by other rounding errors.
     """
     [plain] = score(1)
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
-    return plain, errors.square().mean(dim=0).sqrt().mean().item()
+    return plain, errors.square().mean(dim=0).sqrt()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
-from qerl_pl.policy.shaken import MARGIN, with_rounding
+from qerl_pl.policy.shaken import with_rounding
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
@@ -32,28 +32,42 @@ WITHOUT_ADAPTER = "scores without the adapter"
 PROBE = "samples after another adapter was loaded (it is not used, or cached prefixes are those of an older policy)"
 
 
+MARGIN = 4.0
+"""Multiple of the trainer's own rounding errors above which an engine is wrong; right ones differ by about one."""
+MOST = 4 * MARGIN
+"""Largest multiple that one token counts as, so that no single token decides."""
+
+
 class Gap(NamedTuple):
-    """Difference of the log-probabilities of two implementations, in nats, means over tokens."""
+    """Difference of the log-probabilities of engine and trainer, means over tokens."""
 
     nats: float
-    """Mean |engine - trainer|."""
+    """|engine - trainer|."""
     rounding: float
-    """Mean over tokens of the root mean square by which other rounding errors change the trainer's own values."""
-    change: float = math.inf
-    """Mean |change| by the probe adapter in the trainer's values; infinite in a comparison without one."""
+    """Root mean square change of the trainer's value by other rounding errors, in nats."""
+    excess: float
+    """|engine - trainer| as a multiple of the rounding errors at the same token."""
+    change: float = math.nan
+    """|change| by the probe adapter in the trainer's value, in nats; nan in a comparison without one."""
 
-    def limit(self, tolerance: float) -> float:
-        """Return the largest difference of right implementations; infinite if the rounding errors are so large that
-        nothing can be said.
+    def is_wrong(self, tolerance: float) -> bool:
+        """Return whether no right engine differs so much, given the nats that are right in any case; NaN is wrong."""
+        return not (self.nats <= tolerance or self.excess <= MARGIN)
 
-        An engine that ignores the probe adapter differs by all of the change, and one that uses it in part by a part.
 
-        Args:
-            tolerance: difference in nats that is right whatever the rounding errors are, unless it is more than half of
-                the change.
-        """
-        right, half = MARGIN * self.rounding, self.change / 2
-        return math.inf if right > half else min(max(right, tolerance), half)
+def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
+    """Compare N log-probabilities of an engine with the trainer's.
+
+    Args:
+        engine: [N] in nats.
+        trainer: [N] in nats.
+        rounding: [N] root mean square changes of the trainer's by other rounding errors.
+        change: mean change by the probe adapter in nats.
+    """
+    difference, usual = (engine - trainer).abs(), rounding.mean()
+    # an error that is small by chance, or because the token is certain, says little about the errors of an engine
+    multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
+    return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
@@ -61,11 +75,9 @@ def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
     return list(islice(cycle(chain.from_iterable(rows)), num_tokens))
 
 
-def too_far(gaps: Mapping[str, Gap], tolerance: float) -> dict[str, float]:
-    """Select the differences between engine and trainer that show a fault; returns the limit that each exceeds, in
-    nats."""
-    limits = {what: gap.limit(tolerance) for what, gap in gaps.items()}
-    return {what: limit for what, limit in limits.items() if not gaps[what].nats <= limit}
+def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
+    """Select the differences between engine and trainer that show a fault."""
+    return [what for what, gap in gaps.items() if gap.is_wrong(tolerance)]
 
 
 @contextmanager
@@ -116,7 +128,7 @@ def score_gaps(
             dtype,
             seed=seed,
         )
-        gaps[what] = Gap(_mean_gap(found, own), rounding)
+        gaps[what] = gap_of(found, own, rounding)
     if strength:
         gaps[PROBE] = probe_gap(engine, oracle, policy, tokens, dtype, seed=seed, strength=strength)
     return gaps
@@ -152,8 +164,4 @@ def probe_gap(
     oracle.load_adapter(adapter)
     own, rounding = with_rounding(score, policy.causal_lm, dtype, seed=seed)
     found = torch.tensor([completion.logprobs[0] for completion in completions])
-    return Gap(_mean_gap(found, own), rounding, _mean_gap(usual, own))
-
-
-def _mean_gap(left: Tensor, right: Tensor) -> float:
-    return (left - right).abs().mean().item()
+    return gap_of(found, own, rounding, (usual - own).abs().mean().item())

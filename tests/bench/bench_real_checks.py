@@ -27,10 +27,8 @@ from typing import Any, ClassVar
 import yaml
 from lightning.pytorch import Callback
 
-from callbacks.canary import TOLERANCE
 from callbacks.gradient_guard import GradientGuard
 from qerl_pl.policy.policy import DTYPES
-from qerl_pl.policy.shaken import MARGIN
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, emit
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
@@ -81,7 +79,7 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
     }
 
 
-def readings(curves: Mapping[str, Curve], dtype: str) -> dict[str, Any]:
+def readings(curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Summarise what the checks read: [median, largest] over rollouts, in nats if nothing else is said."""
 
     def of(tag: str) -> list[float]:
@@ -90,13 +88,8 @@ def readings(curves: Mapping[str, Curve], dtype: str) -> dict[str, Any]:
     def summary(values: list[float]) -> list[float]:
         return [statistics.median(values), max(values)] if values else []
 
-    def over_rounding(what: str) -> list[float]:
-        pairs = zip(of(f"canary/{what}_gap"), of(f"canary/{what}_rounding"), strict=True)
-        return summary([gap / max(rounding, 1e-12) for gap, rounding in pairs])
-
-    floor = TOLERANCE[DTYPES[dtype]]
-    score_limits = [max(MARGIN * rounding, floor) for rounding in of("canary/score_rounding")]
-    names = ("probe_share", "probe_gap", "probe_change", "probe_rounding", "score_gap", "score_rounding")
+    names = ("probe_share", "probe_excess", "probe_gap", "probe_change", "probe_rounding")
+    names += ("score_excess", "score_gap", "score_rounding")
     norms = [norm for norm in of("train/grad_norm") if norm > 0]
     window = GradientGuard().window
     usual = [statistics.median(norms[max(0, index - window) : index]) for index in range(1, len(norms))]
@@ -106,9 +99,6 @@ def readings(curves: Mapping[str, Curve], dtype: str) -> dict[str, Any]:
         "probe_strength": sorted(set(of("canary/probe_strength"))),
         **{name: summary(of(f"canary/{name}")) for name in names},
         "probe_change_least": min(of("canary/probe_change"), default=None),
-        "probe_gap_over_rounding": over_rounding("probe"),
-        "score_gap_over_rounding": over_rounding("score"),
-        "score_limit": [min(score_limits), max(score_limits)] if score_limits else [],
         "ledger": {cause: summary(of(f"ledger/{cause}/mean_abs")) for cause in causes},
         "gap": summary(of("gap/mean_abs")),
         "gap_max": summary(of("gap/max")),
@@ -155,10 +145,12 @@ def main(argv: list[str] | None = None) -> None:
             begin = time.perf_counter()
             alarm = heard_in(["fit", "-c", str(ROOT / "configs/tasks/gsm8k_verl.yaml"), "-c", str(changes)], None)
             seconds = time.perf_counter() - begin
+            if not list((folder / "run").glob("events.*")):
+                raise SystemExit(f"the run of {model} did not start: {alarm['said']}")
             curves = read_curves(folder / "run")
         shape = {"prompts": args.prompts, "completions": args.completions, "max_tokens": args.tokens}
         about = {"format": fmt, "seed": seed, "noise": args.noise, "engine": args.engine, "alarm": alarm}
-        emit(f"real_checks/{model.stem}", shape, args.dtype, **about, run_s=seconds, **readings(curves, args.dtype))
+        emit(f"real_checks/{model.stem}", shape, args.dtype, **about, run_s=seconds, **readings(curves))
         if args.curves:
             values = {tag: [curve.steps, curve.values] for tag, curve in curves.items()}
             with args.curves.open("a") as file:
