@@ -17,9 +17,11 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import with_rounding
 from qerl_pl.rollout.hf import TransformersEngine
 
-STRENGTHS = tuple(2 ** (-step / 2) for step in range(-4, 13))
+STRENGTHS = tuple(2.0**-step for step in range(-2, 7))
 """Strengths that are tried, 4 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
 linear's input."""
+TOKENS = 64
+"""Tokens of text on which they are tried."""
 SEEDS = 2
 """Probe adapters that are tried with each strength."""
 USABLE = 1 / 16
@@ -57,13 +59,14 @@ def find_strength(
     Args:
         oracle: engine of the trainer's model, with the noise of the rollout; its adapter is changed.
         policy: the policy of this model.
-        tokens: text like that of the run's prompts and completions; the log-probabilities of its tokens are compared.
+        tokens: text like that of the run's prompts and completions, of which the last tokens are scored.
         dtype: dtype whose rounding errors are meant.
         seed: seed of adapters and errors.
 
     Returns:
         The strength; None if rounding errors are more than the share ``USABLE`` with every strength.
     """
+    tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
 
     def score(copies: int) -> Tensor:
