@@ -102,6 +102,7 @@ def readings(curves: Mapping[str, Curve]) -> dict[str, Any]:
         "ledger": {cause: summary(of(f"ledger/{cause}/mean_abs")) for cause in causes},
         "gap": summary(of("gap/mean_abs")),
         "gap_max": summary(of("gap/max")),
+        "gap_outside_share": summary(of("gap/outside_share")),
         "evidence": {name: summary(of(f"evidence/{name}")) for name in ("gap", "copies", "other_sampling")},
         "grad_norm": summary(norms),
         "grad_norm_over_median": summary(
