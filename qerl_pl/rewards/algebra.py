@@ -186,6 +186,22 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
     return is_decimal_of(decimal, Fraction(str(Rational(exact))) + _ENDLESS)
 
 
+def is_rounded(exact: str, decimal: str) -> bool:
+    """Tell whether ``decimal`` is ``exact`` up to a unit of its last digit; of expressions with unknowns it may be."""
+    value, near = _parse(exact), _parse(decimal)
+    if not isinstance(value, Expr) or not isinstance(near, Expr):
+        return False
+    if value.free_symbols:
+        return True
+    digits = re.fullmatch(r"-?(\d+)(?:\.(\d+))?", decimal.strip())
+    if not digits or value.has(ExprWithLimits) or not near.is_number:
+        return False
+    zeros = len(digits[1]) - len(digits[1].rstrip("0"))
+    unit = Fraction(1, 10 ** len(digits[2])) if digits[2] else Fraction(10 ** min(zeros, len(digits[1]) - 1))
+    difference = _magnitude(value - near)
+    return difference is not None and difference <= Rational(unit.numerator, unit.denominator)
+
+
 def _magnitude(number: Expr) -> Expr | None:
     """Compute the absolute value of a sympy number to two digits; None if that fails."""
     try:
@@ -206,7 +222,8 @@ def _ascending(chain: str) -> str:
 
 def _solution_set(text: str) -> Set | None:
     """Read intervals, or solve inequalities in one unknown; returns the set of real numbers, or None if that fails."""
-    conjunction = re.search(r"\band\b", text) is not None
+    # "x is neither 1 nor 2" excludes both, however the two are joined
+    conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
     union = None
     for part in split_top(text, SEPARATOR):
         part = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", part)

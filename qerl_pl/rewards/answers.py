@@ -10,10 +10,8 @@ from typing import Literal
 Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-# "####" marks an answer, but if a word or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
-_HASH = re.compile(
-    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z))[A-Za-z]|\d+[.):][ \t]))(\S[^\n]*)"
-)
+# "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
+_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z))[A-Z]|\d+[.):][ \t]))(\S[^\n]*)")
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
@@ -22,6 +20,28 @@ _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
+# "or maybe" between two boxes: neither is the answer alone
+_BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*")
+# What a reader does not see, or sees crossed out.
+_HIDDEN = r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment)\s*\{"
+_UNSEEN = re.compile(
+    rf"(?P<open>{_HIDDEN})|(?P<brace>\\.|[{{}}])"
+    r"|(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
+    r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
+)
+# A denial in front of a box, with at most three words between ("not equal to", "is not the value"), or behind it.
+_BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
+_DENIED_BEFORE = re.compile(
+    rf"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect)|n't|\b(?:other|rather) than|\binstead of)"
+    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,3}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
+    re.IGNORECASE,
+)
+_DENIED_BEHIND = re.compile(
+    r"[\s$)\]*\\]*(?:(?:,\s*(?:which|that)\s+)?(?:is|was|would be|can't be|cannot be|isn't)\s+"
+    r"(?:not (?:the|an?|my|our|correct|right|valid|possible|it|what)\b"
+    r"|(?:clearly |obviously |also )?(?:wrong|incorrect|false|invalid|impossible)\b)|\(?(?:wrong|incorrect)\b)",
+    re.IGNORECASE,
+)
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -34,8 +54,8 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     ``####``. A tag or box that is not closed does not count, because the completion was cut off there; earlier ones do.
     """
     if marker == "any":
-        found = (marked_answer(text, each) for each in ("answer", "boxed", "hash"))
-        return next((answer for answer in found if answer is not None), None)
+        tagged, boxed = last_tagged(text), last_boxed(text)
+        return tagged if tagged is not None else boxed or last_hash(text) or boxed
     return {"answer": last_tagged, "boxed": last_boxed, "hash": last_hash, "line": last_line}[marker](text)
 
 
@@ -53,7 +73,8 @@ def last_tagged(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     """Return the content of the last closed ``\\boxed{...}``, the outermost of nested boxes; None if there is none.
 
-    Boxes that only ``,``, ``and`` or ``or`` separate are one answer with several values.
+    Boxes that only ``,``, ``and`` or ``or`` separate are one answer with several values. A box that its sentence denies
+    ("The answer is not ...") does not count; if all are denied, the answer is empty.
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -67,23 +88,54 @@ def last_boxed(text: str) -> str | None:
             if box is not None:
                 boxes = [inner for inner in boxes[-8:] if inner[0] < box[0]]
                 boxes.append((box[0], token.end(), text[box[1] : token.start()].strip()))
-    if not boxes:
-        bare = _BARE_BOX.findall(text)
-        return bare[-1] if bare else None
-    return joined(text, boxes)
+    said = [box for box in boxes if not _denied(text, box)]
+    if boxes:
+        return joined(text, said, _BETWEEN_BOXES) if said else ""
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
 
 
-def joined(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
+def _denied(text: str, box: tuple[int, int, str]) -> bool:
+    start, end, _ = box
+    before = text[max(0, start - 60) : start]
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 60]) is not None
+
+
+def seen(text: str) -> str:
+    """Remove what a reader does not see, such as comments and ``\\phantom{5}``, or sees crossed out, such as
+    ``\\cancel{5}`` and ``~~5~~``."""
+    if not _UNSEEN.search(text):
+        return text
+    kept, opened, start, hidden = [], [], 0, 0
+    for token in _UNSEEN.finditer(text):
+        if token["open"] or token["brace"] == "{":
+            opened.append(token["open"] is not None)
+            if token["open"]:
+                if not hidden:
+                    kept.append(text[start : token.start()])
+                hidden += 1
+        elif token["brace"] == "}" and opened:
+            if opened.pop():
+                hidden -= 1
+                start = token.end()
+        elif token["gone"] and not hidden:
+            kept.append(text[start : token.start()])
+            start = token.end()
+    return "".join([*kept, "" if hidden else text[start:]])
+
+
+def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
     """Join the last answer span with those directly before it that only ``,``, ``and`` or ``or`` separate.
 
     Args:
         text: the text that contains the spans.
         spans: start, end and content of each span, in order; at least one.
+        connector: regex of the texts that join two spans.
     """
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]
-        if len(between) > _MAX_CONNECTOR or not _CONNECTOR.fullmatch(between):
+        if len(between) > _MAX_CONNECTOR or not connector.fullmatch(between):
             break
         values.insert(0, before[2])
     return ", ".join(dict.fromkeys(values))

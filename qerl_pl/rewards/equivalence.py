@@ -6,6 +6,7 @@ Only the verifier's worker processes may import this module, because algebra can
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 from qerl_pl.rewards.algebra import (
@@ -15,27 +16,33 @@ from qerl_pl.rewards.algebra import (
     equal_expressions,
     equal_relations,
     is_readable,
+    is_rounded,
 )
 from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
-MAX_ITEMS = 12  # most items of an unordered list; matching n items takes up to n^2 comparisons by algebra
+# most items of an unordered list that are not written alike; matching n items takes up to n^2 comparisons by algebra
+MAX_ITEMS = 12
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
 _ASSIGNMENT = re.compile(rf"^(?P<name>{_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*(?P<value>.+)$", re.S)
-_QUANTITY = re.compile(r"^(?=[^=]*[A-Za-z])[^=+*/^-]+=(?P<value>[^=]+)$")  # |AB| = 5, \angle A = 30
+_HAS_VALUE = re.compile(r"\d|\\pi(?![A-Za-z])")
+_LETTER, _COMMAND = re.compile("[A-Za-z]"), re.compile(r"\\[A-Za-z]+")
 _IN_BASE = re.compile(r"^[0-9A-F]+_\{?\d+\}?$")
 _BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?P<condition>.+?)\\\}$", re.S)
 _FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}$")
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
+_OTHER_CHOICE = re.compile(r"(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Ka-k]\)?(?![A-Za-z])")
 _YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:]|$)", re.IGNORECASE)
 _POINT = re.compile(r"^(?:point )?(?:[A-Z]\s*)?(?=\()")
+_NAMED_INTERVAL = re.compile(r"^[a-z]\s*(?=\[[^\[\]()]*,[^\[\]()]*[)\]]$|\([^\[\]()]*,[^\[\]()]*\]$)")  # t(0,4]
 _CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(\s*\\?mod\b)[^,;]*$")
+_MONEY = re.compile(r"\\\$|\b(?:USD|dollars?|euros?)\b|[\u20ac\u00a3]")
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
@@ -51,24 +58,68 @@ def judge(gold: str, answer: str) -> Verdict:
     Returns:
         Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
     """
-    known, found = normalize(gold), normalize(answer)
+    known, found = normalize(gold, answer), normalize(answer, gold)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
-    if "\\$" in gold and "\\%" in found and "\\%" not in known:
-        return Verdict(0.0, "a percentage is no amount of money")
+    for one, other in ((gold, found), (answer, known)):
+        if _MONEY.search(one) and "\\%" in other:
+            return Verdict(0.0, "a percentage is no amount of money")
+    if _marks(known) != _marks(found) and _ASSIGNMENT.match(found):
+        return Verdict(0.0, f"{found!r} and {known!r} have other primes")
+    found = _log_as(known, _case_as(known, found))
     if nesting(found) > MAX_NESTING:
         return Verdict(0.0, f"the answer nests more than {MAX_NESTING} brackets")
     try:
-        right = bool(found) and _same_answer(known, found)
+        right = bool(found) and any(_same_answer(known, reading) for reading in _readings(known, found))
     except Unreadable as error:
         return Verdict(None, str(error), "known_answer")
     return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
 
 
+def _readings(gold: str, found: str) -> list[str]:
+    """Return the ways to read an answer: beside one known value, ``3,5`` may be a decimal and ``3 and 1/2`` a sum."""
+    if len(_group(gold).items) != 1:
+        return [found]
+    decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", found)
+    mixed = re.fullmatch(r"(\d+)\s+and\s+((\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})", found)
+    if mixed and int(mixed[3] or mixed[5]) < int(mixed[4] or mixed[6]):
+        return [found, f"{mixed[1]}+{mixed[2]}"]
+    return [found, f"{decimal[1]}.{decimal[2]}"] if decimal else [found]
+
+
+def _case_as(gold: str, found: str) -> str:
+    """Write the letters of an answer in the case of the known answer, except for letters of which one of the two has
+    both cases: only there does the case tell variables apart."""
+    known, given = (set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side)) for side in (gold, found))
+    known, given = set("".join(known)), set("".join(given))
+    swapped = {letter for letter in given - known if letter.swapcase() in known and letter.swapcase() not in given}
+    if not swapped or _CHOICE.match(gold):
+        return found
+    return re.sub(
+        r"\\[A-Za-z]+|[A-Za-z]+",
+        lambda word: (
+            word[0]
+            if len(word[0]) > 3 or word[0][0] == "\\"
+            else "".join(letter.swapcase() if letter in swapped else letter for letter in word[0])
+        ),
+        found,
+    )
+
+
+def _log_as(gold: str, found: str) -> str:
+    """Read ``\\log`` without a base as the natural logarithm if the known answer has ``\\ln`` and no ``\\log``."""
+    return re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", found) if "\\ln" in gold and "\\log" not in gold else found
+
+
+def _marks(text: str) -> list[str]:
+    """List the primes of an answer's left side."""
+    return re.findall("'+", text.partition("=")[0]) if "=" in text else []
+
+
 def judge_known(gold: str) -> Verdict:
     """Judge whether the known answer can be read: score 0 if it can, else None."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
-    values = [(_ASSIGNMENT.match(item) or {"value": item})["value"] for item in items]
+    values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(each) or _is_text(each) or is_readable(each) for each in values):
         return Verdict(0.0, "the known answer can be read")
     return Verdict(None, f"the known answer {gold!r} cannot be read", "known_answer")
@@ -82,11 +133,18 @@ def _same_answer(gold: str, found: str) -> bool:
     choice = _CHOICE.match(gold)
     if choice:
         picked = _PICKED.match(found)
-        return picked is not None and (picked["inner"] or picked["bare"]).upper() == choice[1]
+        if picked is None or _OTHER_CHOICE.search(found, picked.end()):
+            return False
+        return (picked["inner"] or picked["bare"]).upper() == choice[1]
     asserted = _YES_NO.match(gold)
     if asserted:
         said = _YES_NO.match(found)
-        return said is not None and said[1].lower() == asserted[1].lower()
+        if said is None or said[1].lower() != asserted[1].lower():
+            return False
+        rest = [side[match.end() :].strip(" ,.;:") for side, match in ((gold, asserted), (found, said))]
+        if re.search(r"\b(?:yes|no|true|false)\b", rest[1], re.IGNORECASE):
+            return False
+        return not re.search(r"\d|\\", rest[0]) or (bool(rest[1]) and _same_answer(*rest))
     if _TIME.search(gold):
         return False
     found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # the known time has no AM or PM
@@ -102,6 +160,7 @@ def _same_answer(gold: str, found: str) -> bool:
 def _bare_solutions(text: str) -> str:
     """Reduce an answer to its values: without set builder, name of a point, or conditions such as ``k \\in
     \\mathbb{Z}``."""
+    text = _NAMED_INTERVAL.sub("", text)
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
     text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
@@ -122,7 +181,7 @@ def _group(text: str) -> _Group:
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
     if text.startswith("\\{") and text.endswith("\\}") and len(split_top(text, SEPARATOR)) == 1:
-        return _Group("{}", _values(text[2:-2]))
+        return _Group("{}", list(dict.fromkeys(_values(text[2:-2]))))
     if text[:1] in "([" and text[-1:] in ")]" and len(text) > 2:
         items = split_top(text[1:-1], ",|;")
         if len(items) > 1 and _balanced(text[1:-1]):
@@ -176,7 +235,7 @@ def _same_groups(gold: _Group, found: _Group) -> bool:
     pairs = zip(gold.items, found.items, strict=True)
     if all(_same_groups(_group(known), _group(given)) for known, given in pairs):
         return True
-    return not ordered and 1 < len(gold.items) <= MAX_ITEMS and _same_unordered(gold.items, found.items)
+    return not ordered and len(gold.items) > 1 and _same_unordered(gold.items, found.items)
 
 
 def _compatible(gold: _Group, found: _Group) -> bool:
@@ -196,8 +255,16 @@ def _by_name(group: _Group) -> _Group:
 
 
 def _same_unordered(gold: list[str], found: list[str]) -> bool:
-    left = list(found)
+    left, unlike = list(found), []
     for known in gold:
+        match = next((given for given in left if letters(given) == letters(known)), None)
+        if match is None:
+            unlike.append(known)
+        else:
+            left.remove(match)
+    if len(unlike) > MAX_ITEMS:
+        return False
+    for known in unlike:
         match = next((given for given in left if _same_groups(_group(known), _group(given))), None)
         if match is None:
             return False
@@ -210,41 +277,58 @@ def _same_value(gold: str, found: str) -> bool:
     algebra."""
     if letters(gold) == letters(found):
         return True
+    if "\\approx" in gold + found:
+        return _same_approximation(gold, found)
     gold, found = _sides(gold, found)
     if re.search(r"\d_", found) and not re.search(r"\d_", gold):
         return False  # digits in another base
     known, given = exact_number(gold), exact_number(found)
     if isinstance(known, Number) and isinstance(given, Number):
-        return known.equals(given)
+        return known.equals(given, sign_may_miss=known.percent)
     if letters(gold) == letters(found):
         return True
     if _IN_BASE.match(gold) and _IN_BASE.match(found):
         return False  # math-verify ignores the base
     if _is_text(gold) or _is_text(found):
-        return _words(gold) == _words(found)
-    if len(split_top(gold, "=")) > 1 and len(split_top(found, "=")) > 1:
-        return equal_equations(split_top(gold, "="), split_top(found, "="))
+        return _words(gold) == _words(found) or _same_factors(gold, found)
+    if _reordered(gold, found):
+        return False
+    known_sides, given_sides = split_top(gold, "="), split_top(found, "=")
+    if len(known_sides) > 1 and len(given_sides) > 1:
+        value = _value_of(gold)
+        if value != gold and not _ASSIGNMENT.match(gold):
+            return letters(known_sides[0]) == letters(given_sides[0]) and _same_value(
+                value, _last_side(given_sides[1:])
+            )
+        return equal_equations(known_sides, given_sides)
     return equal_expressions(gold, found)
 
 
 def _sides(gold: str, found: str) -> tuple[str, str]:
     """Drop the left side of answers such as ``x = 5`` if the other answer has none or the same one."""
-    found, gold = _exact_part(found), _exact_part(gold)
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
     if known and given:
         names = [letters(each["name"]).lower() for each in (known, given)]
         if names[0] == names[1] or _renamed(names, given):
-            return known["value"], given["value"].rsplit("=", 1)[-1].strip()
+            return split_top(known["value"], "=")[-1], _last_side(split_top(given["value"], "="))
         return gold, found
     sides, num_known = split_top(found, "="), len(split_top(gold, "="))
     if len(sides) == 1:
-        value = known or (_QUANTITY.match(gold) if num_known > 1 else None)
-        return (value["value"], found) if value else (gold, found)
+        return _value_of(gold), found
     if num_known == 1:
         first, last = "=".join(sides[:-1]), sides[-1]
         reversed_assignment = re.fullmatch(r"\s*[A-Za-z]\s*", last) and not re.fullmatch(r"[A-Za-z]", gold)
-        return gold, (first if reversed_assignment else last).strip()
+        return gold, (first.strip() if reversed_assignment else _last_side(sides))
     return gold, found
+
+
+def _value_of(gold: str) -> str:
+    """Return the value of a known answer that names it, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6 = ... = -1``;
+    other answers are not changed."""
+    sides = split_top(gold, "=")
+    name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
+    named = len(sides) == 2 and re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) and name.strip() not in ("", "x y")
+    return sides[-1] if len(sides) > 2 or named else gold
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
@@ -254,13 +338,51 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
 
 
-def _exact_part(text: str) -> str:
-    """Return the part of an approximation to compare: 1/3 of ``1/3 \\approx 0.333``, 5 of ``x \\approx 5``.
+def _same_approximation(gold: str, found: str) -> bool:
+    """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
 
-    Only one side is compared, because otherwise a completion with two values would have two attempts.
+    All sides of the completion's answer must agree, because otherwise it would have two attempts. Of the known answer,
+    either side counts, but not a left side with decimals: that is what was to be computed.
     """
-    parts = re.split(r"\\approx", text)
-    return next((part for part in parts if re.search(r"\d|\\pi", part)), parts[-1]).strip()
+    known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, found))
+    known, given = (
+        parts[1:] if len(parts) > 1 and not _HAS_VALUE.search(parts[0]) else parts for parts in (known, given)
+    )
+    if not all(is_rounded(left, right) for left, right in pairwise(given)):
+        return False
+    accepted = known[1:] if len(known) > 1 and "." in known[0] else known
+    return any(_same_value(value, other) for value in accepted for other in given)
+
+
+def _last_side(sides: list[str]) -> str:
+    """Return the last side of an equation such as ``6*7=42``; nothing if another side is a different number."""
+    *others, last = sides
+    numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
+    if numbers and not _LETTER.search(_COMMAND.sub("", last)):
+        return last if all(_same_value(side, last) for side in numbers) else ""
+    return last
+
+
+def _reordered(gold: str, found: str) -> bool:
+    """Tell whether a name such as ``AB`` or ``A1`` in one answer has its characters in another order in the other one;
+    algebra would take them for products."""
+    names = [
+        set(
+            re.findall(
+                r"[A-Z][A-Z\d]+|\d[A-Z]",
+                re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)),
+            )
+        )
+        for side in (gold, found)
+    ]
+    return any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0])
+
+
+def _same_factors(gold: str, found: str) -> bool:
+    """Tell whether an answer is the product ``m g h``, of a known ``mgh`` that may be a word."""
+    product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", found)
+    factors = re.findall("[A-Za-z]", _COMMAND.sub("", found))
+    return product is not None and sorted(factors) == sorted(gold) and not _reordered(gold, found)
 
 
 def _is_text(text: str) -> bool:

@@ -7,6 +7,7 @@ import re
 from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.number_words import in_digits
 from qerl_pl.rewards.numbers import ascii_digits
+from qerl_pl.rewards.units import denies, names_unit
 
 _UNICODE = str.maketrans(
     {
@@ -37,6 +38,13 @@ _UNICODE = str.maketrans(
         "\u3001": ",",
         "\u20ac": "\\$",
         "\u00a3": "\\$",
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2032": "'",
+        "\u2227": " and ",
+        "\u2228": " or ",
     }
 )
 SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
@@ -87,34 +95,31 @@ _STYLE = re.compile(
     rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:text)?color\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
-_SHORT_UNITS = (
-    r"(?:sq(?:uare)?\.?|cubic)?\s*(?:cm|mm|km|dm|nm|kg|mg|ml|mL|ft|in|yd|mi|hrs?|min|sec|mph|kph|rad|cc|lbs?|oz"
-    r"|kmh|km/h|m/s|cm/s|miles?/h(?:our)?)"
-)
-_SCALES = "thousand|million|billion|trillion"
-# Words that change the value of the number before them, so they are not removed as units.
-_FACTORS = rf"{_SCALES}|hundred|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths|hundredths"
-_NO_UNITS = rf"(?!(?:alpha|beta|gamma|delta|theta|infty|sqrt|{_FACTORS})\b)"
-_FIRST_UNIT = rf"(?<=\s)(?:{_NO_UNITS}[A-Za-z]{{4,}}|the|of|per|in|for|each)\b"
-_NEXT_UNIT = rf"(?:{_NO_UNITS}[A-Za-z]{{4,}}|an?|the|of|per|in|for|each)\b"
-_UNITS = re.compile(
-    rf"(?:(?<=[\d}})%])|(?<=\\pi)(?![A-Za-z]))\s*(?:{_SHORT_UNITS}\.?|(?:\ssq\.?\s*)?{_FIRST_UNIT}(?:\s+{_NEXT_UNIT})*)"
-    rf"\s*(?:\^\{{?-?[123]\}}?)?\s*$"
-)
+# Words behind a value, to the end of it; ``units.names_unit`` tells whether they are its unit.
+_WORDS = r"[A-Za-z][A-Za-z./' -]*?(?:\^\s*\{?-?[123]\}?)?"
+_END_OF_VALUE = r"(?=\s*(?:$|[,;)\]]|\\text\{|\s(?:and|or)\s))"
+_TRAILING = re.compile(rf"(?:(?<=[\d}})\]%])|(?<=pi))(?P<gap>\s*)(?P<words>{_WORDS}){_END_OF_VALUE}")
+_SYMBOLS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])")  # letters of formulas
+_UPRIGHT = re.compile(r"\\(?:text|math\w+|mbox)\{[^{}]*\}")
 _COMPOUND = re.compile(r"(?<=\d)\s*(?:hours?|hrs?|minutes?|days?|weeks?|feet|foot|ft|dollars?)\b\s*(?:and\s*)?(?=\d)")
+_POWER = r"(?:\^\s*(?:\{\s*(?:\\text\{\s*)?-?\d\s*\}{1,2}|-?\d))?"
 _TEXT_UNIT = re.compile(
-    r"(?:(?<=[\d})%.])|(?<=[A-Za-z])(?=\s*\\text\{\s))"
-    rf"\s*(?:[/*]|\\cdot)?\s*\\text\{{(?!\s*(?:and|or|[ap]\.?\s?m|{_FACTORS})\b)[^{{}}]*\}}"
-    r"(?:\^\{?(?:\\text\{)?-?\d\}{0,2})?"
-    r"|(?<=[\d})])\s*\\frac\{\s*\\text\{[^{}]*\}\s*\}\{\s*\\text\{[^{}]*\}(?:\^\{?\d\}?)?\s*\}$"
+    rf"(?:(?<=[\d}})%.])|(?<=[A-Za-z])(?=\s*\\text\{{\s))\s*(?:(?:[/*]|\\cdot)\s*)?\\text\{{(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}{_POWER}"
+    rf"|(?<=[\d}})])\s*\\frac\{{\s*\\text\{{(?P<top>[^{{}}]*)\}}\s*\}}\{{\s*\\text\{{(?P<bottom>[^{{}}]*)\}}{_POWER}\s*\}}$"
 )
 _DEGREES_IN_FUNCTION = re.compile(
-    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ(?:\s*\})?"
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)"
 )
 _QUALIFIER = re.compile(r"[,;]?\s*(?:\\text\{\s*)?\(?\b(?:for all|where|since|because)\b.*$", re.DOTALL)
 _ARROW = re.compile(r"\\(?:implies|Rightarrow|Longrightarrow)(?![A-Za-z])")
-_ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![A-Za-z])")
+_SUFFIX = r"\s*(?:st|nd|rd|th)\s*"
+_ORDINAL = re.compile(
+    rf"(?<=\d)\s*\^?\s*(?:\{{\s*\\text\{{{_SUFFIX}\}}\s*\}}|(?:\\text)?\{{{_SUFFIX}\}}|{_SUFFIX})(?![A-Za-z])"
+)
+_OR_ASIDE = re.compile(r"(?<=\d)\s*\(\s*(?:or|and)\b\s*([^()]*)\)")  # 0.6 (or 60\%)
 _ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m|in)\s*\]")
+_UNION = re.compile(r"\\\{(?:(?!\\\}|[|<>]).)*\\\}(?:\s*\\cup\s*\\\{(?:(?!\\\}|[|<>]).)*\\\})+")
+_NESTED = re.compile(r"^\[((?:\s*\[[^\[\]()]*\]\s*,?){2,})\]$")
 _INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # French notation: ]1,2] is (1,2]
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
@@ -126,8 +131,11 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 
-def normalize(text: str) -> str:
+def normalize(text: str, other: str = "") -> str:
     """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
+
+    Words behind a value are removed only if they are its unit, and words before it only if they present it (``units``).
+    ``other`` is the answer that it is compared with: a letter of it, such as the m of ``2m``, is no unit.
 
     Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
     result differ only in notation or units; answers with different results may still be equal.
@@ -139,19 +147,25 @@ def normalize(text: str) -> str:
     text = _unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
     text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|percent)\s*\}|\bpercent\b", r"\\%", text)
-    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*([ap])\.?\s?m\b\.?\s*\}?", _half_of_day, text, flags=re.IGNORECASE)
+    half = r"\s*([ap])\.?\s?m\b\.?\s*"
+    text = re.sub(rf"(?<=\d)\s*(?:\\text\{{{half}\}}|{half})", _half_of_day, text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
     text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
-    text = re.sub(r"(?<=\d)\s*(?:\\text\{)?\s*\bto\b\s*\}?\s*(?=\d)", ":", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
+    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
+    text = re.sub(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![A-Za-z]))", "'", text)
+    text = re.sub(
+        r"\^\s*(?:\{\s*(?:\\text\{\s*T\s*\}|\\top|\\intercal)\s*\}|\\top|\\intercal|\\text\{\s*T\s*\})", "^T", text
+    )
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
-    text = _TEXT_UNIT.sub(" ", text)
+    text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    text = _unwrap(_PREFIX.sub("", " ".join(text.split()).rstrip(" .,;:")))
+    text = _unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))
     text = text if "\\" in text else _said_once(in_digits(text))
     text = _COMPOUND.sub(" ", text)
-    text = _UNITS.sub("", text).rstrip("\\")
+    variables = {letter for run in _SYMBOLS.findall(_UPRIGHT.sub("", other)) for letter in run}
+    text = _TRAILING.sub(lambda found: _without_unit(found, variables), text).strip().rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
     text = re.sub(
         r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
@@ -159,12 +173,41 @@ def normalize(text: str) -> str:
     roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval
     text = _INTERVAL.sub(_with_round_brackets, roots).replace("\x02", "[").replace("\x03", "]")
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
-    text = re.sub(r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)  # (1, 2)^T is a column
+    text = re.sub(r"(?<=\))\s*\^\s*(?:T|\{\s*T\s*\})$", "", text)  # (1, 2)^T is a column
+    text = re.sub(r"^[(\[]\s*(\\begin\{pmatrix\}.*\\end\{pmatrix\})\s*[)\]]$", r"\1", text, flags=re.DOTALL)
+    text = _NESTED.sub(_matrix, text)
+    if _UNION.fullmatch(text):
+        text = re.sub(r"\\\}\s*\\cup\s*\\\{", ", ", text)
+    text = re.sub(r"^(.*)\\neq\s*\\pm\s*([^,;]+)$", r"\1\\neq \2, \1\\neq -\2", text)
     text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
     return join_thousands(_fractions(text)).strip()
+
+
+def _without_text_unit(found: re.Match[str]) -> str:
+    words = found["words"] if found["words"] is not None else f"{found['top']}/{found['bottom']}"
+    words = re.sub(r"^\s*\((.*)\)\s*$", r"\1", words)
+    return " " if names_unit(words) and not re.fullmatch(r"\s*(?:[ap]m)?\s*", words) else found[0]
+
+
+def _without_unit(found: re.Match[str], variables: set[str]) -> str:
+    words = found["words"].strip()
+    one_letter = re.fullmatch(r"([A-Za-z])(?:\s*\^.*)?", words)
+    is_variable = one_letter and (one_letter[1] in variables or not (found["gap"] or "^" in words))
+    return found[0] if is_variable or re.fullmatch("[ap]m", words) or not names_unit(words) else ""
+
+
+def _without_prefix(found: re.Match[str]) -> str:
+    return found[0] if denies(found[0]) else ""
+
+
+def _matrix(nested: re.Match[str]) -> str:
+    """Rewrite ``[[1,2],[3,4]]`` as a matrix."""
+    rows = re.findall(r"[\[(]([^\[\]()]*)[\])]", nested[1])
+    body = "\\\\".join(row.replace(",", "&") for row in rows)
+    return f"\\begin{{pmatrix}}{body}\\end{{pmatrix}}"
 
 
 def letters(text: str) -> str:
@@ -193,7 +236,7 @@ def split_top(text: str, separator: str) -> list[str]:
 
 def _half_of_day(half: re.Match[str]) -> str:
     """Rewrite ``p.m.`` and ``PM`` as pm."""
-    return f" {half[1].lower()}m"
+    return f" {(half[1] or half[2]).lower()}m "
 
 
 def nesting(text: str) -> int:
@@ -220,6 +263,8 @@ def _commands(text: str) -> str:
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
     text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants e and i in upright type
+    text = re.sub(r"\\operatorname\*?\{\s*([A-Za-z]+)\s*\}", _function, text)
+    text = re.sub(r"\\(?:wedge|land)(?![A-Za-z])", " and ", re.sub(r"\\(?:vee|lor)(?![A-Za-z])", " or ", text))
     text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=\d)\.(?=\s*/)|^[\s$]*\\approx(?![A-Za-z])", "", text)
@@ -227,6 +272,11 @@ def _commands(text: str) -> str:
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
     text = re.sub(r"\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
     return _SPACE.sub(" ", text).strip()
+
+
+def _function(name: re.Match[str]) -> str:
+    """Rewrite ``\\operatorname{atan}`` as ``\\arctan``."""
+    return f"\\{re.sub('^a(?=(?:sin|cos|tan)$)', 'arc', name[1])} "
 
 
 def _rows(environment: re.Match[str]) -> str:
@@ -296,6 +346,8 @@ def _fractions(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\w^}.\\])(\d+(?:\.\d+)?)\s*\((?!\s*\\?p?mod\b)(?=[^(),]*\))", r"\1\\cdot (", text)  # 6(7)
+    text = re.sub(r"(?<=\d)\)\s*\((?=-?[\d.]+\))", r")\\cdot (", text)
     text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|dot)\{(\d+)\}", _repeating, text)
     mixed = r"(?<![\w.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}"
     text = re.sub(mixed, r"(\1+\\frac{\2}{\3})", text)

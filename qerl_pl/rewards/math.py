@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer
-from qerl_pl.rewards.numbers import MAX_ANSWER, Number, last_number, leading_number, parse_number
+from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer, seen
+from qerl_pl.rewards.numbers import MAX_ANSWER, NOTES, Number, last_number, leading_number, parse_number
 from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 
+_CURRENCY = re.compile("[$\u20ac\u00a3\u00a5]")
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # an equation in unknowns is no number
 
 
@@ -70,14 +71,16 @@ class NumericAnswer:
         if gold is None or _EQUATION.search(known):
             return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
         text = after_thoughts(text) if self.after_thoughts else text
-        text = own_turn(text, self.marker, stated=self.fallback != "none")
+        text = own_turn(seen(text), self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
-        found = None if span is None else parse_number(span)
+        found = None if span is None else parse_number(_bare(span))
         if span is None and self.fallback == "last_number":
             found = _unmarked_number(text)
         if found is None:
             return Verdict(0.0, "no marked answer" if span is None else f"the answer {_short(span)} is not one number")
-        right = found.equals(gold)
+        if _CURRENCY.search(known) and found.percent:
+            return Verdict(0.0, f"{found} is no amount of money")
+        right = found.equals(gold, sign_may_miss=gold.percent or abs(gold.value) >= 1)
         return Verdict(float(right), f"{found} {'equals' if right else 'is not'} {gold}")
 
 
@@ -156,7 +159,7 @@ class MathAnswer:
 
     def _span(self, text: str) -> str | None:
         text = after_thoughts(text) if self.after_thoughts else text
-        text = own_turn(text, self.marker, stated=self.fallback != "none")
+        text = NOTES.sub("", own_turn(seen(text), self.marker, stated=self.fallback != "none"))
         span = marked_answer(text, self.marker)
         if span is None and self.fallback == "last_math":
             number = last_number(final_part(text))
@@ -166,10 +169,15 @@ class MathAnswer:
 
 def _unmarked_number(text: str) -> Number | None:
     stated = stated_answer(text)
-    if stated and re.match(r"\W*\d[\d.,]*\s+(?:or|to)\s+\W*\d", stated):
-        return None  # two values are no answer
-    found = (parse_number(stated) or leading_number(stated)) if stated else None
-    return found or last_number(final_part(text))
+    if stated and re.search(r"\d", stated):
+        return parse_number(stated) or leading_number(stated)
+    return (parse_number(stated) if stated else None) or last_number(final_part(text))
+
+
+def _bare(span: str) -> str:
+    """Return the last box within a tagged answer; other spans are not changed."""
+    box = last_boxed(span)
+    return span if box is None else box
 
 
 def _check(name: str, value: str, choices: Sequence[str]) -> None:

@@ -18,13 +18,23 @@ _BELOW_1000 = f"(?:{_BELOW_10} hundred(?:(?: and)? {_BELOW_100})?|{_BELOW_100})"
 _WHOLE = re.compile(
     rf"\b(?:{_BELOW_1000} thousand(?:,?(?: and)? {_BELOW_1000})?|{_BELOW_1000}|zero)\b(?!-)", re.IGNORECASE
 )
-_PART = re.compile(r"\b(?:half|halves|thirds?|quarters?|fourths?|fifths?)\b", re.IGNORECASE)
+# Matches names of fractions: "half", "thirds", "hundredths".
+PART = re.compile(
+    r"\b(?:half|halves|third|quarter|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w+tie|hundred|thousand"
+    r"|million|billion)th)s?\b",
+    re.IGNORECASE,
+)
+# Matches a word that is, or multiplies, a number.
+NUMBER_WORD = re.compile(
+    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}|(?:hundred|thousand|million|billion|trillion|dozen)s?)\b",
+    re.IGNORECASE,
+)
 
 
 def in_digits(text: str) -> str:
     """Replace whole numbers written as English words by digits; a text with digits or fractions in words is not
     changed."""
-    if re.search(r"\d", text) or _PART.search(text):
+    if re.search(r"\d", text) or PART.search(text):
         return text
     return _WHOLE.sub(lambda match: str(_value(match.group().lower())), text)
 

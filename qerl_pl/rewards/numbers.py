@@ -8,46 +8,53 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from qerl_pl.rewards.number_words import in_digits
+from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
 SIGNIFICANT = 6  # fewest significant digits with which a decimal may stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
-_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
+# The last alternative is a decimal with a comma, as in "3,5".
+_DECIMAL = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)"
+    r"|\d+,\d{1,2}(?![\d,.])|\d+"
+)
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)+-])[-+])?"
     rf"(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/))?"
     rf"(?P<top>{_DECIMAL})"
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
     rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
-    rf"(?:\s*(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
+    rf"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)\b)?"
     rf"(?P<percent>\s*(?:%|percent\b))?",
     re.IGNORECASE,
 )
-_SCALES = {"": 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "": 1,
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
-# Matches parts of an answer that change the value of its digits: a root, a factorial, a variable, "half of 10".
-_EXPRESSION = re.compile(
-    "[\u221a-\u221c\u03c0]"
-    r"|\d!|(?<![A-Za-z])pi(?![A-Za-z])|\d(?![gmslhLCF]\b)[A-Za-z]\b"
-    r"|\b(?i:sqrt|root|log|ln|sin|cos|tan|half|twice|thrice|double|triple|not)[\s(]+(?:of\s+)?[-+]?[\d.]"
-    r"|\d\s*-?(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|eighths|tenths)\b"
-    r"|\band\s+[a-z]+[\s-]+(?:half|thirds?|quarters?|fourths?|fifths?)\b"
-)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
+NOTES = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator notes
 # Rewritings to plain text, applied in this order.
 _REWRITES = [
-    (re.compile(r"<<[^<>]*>>"), ""),  # GSM8K's calculator notes
+    (NOTES, ""),
     (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes used as a minus
     (re.compile(r"[\u00d7\u22c5\u00b7]"), "*"),
     (re.compile(r"[\u2248\u2245]|\\(?:approx|simeq|cong)(?![A-Za-z])"), "="),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\(?:boxed|fbox)\s*\{(?=[^{}]*\Z)"), " "),  # cut off
     (re.compile(r"\\!|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\*\*|__|`"), ""),
     (re.compile(r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|~"), " "),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0|\\degree(?![A-Za-z])"), " degrees"),
+    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree(?![A-Za-z])"), " degrees"),
     (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
     (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\[cdt]?frac\s*(\d)\s*(?:\{(\d+)\}|(\d)(?!\d))"), r"\1/\2\3"),
@@ -63,6 +70,7 @@ _REWRITES = [
 ]
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _ASIDE = re.compile(r"(?<=\s)\([^()]*\)")
+_ASIDE_AT_END = re.compile(r"\s*\(([^()]*)\)[\s.]*$")
 _REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
@@ -76,17 +84,19 @@ class Number(NamedTuple):
     """50 for ``50%``."""
     percent: bool
 
-    def equals(self, other: Number) -> bool:
+    def equals(self, other: Number, *, sign_may_miss: bool = False) -> bool:
         """Tell whether two numbers are equal, or one is a rounded or truncated decimal of the other
         (``is_decimal_of``).
 
-        A percentage such as ``50%`` equals both 50 and 0.5.
+        A percentage such as ``50%`` equals 0.5, and the plain number 50 only where ``sign_may_miss``.
         """
-        if self.value == other.value:
-            return True
-        if self.percent == other.percent:
-            return is_decimal_of(self.value, other.value) or is_decimal_of(other.value, self.value)
-        return self._share() == other._share()
+        if self.percent != other.percent:
+            return self._share() == other._share() or (sign_may_miss and self.value == other.value)
+        return (
+            self.value == other.value
+            or is_decimal_of(self.value, other.value)
+            or is_decimal_of(other.value, self.value)
+        )
 
     def __str__(self) -> str:
         return f"{self.value}{'%' if self.percent else ''}"
@@ -101,7 +111,7 @@ def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
     ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
     """
     places = decimal_places(decimal)
-    if places is None or decimal_places(value) is not None:
+    if not places or decimal_places(value) is not None:
         return False
     digits, exact = abs(decimal) * 10**places, abs(value) * 10**places
     same_sign = (decimal < 0) == (value < 0)
@@ -120,19 +130,24 @@ def decimal_places(value: Fraction) -> int | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """Read the number in ``text``; None if there is none, two that differ, or an expression that is not a number.
+    """Read ``text`` as one number; None if anything but the number could change its value.
 
-    Accepted forms: thousands separators, decimals, fractions and mixed fractions, powers of ten, percentages, currency
-    signs, words and units around the number, LaTeX forms of all these, minus signs and digits of any script, and whole
-    numbers in English words. In an equation such as ``6 * 3 = 18``, the last side is read.
+    Accepted forms: thousands separators, decimals, fractions and mixed fractions, powers of ten, percentages, LaTeX
+    forms of all these, minus signs and digits of any script, and whole numbers in English words; with a currency sign,
+    with words before it that present it, and with its unit after it (``units``). In an equation such as ``6 * 3 = 18``,
+    the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
-    plain = _THOUSAND.sub(" thousand", _signed(plain_text(text).rsplit("=", 1)[-1]))
-    if "\\" in plain or "\u00b1" in plain or _EXPRESSION.search(plain):
-        return None  # a root, a logarithm or two values: MathAnswer compares these
-    found = {_value(match) for match in _NUMBER.finditer(plain)}
-    return found.pop() if len(found) == 1 else None
+    *sides, plain = re.split("=", plain_text(text))
+    plain = _unbracketed(_THOUSAND.sub(" thousand", _signed(plain)))
+    match = next(_NUMBER.finditer(plain), None)
+    number = _value(match) if match else None
+    if match is None or number is None or not leads_to_number(plain[: match.start()]):
+        return None
+    if any((other := exact_number(side)) is not None and other.value != number.value for side in sides):
+        return None  # 4 = 5
+    return number if _adds_nothing(plain[match.end() :], number) else None
 
 
 def exact_number(text: str) -> Number | None:
@@ -144,10 +159,16 @@ def exact_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """Read the number at the start of ``text``; None if there is none or it is a time of day."""
-    plain = plain_text(text[:MAX_ANSWER]).lstrip()
+    """Read the number at the start of ``text`` if its unit or an aside with other numbers follows, as in "18 (9 eggs at
+    $2 each)" or "366 downloads over 3 months"; None if there is none."""
+    plain = _signed(plain_text(text[:MAX_ANSWER])).lstrip()
     match = _NUMBER.match(plain)
-    return _value(match) if match and not re.match(r":\d", plain[match.end() :]) else None
+    number = _value(match) if match else None
+    if match is None or number is None:
+        return None
+    rest = plain[match.end() :]
+    named = None if number.percent else re.match(r"\s+[A-Za-z][^\d(]*", rest)
+    return number if _adds_nothing(rest, number) or (named and names_unit(f"{named.group()} others")) else None
 
 
 def last_number(text: str) -> Number | None:
@@ -163,9 +184,13 @@ def last_number(text: str) -> Number | None:
         outside = _ASIDE.sub(" ", line)
         line = outside if re.search(r"\d", outside) else line
         bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]
-        plain = [number for match in _NUMBER.finditer(plain_text(line)) if (number := _value(match)) is not None]
-        if bold or plain:
-            return (bold or plain)[-1]
+        plain = plain_text(line)
+        found = [(match, number) for match in _NUMBER.finditer(plain) if (number := _value(match))]
+        if bold:
+            return bold[-1]
+        if found:
+            match, number = found[-1]
+            return None if denies(" ".join(plain[: match.start()].split()[-2:])) else number
     return None
 
 
@@ -193,6 +218,25 @@ def _signed(plain: str) -> str:
     return _MINUS.sub("-", in_digits(plain))
 
 
+def _unbracketed(plain: str) -> str:
+    """Remove brackets around the whole answer, but not around ``(1,234)``, which may be a pair."""
+    inner = re.fullmatch(r"\s*\(([^(),]*)\)\s*", plain)
+    return inner[1] if inner else plain
+
+
+def _adds_nothing(rest: str, number: Number) -> bool:
+    """Tell whether the text after a number is its unit, perhaps with an aside in brackets that gives no other value."""
+    aside = _ASIDE_AT_END.search(rest)
+    if aside:
+        again = parse_number(re.sub(r"^\s*or\s", "", aside[1]))
+        if again is None and (denies(aside[1]) or not aside[0][0].isspace()):
+            return False
+        if again is not None and not again.equals(number, sign_may_miss=True):
+            return False
+        rest = rest[: aside.start()]
+    return names_unit(rest)
+
+
 def _value(match: re.Match[str]) -> Number | None:
     top, bottom = _decimal(match["top"]), _decimal(match["bottom"] or "1")
     exponent = int(match["exponent"] or "0") if len(match["exponent"] or "") < 6 else MAX_EXPONENT + 1
@@ -204,4 +248,6 @@ def _value(match: re.Match[str]) -> Number | None:
 
 
 def _decimal(digits: str) -> Fraction:
+    if re.fullmatch(r"\d+,\d{1,2}", digits):
+        return Fraction(digits.replace(",", "."))
     return Fraction(re.sub(r"[, ]", "", digits))

@@ -13,7 +13,11 @@ _END_OF_TURN = re.compile(
     "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|end\u2581of\u2581sentence)[|\uff5c]>"
     "|</s>|<eos>|<end_of_turn>"
 )
-_NEXT_QUESTION = re.compile(r"^(?:Q|Question|Problem|Human|User|#+ Instruction)[ \t]*:", re.MULTILINE)
+_NEXT_QUESTION = re.compile(
+    r"^[#*_ \t]*(?:(?:Next|New|Another|Second)[ \t]+)?"
+    r"(?:(?:Q|Question|Problem|Exercise|Human|User|Instruction)[ \t]*:|(?:Question|Problem|Exercise)[ \t]+#?\d+\b)",
+    re.MULTILINE,
+)
 _STATED = re.compile(
     r"\b(?:answer(?:\s+to\s+[^.:\n]{1,40}?)?|correct (?:option|choice))"
     r"(?:\s+(?:is|are|would be|will be|should be|must be)\b(?:\s+(?:indeed|thus|therefore)\b)?"
@@ -23,7 +27,7 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])|\.\W*$")
-_REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\([a-z]+ [^()]*\)$", re.IGNORECASE)
+_REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\((?!or\b)[a-z]+ [^()]*\)$", re.IGNORECASE)
 # Matches text between math delimiters, or bold text that is not a heading.
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"

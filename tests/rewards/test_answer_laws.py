@@ -76,7 +76,7 @@ def test_a_decimal_stands_for_no_value_that_has_finite_decimals(one, other):
 
 
 @settings(max_examples=25)
-@given(st.integers(2, 999), st.sampled_from("abckmnxy"), st.sampled_from(["hundred", "squared", "factorial", "halves"]))
+@given(st.integers(2, 999), st.sampled_from("abcknxy"), st.sampled_from(["hundred", "squared", "factorial", "halves"]))
 def test_a_letter_or_a_factor_behind_a_number_changes_it(number, letter, factor):
     for written in (f"{number}{letter}", f"{number} {letter}", f"1+{number - 1}{letter}", f"{number} {factor}"):
         assert judge(str(number), written).score == 0.0

@@ -74,6 +74,7 @@ SAME = [
     ("\\text{Red}", ["red", "RED"]),
     ("\\text{cat}", ["cat", "The cat"]),
     ("2ab", ["2ba", "ab+ba"]),
+    ("x^2+C", ["x^2+c"]),
 ]
 OTHER = [
     ("\\frac{1}{2}x", ["1/(2x)", "1/2 y"]),
@@ -125,7 +126,7 @@ OTHER = [
     ("5", ["5a", "3+2a", "5 m^2x", "5 hundred", "5 squared", "5 factorial", "5 halves", "5\\text{ hundred}", "5abcd"]),
     ("3+2a", ["5", "3"]),
     ("\\text{cat}", ["tac", "act"]),
-    ("ab", ["AB"]),
+    ("aA", ["AA", "aa"]),  # a letter in both cases names two variables
     ("2 greater than 1", ["1 greater than 2"]),
     ("52", ["5_2", "5_{2}"]),
     ("\\sum_{k=1}^{10} k", ["k", "10k", "\\sum_{k=1}^{11} k"]),

@@ -57,7 +57,7 @@ SAME = {
         "Rs.18",
         "18cm",
         "18m",
-        "18 half dollars",
+        "18 tennis balls",
         "Twice a week, so 18",
         "=18",
     ],

@@ -84,7 +84,7 @@ def test_thoughts_that_were_cut_off_have_no_final_part():
         ("The answer is indeed 5.", "5"),
         ("The answer is 5, because 2 + 3 = 5.", "5"),
         ("The answer is 1/3 (one third).", "1/3"),
-        ("**Answer: 0.6 (or 60%)**", "0.6"),
+        ("**Answer: 0.6 (or 60%)**", "0.6 (or 60%)"),
         ("The answer is (3, 4).", "(3, 4)"),
         ("Hence option **(B)** is correct.", "B"),
         ("# Answer\n\n\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"),
