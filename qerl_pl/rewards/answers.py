@@ -32,7 +32,8 @@ _UNSEEN = re.compile(
 # A denial in front of a box, with at most three words between ("not equal to", "is not the value"), or behind it.
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _DENIED_BEFORE = re.compile(
-    rf"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect)|n't|\b(?:other|rather) than|\binstead of)"
+    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect)|n't|\b(?:other|rather) than"
+    r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
     rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,3}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
     re.IGNORECASE,
 )

@@ -291,8 +291,9 @@ def _same_value(gold: str, found: str) -> bool:
         return False  # math-verify ignores the base
     if _is_text(gold) or _is_text(found):
         return _words(gold) == _words(found) or _same_factors(gold, found)
-    if _reordered(gold, found):
+    if _other_names(gold, found):
         return False
+    gold, found = _with_cases(gold, found)
     known_sides, given_sides = split_top(gold, "="), split_top(found, "=")
     if len(known_sides) > 1 and len(given_sides) > 1:
         value = _value_of(gold)
@@ -363,26 +364,35 @@ def _last_side(sides: list[str]) -> str:
     return last
 
 
-def _reordered(gold: str, found: str) -> bool:
-    """Tell whether a name such as ``AB`` or ``A1`` in one answer has its characters in another order in the other one;
-    algebra would take them for products."""
-    names = [
-        set(
-            re.findall(
-                r"[A-Z][A-Z\d]+|\d[A-Z]",
-                re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)),
-            )
-        )
+def _other_names(gold: str, found: str) -> bool:
+    """Tell whether names that algebra would take for products differ: ``AB`` is not ``BA``, nor ``A1`` ``1A``, and only
+    one of ``A`` and ``A^T`` is transposed."""
+    plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, found)]
+    names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
+    if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
+        return True
+    return len({tuple(sorted(re.findall(r"[A-Z](?=\^\{?T(?![A-Za-z]))", side))) for side in plain}) == 2
+
+
+def _with_cases(gold: str, found: str) -> tuple[str, str]:
+    """Rename capitals of which the known answer has the small letter, too, because math-verify ignores case."""
+    symbols = set(_COMMAND.sub("", gold))
+    both = {letter for letter in symbols if letter.isupper() and letter.lower() in symbols}
+    if not both:
+        return gold, found
+    capital = re.compile(rf"\\[A-Za-z]+|[{''.join(sorted(both))}](?!_)")
+    renamed = [
+        capital.sub(lambda part: part[0] if part[0][0] == "\\" else f"{part[0].lower()}_{{99}}", side)
         for side in (gold, found)
     ]
-    return any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0])
+    return renamed[0], renamed[1]
 
 
 def _same_factors(gold: str, found: str) -> bool:
     """Tell whether an answer is the product ``m g h``, of a known ``mgh`` that may be a word."""
     product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", found)
     factors = re.findall("[A-Za-z]", _COMMAND.sub("", found))
-    return product is not None and sorted(factors) == sorted(gold) and not _reordered(gold, found)
+    return product is not None and sorted(factors) == sorted(gold) and not _other_names(gold, found)
 
 
 def _is_text(text: str) -> bool:

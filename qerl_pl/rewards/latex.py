@@ -180,7 +180,8 @@ def normalize(text: str, other: str = "") -> str:
         text = re.sub(r"\\\}\s*\\cup\s*\\\{", ", ", text)
     text = re.sub(r"^(.*)\\neq\s*\\pm\s*([^,;]+)$", r"\1\\neq \2, \1\\neq -\2", text)
     text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"\bC_\{?(\w+)\}?\s*\^\{?(\w+)\}?", r"\\binom{\1}{\2}", text)
+    script = r"(?:\{(\w+)\}|(\d+|[a-z]))"
+    text = re.sub(rf"\bC_{script}\s*\^{script}", r"\\binom{\1\2}{\3\4}", text)
     text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"(?<=\})\s*(?=\\binom)", r" \\cdot ", text)  # math-verify reads only the first of two factors
     return join_thousands(_fractions(text)).strip()

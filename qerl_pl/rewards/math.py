@@ -21,8 +21,9 @@ _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")
 class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
-    Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms). A
-    marked span with two different numbers is no answer. Text after the end of the model's own turn is not read
+    Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
+    nor does a missing or added percent sign, if the known number is at least 1. A marked span that has other words or
+    numbers, such as "at least 5", is no answer. Text after the end of the model's own turn is not read
     (``unmarked.own_turn``). A row is unscored if its known answer is neither a number nor a GSM8K solution that ends in
     ``#### 72``.
 
@@ -92,7 +93,8 @@ class MathAnswer:
     choices and words are compared in LaTeX and in plain form; units are ignored. The known answer may be a whole
     solution that ends in a box or in ``####``. Values are compared exactly, with one exception: a decimal of at least
     six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
-    decimal's last digit. If an answer is an approximation such as ``1/3 \\approx 0.333``, its left side is compared.
+    decimal's last digit. A percentage is a hundredth of its number, also where the known answer has no sign. The sides
+    of an approximation such as ``1/3 \\approx 0.333`` have to agree.
 
     The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer can be
     parsed by itself. A row whose known answer cannot be parsed is unscored, unless the completion's answer is the same
@@ -119,7 +121,7 @@ class MathAnswer:
         fallback: Literal["none", "last_math"] = "none",
         after_thoughts: bool = True,
         num_workers: int | None = None,
-        time_limit: float = 3.0,
+        time_limit: float = 1.0,
     ) -> None:
         _check("marker", marker, get_args(Marker))
         _check("fallback", fallback, ("none", "last_math"))

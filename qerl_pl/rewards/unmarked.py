@@ -14,8 +14,8 @@ _END_OF_TURN = re.compile(
     "|</s>|<eos>|<end_of_turn>"
 )
 _NEXT_QUESTION = re.compile(
-    r"^[#*_ \t]*(?:(?:Next|New|Another|Second)[ \t]+)?"
-    r"(?:(?:Q|Question|Problem|Exercise|Human|User|Instruction)[ \t]*:|(?:Question|Problem|Exercise)[ \t]+#?\d+\b)",
+    r"^[#*_ \t]*(?:(?:Q|Question|Problem|Exercise|Human|User|Instruction)[ \t]*:"
+    r"|(?:Question|Problem|Exercise)[ \t]+#?\d+\b|(?:Next|New|Another|Second)[ \t]+(?i:question|problem|exercise)\b)",
     re.MULTILINE,
 )
 _STATED = re.compile(

@@ -43,7 +43,7 @@ class Verifier:
         ValueError: an argument is not positive.
     """
 
-    def __init__(self, num_workers: int | None = None, time_limit: float = 3.0) -> None:
+    def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; expected at least 1, or null for one per core")
         if time_limit <= 0:

@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from math_verify import parse
+from sympy import expand, factor, latex, together
 
 from qerl_pl.rewards.equivalence import judge
 
@@ -149,3 +151,26 @@ def test_fractions_are_compared_exactly_however_near_they_are(base, power, more,
     gold = f"{whole}-\\frac{{1}}{{{base}^{{{power}}}}}"
     assert judge(gold, f"\\frac{{{whole}*{base}^{{{power}}}-1}}{{{base}^{{{power}}}}}").score == 1.0
     assert judge(gold, f"{whole}-\\frac{{1}}{{{base}^{{{power + more}}}}}").score == 0.0
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "\\frac{x^3}{3}+C",
+        "C_1e^{x}+C_2e^{-x}",
+        "N(N-1)",
+        "P(1+r)^n",
+        "mgh",
+        "3R^2",
+        "\\frac{-b+\\sqrt{b^2-4ac}}{2a}",
+        "\\ln 3-1",
+        "\\arctan 2",
+        "(x-2)(x+3)",
+        "\\frac{1}{2}-\\frac{\\sqrt{3}}{2}i",
+    ],
+)
+def test_an_answer_that_a_computer_algebra_system_wrote_anew_is_the_same(gold):
+    read = parse(f"${gold}$", fallback_mode="no_fallback", parsing_timeout=None)[0]  # pyright: ignore
+    for form in (read, expand(read), factor(read), together(read)):
+        for written in (latex(form), latex(form, mul_symbol="dot"), latex(form, fold_short_frac=True)):
+            assert judge(gold, written).score == 1.0, written

@@ -1,12 +1,15 @@
-"""The scorers against the labels of three sets: what a careful reader would say."""
+"""The scorers against the labels of four sets: what a careful reader would say."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from qerl_pl.rewards.math import NumericAnswer
+from tests.bench.report import RESULTS
 from tests.rewards.agreement import Scorer, confusion, make_scorers, read_cases
 
 Scorers = dict[str, Scorer]
@@ -57,3 +60,28 @@ def test_the_scorers_agree_with_nearly_all_labels_and_reward_hardly_a_wrong_answ
     wrong = unlike(scorers, cases)
     assert len(wrong) <= tolerance * len(cases), wrong
     assert len([row for row in wrong if row["score"] == 1]) <= 0.002 * len(cases)
+
+
+def test_no_kind_of_answer_is_often_paid_wrongly_or_lost(scorers):
+    rows = read_cases("classes")
+    kinds = Counter((row["kind"], row["label"]) for row in rows)
+    texts = {(row["completion"], row["answer"]): row["kind"] for row in rows}
+    misread = unlike(scorers, rows)
+    found = Counter((texts[row["completion"], row["answer"]], row["label"]) for row in misread)
+    assert len(rows) > 1000
+    for (kind, label), count in kinds.items():
+        assert found[kind, label] <= (0.03 if label else 0.01) * count, (kind, misread)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("cases", marks=pytest.mark.long), "held_out", "model_outputs", "classes"]
+)
+def test_no_set_is_scored_worse_than_the_documents_say(scorers, name):
+    recorded = [json.loads(line) for line in (RESULTS / "scorers.jsonl").read_text().splitlines()]
+    best = {line["reward"]: len(line["unlike"]) for line in recorded if line["name"] == name}
+    assert best
+    rows = read_cases(name)
+    for reward, scorer in scorers.items():
+        misread = confusion(scorer, [row for row in rows if row["reward"] == reward])[1]
+        assert len(misread) <= best.get(reward, 0), misread
