@@ -328,8 +328,8 @@ def _value_of(gold: str) -> str:
     other answers are not changed."""
     sides = split_top(gold, "=")
     name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
-    named = len(sides) == 2 and re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) and name.strip() not in ("", "x y")
-    return sides[-1] if len(sides) > 2 or named else gold
+    named = re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) or not _LETTER.search(_COMMAND.sub("", sides[0]))
+    return sides[-1] if len(sides) > 2 or (len(sides) == 2 and named) else gold
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:

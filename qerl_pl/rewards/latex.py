@@ -146,7 +146,7 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
     text = _unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
-    text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|percent)\s*\}|\bpercent\b", r"\\%", text)
+    text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|per\s?cent)\s*\}|\bper\s?cent\b", r"\\%", text)
     half = r"\s*([ap])\.?\s?m\b\.?\s*"
     text = re.sub(rf"(?<=\d)\s*(?:\\text\{{{half}\}}|{half})", _half_of_day, text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
@@ -159,6 +159,9 @@ def normalize(text: str, other: str = "") -> str:
         r"\^\s*(?:\{\s*(?:\\text\{\s*T\s*\}|\\top|\\intercal)\s*\}|\\top|\\intercal|\\text\{\s*T\s*\})", "^T", text
     )
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
+    text = re.sub(r"(?<=[\d}])\s*(?:\\text\{\s*\}\s*)?\\mu\s*\\text\{\s*(?=[A-Za-z]{1,2}\s*\})", r"\\text{u", text)
+    if "\\Omega" not in other:
+        text = re.sub(r"(?<=\d)\s*[kM]?(?:\\Omega|\\text\{\s*\\Omega\s*\})$", "", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))

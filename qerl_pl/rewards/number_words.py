@@ -26,7 +26,8 @@ PART = re.compile(
 )
 # Matches a word that is, or multiplies, a number.
 NUMBER_WORD = re.compile(
-    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}|(?:hundred|thousand|million|billion|trillion|dozen)s?)\b",
+    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}"
+    r"|(?:ten|hundred|thousand|million|billion|trillion|dozen)s?)\b",
     re.IGNORECASE,
 )
 

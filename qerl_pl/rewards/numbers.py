@@ -26,7 +26,7 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
     rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
     rf"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)\b)?"
-    rf"(?P<percent>\s*(?:%|percent\b))?",
+    rf"(?P<percent>\s*(?:%|per\s?cent\b))?",
     re.IGNORECASE,
 )
 _SCALES = {
@@ -54,7 +54,8 @@ _REWRITES = [
     (re.compile(r"\\(?:boxed|fbox)\s*\{(?=[^{}]*\Z)"), " "),  # cut off
     (re.compile(r"\\!|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\*\*|__|`"), ""),
     (re.compile(r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|~"), " "),
-    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree(?![A-Za-z])"), " degrees"),
+    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree(?![A-Za-z])"), " degrees "),
+    (re.compile(r"\\Omega(?![A-Za-z])|\u03a9"), " ohms"),
     (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
     (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\[cdt]?frac\s*(\d)\s*(?:\{(\d+)\}|(\d)(?!\d))"), r"\1/\2\3"),

@@ -37,9 +37,9 @@ _ALONE = re.compile(r"in|total|altogether|left|more|remaining")
 _DENIES = re.compile(
     r"not?|never|none|neither|nor|cannot|\w+n't|without|except|excluding|besides|but|unless|or|either|maybe|perhaps"
     r"|almost|nearly|than|least|most|wrong|incorrect|false|invalid|error|mistake|impossible|rather|instead|half|twice"
-    r"|thrice|double|triple|times|plus|minus|divided|multiplied|squared|cubed|factorial|root|sqrt|log|ln|sin|cos|tan"
+    r"|thrice|double|triple|plus|minus|divided|multiplied|squared|cubed|factorial|root|sqrt|log|ln|sin|cos|tan"
 )
-_BOUNDS = re.compile(r"over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after")
+_BOUNDS = re.compile(r"times|over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after")
 _VERBS = re.compile(
     r"is|are|was|were|be|been|am|ha[sd]|have|does|did?|do|will|would|can|could|should|may|might|must|equals?|fails"
     r"|misses|exceeds|th(?:is|at|ese|ose)|hi[st]|hers|its|theirs|as|if|and|so"
