@@ -165,7 +165,9 @@ class MathAnswer:
         span = marked_answer(text, self.marker)
         if span is None and self.fallback == "last_math":
             number = last_number(final_part(text))
-            span = stated_answer(text) or last_math(text) or answer_alone(text) or (str(number) if number else None)
+            formula = last_math(text)
+            formula = None if formula and formula.endswith("=") else formula  # between two amounts of money
+            span = stated_answer(text) or formula or answer_alone(text) or (str(number) if number else None)
         return span
 
 

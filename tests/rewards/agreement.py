@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> None:
         cases = read_cases(name)
         for reward, scorer in make_scorers(time_limit=1.0).items():
             rows = [case for case in cases if case["reward"] == reward]
+            if not rows:
+                continue
             found, wrong = confusion(scorer, rows)
             counts = [[found[label, score] for score in SCORES] for label in LABELS]
             emit(name, {"rows": len(rows)}, "-", reward=reward, counts=counts, unlike=wrong, math_verify=version)
