@@ -77,7 +77,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, found: str) -> list[str]:
-    """Return the ways to read an answer: beside one known value, ``3,5`` may be a decimal and ``3 and 1/2`` a sum."""
+    """Return the ways to read an answer: where one value is known, ``3,5`` may be a decimal and ``3 and 1/2`` a sum."""
     if len(_group(gold).items) != 1:
         return [found]
     decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", found)

@@ -25,7 +25,7 @@ _NUMBER = re.compile(
     rf"(?P<top>{_DECIMAL})"
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
     rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
-    rf"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)\b)?"
+    rf"(?:\s*(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
     rf"(?P<percent>\s*(?:%|per\s?cent\b))?",
     re.IGNORECASE,
 )
@@ -72,6 +72,7 @@ _REWRITES = [
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _ASIDE = re.compile(r"(?<=\s)\([^()]*\)")
 _ASIDE_AT_END = re.compile(r"\s*\(([^()]*)\)[\s.]*$")
+_BOUND = re.compile(r"(?:\b(?:except|not|than|least|most|all but)|n't)\s+\W*$", re.IGNORECASE)  # "at least 42"
 _REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
@@ -191,7 +192,7 @@ def last_number(text: str) -> Number | None:
             return bold[-1]
         if found:
             match, number = found[-1]
-            return None if denies(" ".join(plain[: match.start()].split()[-2:])) else number
+            return None if _BOUND.search(plain[: match.start()]) else number
     return None
 
 

@@ -1,7 +1,7 @@
-"""Tell which words beside a number leave its value as it is: units, things that are counted, and sentences around it.
+"""Tell which words next to a number leave its value as it is: units, things that are counted, and sentences around it.
 
 Words behind a number are read only if they are a unit or a plural noun, with what it refers to ("miles per hour", "eggs
-in total"). All other words leave the answer unread, because they may say anything ("plus one", "is wrong").
+in total"). All other words leave the answer unread, because they may change it in any way ("plus one", "is wrong").
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AFTER_NAME = re.compile(
     r"|altogether|more|day|week|month|year|hour"
 )
 _ALONE = re.compile(r"in|total|altogether|left|more|remaining")
-# Words that deny or change a number beside them, those that bound a number behind them, and verbs.
+# Words that deny or change a number next to them, those that bound a number behind them, and verbs.
 _DENIES = re.compile(
     r"not?|never|none|neither|nor|cannot|\w+n't|without|except|excluding|besides|but|unless|or|either|maybe|perhaps"
     r"|almost|nearly|than|least|most|wrong|incorrect|false|invalid|error|mistake|impossible|rather|instead|half|twice"
@@ -80,7 +80,7 @@ def leads_to_number(words: str) -> bool:
 
 
 def denies(words: str) -> bool:
-    """Tell whether some of the words deny or change a number beside them."""
+    """Tell whether some of the words deny or change a number next to them."""
     return _any(_DENIES, re.findall(r"[a-z']+", words.lower()))
 
 
