@@ -167,7 +167,8 @@ class MathAnswer:
             number = last_number(final_part(text))
             formula = last_math(text)
             formula = None if formula and formula.endswith("=") else formula  # between two amounts of money
-            span = stated_answer(text) or formula or answer_alone(text) or (str(number) if number else None)
+            # a number in a sentence counts without its percent sign: "which is a 10% discount"
+            span = stated_answer(text) or formula or answer_alone(text) or (str(number.value) if number else None)
         return span
 
 
