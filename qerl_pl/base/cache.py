@@ -46,7 +46,8 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     if source.is_file():
         content = [stored_digests(source.parent, [source])[source.name]]
     else:
-        content = [base_digest(source), {file.name: _digest(file) for file in carried_files(source)}]
+        carried = {str(file.relative_to(source)): _digest(file) for file in carried_files(source)}
+        content = [base_digest(source), carried]
     key = hashlib.sha256(json.dumps([content, settings], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_root() / f"{label}-{key}"
     if folder.is_dir():

@@ -95,8 +95,7 @@ class OutputFolder:
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Add the index, the report, config.json with the content ``config``, and the tokenizer and other small files
         of the source; then rename the folder to ``OUTPUT``."""
-        for file in carried_files(source):
-            shutil.copyfile(file, self.partial / file.name)
+        carry(source, self.partial)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
         _write_json(self.partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -107,13 +106,13 @@ class OutputFolder:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """List the files of a checkpoint folder that its quantised or converted copies also get: tokenizer, licence and the
-    like."""
+    """List the files of a checkpoint folder that its quantised, converted or merged copies also get: tokenizer, chat
+    templates (also those in a folder), licence and the like."""
     # Stored digests and reports describe this folder alone, and a copy gets a config.json of its own.
     of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
     return [
         file
-        for file in sorted(source.iterdir())
+        for file in (*sorted(source.iterdir()), *sorted(source.glob("*chat_templates/*.jinja")))
         if file.is_file()
         and not file.name.startswith(".")
         and file.name not in of_one
@@ -122,6 +121,14 @@ def carried_files(source: Path) -> list[Path]:
         and file.suffix not in _WEIGHT_FILES
         and not file.name.endswith(".index.json")
     ]
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copy the files of ``carried_files`` to another folder, under the same names."""
+    for file in carried_files(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

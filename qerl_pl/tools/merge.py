@@ -22,7 +22,7 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.files import CONFIG, INDEX, read_json
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base, tied_weights
-from qerl_pl.quant.output import carried_files
+from qerl_pl.quant.output import carry
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.tools.chat import load_run
 from qerl_pl.tools.model_card import evidence
@@ -141,8 +141,7 @@ def write_merged(policy: Policy, folder: Path) -> None:
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    for file in carried_files(Path(policy.base)):
-        shutil.copyfile(file, folder / file.name)
+    carry(Path(policy.base), folder)
 
 
 @torch.no_grad()
