@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, list]:
     """Read the stored digests of the base's weight files from the file ``KEPT``; return an empty dict if this file is
     missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): [list(stamp), str(digest)] for name, (stamp, digest) in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -101,7 +101,7 @@ def count_right(
             some, seed = [problems[place] for place in batch], derive_seed(sampling.seed, "pretrain/samples", start)
             file = None if sampling.kept is None else sampling.kept / f"{_digest(some, seed)}.json"
             if file is not None and file.exists():
-                verdicts = json.loads(file.read_text())
+                verdicts = json.loads(file.read_text(encoding="utf-8"))
             else:
                 verdicts = _judge(model, tokenizer, some, seed)
                 if file is not None:

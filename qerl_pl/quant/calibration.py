@@ -84,9 +84,9 @@ def _strings(value: object) -> Iterator[str]:
 def _texts(source: str) -> Iterator[str]:
     path = Path(source)
     if path.suffix == ".txt":
-        yield _existing(path).read_text()
+        yield _existing(path).read_text(encoding="utf-8")
     elif path.suffix == ".jsonl":
-        with _existing(path).open() as file:
+        with _existing(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     yield row_text(json.loads(line))

@@ -112,7 +112,7 @@ def read_json(path: Path) -> Mapping:
         ValueError: the file is not JSON, or holds no object.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
         if is_made(options.output, settings):
             print(f"{options.output} already holds this policy: nothing to do")
-            print(json.loads((options.output / RECORD).read_text())["verdict"])
+            print(json.loads((options.output / RECORD).read_text(encoding="utf-8"))["verdict"])
             return 0
         check_place(options.output)
         with _stop_after(options.minutes) as stop:
@@ -90,7 +90,7 @@ def check_start(folder: Path, size: str) -> Path:
     """
     if not (folder / RECORD).is_file():
         raise ValueError(f"--start is {folder}, which is no policy of `pretrain`: it has no {RECORD}")
-    found = json.loads((folder / RECORD).read_text())["settings"]["size"]
+    found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]["size"]
     if found != size:
         raise ValueError(f"--start is {folder}, a policy of size {found}, but --size is {size}: choose the same size")
     return folder
@@ -190,7 +190,7 @@ def is_made(output: Path, settings: Settings) -> bool:
     record = output / RECORD
     if not record.is_file() or not all((output / name).is_file() for name in FILES):
         return False
-    return json.loads(record.read_text())["settings"] == settings.as_json()
+    return json.loads(record.read_text(encoding="utf-8"))["settings"] == settings.as_json()
 
 
 def verdict(measured: Sequence[Measured], wanted: Range, chosen: Range, num_samples: int, *, left_out: float) -> str:

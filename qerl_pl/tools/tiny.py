@@ -100,7 +100,7 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
     record = output / RECORD
     if not record.is_file() or not all((output / name).is_file() for name in FILES):
         return False
-    return json.loads(record.read_text())["settings"] == _settings(seed, sft_steps)
+    return json.loads(record.read_text(encoding="utf-8"))["settings"] == _settings(seed, sft_steps)
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
