@@ -136,8 +136,11 @@ def _check_values(file: Path, config: Mapping) -> None:
 
 def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
     ends = config.get("eos_token_id")
-    for token in ends if isinstance(ends, list) else [ends]:
-        if token is not None and not (type(token) is int and 0 <= token < vocab_size):
+    tokens = [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
+    # A further end token may have been added to the tokenizer alone; the model then ends with one of the others.
+    known = [token for token in tokens if type(token) is int and 0 <= token < vocab_size]
+    for token in tokens:
+        if type(token) is not int or token < 0 or not known:
             raise ValueError(f"{file}: eos_token_id is {ends!r}; expected tokens from 0 to {vocab_size - 1}")
 
 

@@ -72,6 +72,9 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     else:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     vars(config).pop("quantization_config", None)
+    pad = getattr(config, "pad_token_id", None)
+    if pad is not None and not 0 <= pad < config.vocab_size:
+        config.pad_token_id = None  # a token of the tokenizer alone, which an embedding refuses; no row is padded by it
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)
 

@@ -81,7 +81,8 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer.
 
     Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
-    turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used.
+    turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used. Tokens
+    that were added to the tokenizer alone are left out: the model has no logit for them.
 
     Args:
         base: checkpoint folder; missing files are skipped.
@@ -93,7 +94,7 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     if (Path(base) / "tokenizer_config.json").is_file():
         found.append(_tokenizer_end(base))
     ids = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
-    return sorted({token for token in ids if token is not None})
+    return sorted({token for token in ids if token is not None and token < config.vocab_size})
 
 
 @cache
