@@ -42,13 +42,21 @@ class TrainLoader:
         batch_size: prompts per batch, over all ranks.
         seed: seed of the order. rank: rank whose share of each batch is served.
         num_ranks: number of ranks that share a batch.
+        hint: sentence for the message that the prompts differ from a checkpoint's, which says a likely reason.
 
     Raises:
         ValueError: there are fewer prompts than a batch needs, or ranks cannot share a batch equally.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, *, seed: int, rank: int = 0, num_ranks: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        hint: str = "",
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"data.batch_size is {batch_size}; expected at least 1")
@@ -63,6 +71,7 @@ class TrainLoader:
         self.seed = seed
         self.rank = rank
         self.num_ranks = num_ranks
+        self.hint = hint
         self.epoch = 0
         self.next_batch = 0
 
@@ -99,7 +108,7 @@ class TrainLoader:
             if state.get(name) != value:
                 raise ValueError(
                     f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}; "
-                    "set it back, or start in another --run_dir"
+                    f"{self.hint if name == 'prompt_digest' else ''}set it back, or start in another --run_dir"
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 

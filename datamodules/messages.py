@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.rows import Row, text
+from qerl_pl.base.tokenizer import render
 from qerl_pl.common.types import Message, Problem
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -109,7 +110,11 @@ def chat_of(
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], arguments: Mapping[str, Any] = {}
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    arguments: Mapping[str, Any] = {},
+    *,
+    date: str | None = None,
 ) -> str:
     """Render the messages with the chat template, including special tokens and the start of the assistant's turn.
 
@@ -117,12 +122,13 @@ def chat_text(
         tokenizer: tokenizer with the chat template.
         messages: messages of the chat.
         arguments: further variables of the template.
+        date: date that the template writes if it reads the clock, in ISO form; None is the clock's.
 
     Raises:
         ValueError: the template refuses the messages.
     """
     try:
-        return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False, **arguments))
+        return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
     except Exception as error:  # a chat template is a program that may raise any error of Jinja or Python
         said = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)

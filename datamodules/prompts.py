@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from datamodules.decontaminate import find_overlaps
 from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.messages import chat_of, chat_text, check_template
 from datamodules.sources import PromptSource, check_problems
 from datamodules.special_tokens import find_special_tokens
-from qerl_pl.base.tokenizer import check_chat_template
+from qerl_pl.base.tokenizer import check_chat_template, read_tokenizer, reads_clock, tokens_without_embedding
 from qerl_pl.common import ranks
+from qerl_pl.common.clock import today
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.rollout.stop import check_stop
@@ -47,6 +48,9 @@ class PromptDataModule(LightningDataModule):
         question_template: text of the user turn; ``{question}`` is replaced by the question, other braces stay.
         template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
             the template does not read is refused.
+        date: date, in ISO form, that the chat template writes into prompts if it reads the clock (``strftime_now``);
+            None takes today's. The command line keeps the date of a run's first start: a resumed run, and evaluations
+            of its checkpoints, get the same prompts on any day and in any time zone and locale.
         stop: strings that end a completion in training and evaluation, e.g. ``["</answer>"]``, in addition to the
             model's end tokens; the string is part of the completion, which counts as finished. A string that cannot
             act is refused.
@@ -78,6 +82,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: str | None = None,
         question_template: str = "{question}",
         template_arguments: dict[str, Any] | None = None,
+        date: str | None = None,
         stop: tuple[str, ...] = (),
         show_prompt: int = 0,
         held_out: int = 0,
@@ -103,6 +108,7 @@ class PromptDataModule(LightningDataModule):
         self.system_prompt = system_prompt
         self.question_template = question_template
         self.template_arguments = dict(template_arguments or {})
+        self.date = date
         self.stop = tuple(stop)
         self.show_prompt = show_prompt
         self.held_out = held_out
@@ -115,14 +121,23 @@ class PromptDataModule(LightningDataModule):
         self._train: list[Prompt] = []
         self._validation: list[Prompt] = []
         self._held_out: list[Prompt] = []
+        self._saved_date: str | None = None
 
     def setup(self, stage: str) -> None:
         """Read and tokenise the problems that a stage (such as "fit") needs. A second call does nothing."""
         reads_train = stage == "fit" or (stage == "validate" and self.held_out > 0)
         if self._validation and (self._train or not reads_train):
             return
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
-        check_chat_template(tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments)
+        tokenizer = read_tokenizer(self.tokenizer)
+        check_chat_template(
+            tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments, date=self.date
+        )
+        if reads_clock(tokenizer):
+            self.date = ranks.gather_values(self.date or today())[0]  # clocks of several machines may differ
+            rank_zero_info(
+                f"data: the chat template writes the date into prompts; in this run it is {self.date} on every day "
+                "(data.date)"
+            )
         check_stop(self.stop, tokenizer)
         if self.show_prompt and self.stop:
             rank_zero_info(f"data: completions also end at {', '.join(map(repr, self.stop))}")
@@ -146,7 +161,25 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Create the endless loader of this rank's training batches."""
         rank, num_ranks = self._rank()
-        return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        hint = "" if self.date is None else self._hint()
+        return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks, hint=hint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the date that the chat template writes, for the run's checkpoints; nothing if it writes none."""
+        return {} if self.date is None else {"date": self.date}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the date of a checkpoint, for the message that the prompts differ."""
+        self._saved_date = state_dict.get("date")
+
+    def _hint(self) -> str:
+        """Return what to do if the prompts of a dated chat template differ from the checkpoint's."""
+        if self._saved_date is None:
+            return (
+                f"the chat template writes the date, here {self.date}, and the checkpoint does not say its own: set "
+                "data.date to the day of the run's first start; "
+            )
+        return f"the chat template writes the date: the checkpoint's is {self._saved_date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
         """Return further training prompts for a rollout, none of them in any rank's batch; the
@@ -193,8 +226,16 @@ class PromptDataModule(LightningDataModule):
         problems = self._without_special_tokens(tokenizer, problems, side)
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
-        texts = [chat_text(tokenizer, chat, self.template_arguments) for chat in chats]
+        texts = [chat_text(tokenizer, chat, self.template_arguments, date=self.date) for chat in chats]
         rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has added the special tokens
+        unknown = tokens_without_embedding(tokenizer, self.tokenizer)
+        for row, problem in zip(rows, problems, strict=True) if unknown else ():
+            if held := unknown.keys() & set(row):
+                token = min(held)
+                raise ValueError(
+                    f"the {side} prompt of {problem.question[:60]!r} holds token {token}, {unknown[token]!r}, for "
+                    "which the model has no embedding; take it out of the problem or of the chat template"
+                )
         check_lengths(
             [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
         )

@@ -123,7 +123,7 @@ class QeRLModule(LightningModule):
             check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
-        tokenizer = AutoTokenizer.from_pretrained(self.settings.folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.settings.folder, trust_remote_code=False)
         self.loop = RolloutLoop(
             self.engine,
             self.rewards,

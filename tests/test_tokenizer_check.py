@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
+from datamodules.arithmetic import Arithmetic
+from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import check_base
-from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer
+from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
 from qerl_pl.pretraining.policy import CHAT_TEMPLATE
+from qerl_pl.quant.loading import load_base
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.common import end_tokens
 from qerl_pl.tools.tiny import VOCAB_SIZE, make_tiny, make_tokenizer
 
 CONFIG = {"vocab_size": VOCAB_SIZE}
@@ -93,3 +101,116 @@ def test_a_system_prompt_that_the_template_refuses_or_drops_is_told_before_the_d
     tokenizer.chat_template = CHAT_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
     with pytest.raises(ValueError, match="leaves out the system turn"):
         check_chat_template(tokenizer, system_prompt="Be brief.")
+
+
+ASKED = "{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "right"),
+    [
+        (ASKED + " {{ message.content }}</s>{% endif %}{% endfor %}", True),  # Mistral's
+        (ASKED + "[A]{{ message.content }}{% endif %}{% endfor %}", False),
+        (CHAT_TEMPLATE.replace("add_generation_prompt", "false"), False),
+    ],
+)
+def test_a_generation_prompt_is_needed_only_where_something_comes_before_an_answer(template, right):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with nullcontext() if right else pytest.raises(ValueError, match="has no generation prompt"):
+        check_chat_template(tokenizer)
+
+
+# ---- added tokens above the embedding --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_added(base: Path) -> Path:
+    """A base whose tokenizer has two tokens above vocab_size, one of them for padding, also in config.json."""
+    config = json.loads((base / "config.json").read_text())
+    tokenizer = read_tokenizer(base)
+    size = config["vocab_size"]
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(size - len(tokenizer))])
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.add_special_tokens({"pad_token": "<|PAD_TOKEN|>"})
+    assert tokenizer.pad_token_id == size + 1
+    tokenizer.save_pretrained(base)
+    config |= {"pad_token_id": size + 1, "eos_token_id": [config["eos_token_id"], size]}
+    (base / "config.json").write_text(json.dumps(config))
+    return base
+
+
+def test_added_tokens_may_have_no_embedding(with_added):
+    config = check_base(with_added)
+    model = load_base(with_added, dtype=torch.float32, device="cpu")
+    assert model.get_input_embeddings().num_embeddings == config["vocab_size"]
+    assert max(end_tokens(str(with_added), model.config)) < config["vocab_size"], "the model has no such logit"
+
+
+def test_a_prompt_with_a_token_without_embedding_is_refused_before_the_model_is_loaded(with_added):
+    settings = {"batch_size": 1, "source": Arithmetic(num_train=4, num_validation=2)}
+    PromptDataModule(tokenizer=str(with_added), **settings).setup("fit")
+    data = PromptDataModule(tokenizer=str(with_added), system_prompt="See <image_soft_token>", **settings)
+    with pytest.raises(ValueError, match=r"validation prompt of .* holds token \d+, '<image_soft_token>', for which"):
+        data.setup("fit")
+
+
+# ---- where chat templates are stored ---------------------------------------------------------------------------------
+
+
+def as_json(base: Path) -> None:
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+
+
+def as_processor(base: Path) -> None:
+    (base / "processor_config.json").write_text(json.dumps({"processor_class": "P", "chat_template": CHAT_TEMPLATE}))
+
+
+def as_list_in_json(base: Path) -> None:
+    several = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "x"}]
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": several}))
+
+
+def as_list(base: Path) -> None:
+    several = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ own }}"}]
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": several}))
+
+
+def as_folder(base: Path, name: str = "chat_templates") -> None:
+    (base / name).mkdir()
+    (base / name / "default.jinja").write_text(CHAT_TEMPLATE)
+    (base / name / "tool_use.jinja").write_text("{{ own }}")
+
+
+def as_transformers_folder(base: Path) -> None:
+    as_folder(base, CHAT_TEMPLATE_DIR)
+
+
+@pytest.mark.parametrize("store", [as_json, as_processor, as_list_in_json, as_list, as_folder, as_transformers_folder])
+def test_a_chat_template_is_found_wherever_loaders_look_for_it_also_in_a_quantised_copy(base, tmp_path, store):
+    expected = render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None)
+    (base / "chat_template.jinja").unlink()
+    store(base)
+    quantize_checkpoint(base, tmp_path / "packed", format="nf4")
+    for folder in (base, tmp_path / "packed"):
+        tokenizer = read_tokenizer(folder)
+        assert render(tokenizer, [{"role": "user", "content": "hi"}], date=None) == expected
+        check_chat_template(tokenizer)
+        with pytest.raises(ValueError, match=r"\['own'\], which the chat template"):
+            check_chat_template(tokenizer, arguments={"own": 1})  # only another template reads it
+
+
+def test_templates_of_which_none_is_the_default_are_named(base):
+    as_folder(base)
+    (base / "chat_template.jinja").unlink()
+    (base / "chat_templates" / "default.jinja").rename(base / "chat_templates" / "rag.jinja")
+    with pytest.raises(ValueError, match=r"chat templates rag, tool_use, and none .*chat_template\.jinja"):
+        check_chat_template(read_tokenizer(base))
+
+
+def test_a_damaged_chat_template_json_is_named(base):
+    (base / "chat_template.jinja").unlink()
+    (base / "chat_template.json").write_text("{")
+    with pytest.raises(ValueError, match=r"chat_template\.json is not JSON"):
+        check_base(base)

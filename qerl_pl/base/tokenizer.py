@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
+from qerl_pl.common.clock import CLOCK, template_clock
+from qerl_pl.quant.files import Checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
+OF_PROCESSOR = ("chat_template.json", "processor_config.json")
+"""Files in which processors of models with a vision part have the chat template, if the tokenizer's own files have
+none."""
+TEMPLATES = "chat_templates"
+"""Folder of chat templates by name, ``NAME.jinja``; transformers reads the folder ``additional_chat_templates``."""
+RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents", CLOCK)
 """Variables of a chat template that are set by this program, so the user's template arguments cannot have these
 names."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
@@ -26,7 +37,9 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
         config: the folder's config.json.
 
     Raises:
-        ValueError: files are missing or cannot be read, or the tokenizer has tokens without an embedding.
+        ValueError: files are missing or cannot be read, or ordinary text has tokens without an embedding. Tokens that
+            were added to a tokenizer may lack one (Gemma 3 1B has one for images): the model cannot sample them, and
+            prompts with them are refused.
     """
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
@@ -35,16 +48,92 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
             "model's original folder"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = read_tokenizer(path)
     except Exception as error:  # the tokenizers library raises plain Exception for malformed files
         raise ValueError(f"{path}: the tokenizer cannot be read: {_first_line(error)}") from error
-    highest = max(tokenizer.get_vocab().values(), default=-1)
+    tokens = set(tokenizer.get_vocab().values())
+    if _num_embeddings(folder) in (None, config["vocab_size"]):
+        tokens -= set(tokenizer.added_tokens_decoder)
+    highest = max(tokens, default=-1)
     if highest >= config["vocab_size"]:
         raise ValueError(
             f"{path}: the tokenizer has token {highest} and config.json says vocab_size {config['vocab_size']}; they "
             "are not of one model"
         )
     return tokenizer
+
+
+def _num_embeddings(folder: Path) -> int | None:
+    """Return the number of rows of the embedding that a folder stores; None if it stores none."""
+    if not any(folder.glob("*.safetensors")):
+        return None
+    checkpoint = Checkpoint(folder)
+    return checkpoint.shape(EMBEDDING)[0] if EMBEDDING in checkpoint else None
+
+
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or from the hub, with the chat template of ``OF_PROCESSOR`` or ``TEMPLATES`` if
+    its own files have none.
+
+    Raises:
+        ValueError: the processor's file is not JSON.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if not tokenizer.chat_template:
+        named = {file.stem: file.read_text(encoding="utf-8") for file in sorted(Path(path, TEMPLATES).glob("*.jinja"))}
+        tokenizer.chat_template = next(filter(None, (_template_in(path, name) for name in OF_PROCESSOR)), named or None)
+    return tokenizer
+
+
+def _template_in(path: str | Path, name: str) -> Any:
+    """Return the chat template, or the templates by name, in a processor's file; None if there is none."""
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    try:
+        held = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    found = held.get("chat_template") if isinstance(held, dict) else None
+    if isinstance(found, list):  # as tokenizer_config.json may have several
+        return {each["name"]: each["template"] for each in found}
+    return found
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template with which prompts are made: the only one, or the one named default.
+
+    Raises:
+        ValueError: there is none, or there are several of which none is named default.
+    """
+    name, template = tokenizer.name_or_path, tokenizer.chat_template
+    if not template:
+        raise ValueError(
+            f"the tokenizer {name} has no chat template (chat_template.jinja, chat_template.json, or chat_template in "
+            "tokenizer_config.json); use an instruction-tuned model's, or save a template as chat_template.jinja in "
+            "the model's folder"
+        )
+    if isinstance(template, Mapping) and "default" not in template:
+        raise ValueError(
+            f"the tokenizer {name} has the chat templates {', '.join(sorted(map(str, template)))}, and none is named default; "
+            "save the one that prompts are to be made with as chat_template.jinja in the model's folder"
+        )
+    return str(template["default"] if isinstance(template, Mapping) else template)
+
+
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template may write the date of its call (``strftime_now``) into prompts."""
+    return bool(tokenizer.chat_template) and CLOCK in template_of(tokenizer)
+
+
+def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> dict[int, str]:
+    """Return the added tokens, text by id, that the model of a checkpoint folder has no embedding for; none if the
+    folder has no config.json."""
+    file = Path(path, "config.json")
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    added = tokenizer.added_tokens_decoder.items()
+    return {} if size is None else {token: str(text) for token, text in added if token >= size}
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
@@ -64,7 +153,11 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 
 def check_chat_template(
-    tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None = None, arguments: Mapping[str, Any] = {}
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system_prompt: str | None = None,
+    arguments: Mapping[str, Any] = {},
+    date: str | None = None,
 ) -> None:
     """Check the tokenizer's chat template by applying it to one user message.
 
@@ -72,17 +165,17 @@ def check_chat_template(
         tokenizer: the tokenizer, with or without a template.
         system_prompt: text of the system message; None means no system message.
         arguments: further variables that the user sets for the template, e.g. enable_thinking.
+        date: date that the template writes, in ISO form; None is today.
 
     Raises:
-        ValueError: there is no template; the template fails, does not read one of the arguments, or leaves out the
-            question or the system prompt; or it adds no generation prompt, so the policy would continue the user's
-            message.
+        ValueError: there is no template; the template fails, does not read one of the arguments or the date, or leaves
+            out the question or the system prompt; or no generation prompt is between the user's message and the
+            assistant's, so the policy would continue the user's message.
     """
-    name = tokenizer.name_or_path
-    template = tokenizer.chat_template
-    if not template:
-        raise ValueError(f"the tokenizer {name} has no chat template; use an instruction-tuned model's")
-    unknown = [key for key in arguments if key in RESERVED or not re.search(rf"\b{re.escape(key)}\b", str(template))]
+    name, template = tokenizer.name_or_path, template_of(tokenizer)
+    if date is not None and not reads_clock(tokenizer):
+        raise ValueError(f"data.date is {date!r}, and the chat template of {name} writes no date; leave it out")
+    unknown = [key for key in arguments if key in RESERVED or not re.search(rf"\b{re.escape(key)}\b", template)]
     if unknown:
         raise ValueError(
             f"data.template_arguments has {unknown}, which the chat template of {name} does not read; leave them out"
@@ -91,9 +184,9 @@ def check_chat_template(
     messages = [*system, {"role": "user", "content": PROBE}]
     texts = []
     for generation_prompt in (True, False):
-        options = {"add_generation_prompt": generation_prompt, "tokenize": False, **arguments}
+        options = {"add_generation_prompt": generation_prompt, **arguments}
         try:
-            text = tokenizer.apply_chat_template(messages, **options)
+            text = render(tokenizer, messages, date=date, **options)
         except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
             with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
             raise ValueError(
@@ -105,11 +198,34 @@ def check_chat_template(
         raise ValueError(f"the chat template of {name} leaves out the question; it makes {asked[:80]!r} of {PROBE!r}")
     if system_prompt is not None and system_prompt.strip() not in asked:
         raise ValueError(f"the chat template of {name} leaves out the system turn (data.system_prompt)")
-    if asked == told:
+    if asked == told and not _answers_directly(tokenizer, messages, asked, date=date, **arguments):
         raise ValueError(
             f"the chat template of {name} has no generation prompt: add_generation_prompt changes nothing, so the "
             "policy would go on with the user's turn"
         )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, date: str | None, **variables: Any
+) -> str:
+    """Apply the chat template to messages, with ``date`` in place of the template's clock; None is the clock's."""
+    if date is not None:
+        variables = {**variables, CLOCK: template_clock(date)}
+    return str(tokenizer.apply_chat_template([*map(dict, messages)], tokenize=False, **variables))
+
+
+def _answers_directly(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], asked: str, **variables: Any
+) -> bool:
+    """Return whether the template puts the assistant's text right after the user's turn, as Mistral's does after
+    ``[/INST]``, so that it needs no generation prompt."""
+    answer = "It is 42."
+    try:
+        whole = render(tokenizer, [*messages, {"role": "assistant", "content": answer}], **variables)
+    except Exception:  # a chat template is a program, which may raise any error of Jinja or Python
+        return False
+    marked = not asked.rstrip().endswith(PROBE)  # else nothing says where the user's turn ends
+    return marked and whole.startswith(asked) and whole[len(asked) :].lstrip().startswith(answer)
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
 from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
+from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.shipped import BASE_CONFIG, plain_settings, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
@@ -148,11 +149,13 @@ class QeRLCLI(LightningCLI):
             check_checkpoint(config.ckpt_path, words=("last",))
             if self._run_now:
                 check_run_is_new(config.run_dir, config.ckpt_path)
+            config.data.date = run_date(config, fits=True)
             self._log_to(config.run_dir, loggers)
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(Path(config.run_dir, "checkpoints", f"{config.ckpt_path}.ckpt"))
         check_checkpoint(config.ckpt_path)
+        config.data.date = run_date(config, fits=False)
         source = config.data.source
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
         policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""

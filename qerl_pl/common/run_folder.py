@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,13 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
     return config, path
+
+
+def date_in(config: Mapping[str, Any]) -> str | None:
+    """Return the date that a run's chat template writes, from the content of the run's config.yaml; None if it writes
+    none."""
+    date = (config.get("data") or {}).get("date")
+    return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
 
 def is_running(folder: Path) -> bool:

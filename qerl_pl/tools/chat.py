@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -21,8 +20,9 @@ from transformers import (
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
+from qerl_pl.base.tokenizer import read_tokenizer, render
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
-from qerl_pl.common.run_folder import read_run_config, run_files
+from qerl_pl.common.run_folder import date_in, read_run_config, run_files
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.stop import StopStrings
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tokenizer = AutoTokenizer.from_pretrained(policy.base, trust_remote_code=False)
+    tokenizer = read_tokenizer(policy.base)
+    date = date_in(config)
     system = config["data"].get("system_prompt")
     template = config["data"].get("question_template") or "{question}"
     voices = {"base": False, "policy": True}
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> int:
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
                 arguments=config["data"].get("template_arguments") or {},
+                date=date,
                 stop=config["data"].get("stop") or (),
             )
             chats[voice].append({"role": "assistant", "content": answered})
@@ -111,6 +113,7 @@ def answer(
     temperature: float,
     max_tokens: int,
     arguments: Mapping[str, Any] = {},
+    date: str | None = None,
     stop: Sequence[str] = (),
 ) -> str:
     """Sample an answer to a chat and print it token by token.
@@ -123,13 +126,14 @@ def answer(
         temperature: sampling temperature; 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
         arguments: further variables of the chat template.
+        date: date that the chat template writes, in ISO form; None is today.
         stop: strings that end an answer.
 
     Returns:
         The text of the answer, without special tokens.
     """
-    text = tokenizer.apply_chat_template([*chat], add_generation_prompt=True, tokenize=False, **arguments)
-    inputs = tokenizer(str(text), add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
+    text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     config = GenerationConfig(
         max_new_tokens=max_tokens,
         do_sample=temperature > 0,

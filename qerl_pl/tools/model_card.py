@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qerl_pl.base.gguf import described
+from qerl_pl.common.run_folder import date_in
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.tools.curves import read_curves, summarize
@@ -103,4 +106,11 @@ def evidence(run: Path) -> str:
     rows = [f"| {name} | {value:.4g} |" for name, value in summarize(curves).items()]
     table = ["| measured by the run | |", "|---|---|", *rows]
     checks = [f"- {found['check']}: {found['text']}" for found in verdicts(curves)]
-    return "\n".join([*table, "", "Checks while it ran:", "", *checks])
+    return "\n".join([*table, "", *_dated(run), "Checks while it ran:", "", *checks])
+
+
+def _dated(run: Path) -> list[str]:
+    """Say which date was in the run's prompts, if its chat template writes one."""
+    file = run / "config.yaml"
+    date = date_in(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    return [] if date is None else [f"In all of the run's prompts the chat template wrote the date {date}.", ""]

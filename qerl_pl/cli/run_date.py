@@ -1,0 +1,63 @@
+"""Find the date that the chat template of a run writes into its prompts: that of the run's first start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+
+import yaml
+from jsonargparse import Namespace
+
+from datamodules.prompts import PromptDataModule
+from qerl_pl import checkpoint_file
+from qerl_pl.base.tokenizer import read_tokenizer, reads_clock
+from qerl_pl.checkpoint import LAST, PREVIOUS
+from qerl_pl.common.clock import today
+from qerl_pl.common.run_folder import date_in
+
+
+def run_date(config: Namespace, *, fits: bool) -> str | None:
+    """Return the value of data.date for a command: the one that is given, else that of the checkpoint, else that of the
+    run's config.yaml, else today's.
+
+    A run that was killed before its first checkpoint has its date in config.yaml alone. A new run in an old folder,
+    which is one of ``fit`` without a checkpoint, takes today's.
+
+    Args:
+        config: configuration of one command.
+        fits: whether the command is ``fit``.
+
+    Returns:
+        The date in ISO form; None if the chat template writes no date, or cannot be read, which a later check reports.
+    """
+    if config.data.date is not None:
+        return str(config.data.date)
+    if not _writes_date(config.data.tokenizer):
+        return None
+    path, run = config.ckpt_path, Path(config.run_dir)
+    if path is not None:
+        files = [run / "checkpoints" / LAST, run / "checkpoints" / PREVIOUS] if path == "last" else [Path(path)]
+        if date := next(filter(None, map(_date_of_checkpoint, files)), None):
+            return date
+    if path is not None or not fits:
+        try:
+            before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            before = None
+        if isinstance(before, dict) and (date := date_in(before)):
+            return date
+    return today()
+
+
+def _writes_date(tokenizer: str) -> bool:
+    try:
+        return reads_clock(read_tokenizer(tokenizer))
+    except Exception:  # whatever is wrong with the base is told by the checks of its files, which come later
+        return False
+
+
+def _date_of_checkpoint(path: Path) -> str | None:
+    try:
+        return checkpoint_file.read(path, "cpu").get(PromptDataModule.__qualname__, {}).get("date")
+    except (OSError, RuntimeError, EOFError, UnpicklingError, checkpoint_file.Damaged):
+        return None  # loading the checkpoint reports a file that is missing or damaged

@@ -1,0 +1,62 @@
+"""The clock of chat templates: one date for the whole run, written the same in every locale and time zone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+CLOCK = "strftime_now"
+"""Name of the function by which a chat template writes the date, as in ``strftime_now("%d %B %Y")``."""
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+_WHOLE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p", "+": "%c"}
+
+
+def today() -> str:
+    """Return the current date in UTC, which machines in different time zones agree on, e.g. ``2026-11-27``."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def template_clock(date: str) -> Callable[[str], str]:
+    """Return a function ``strftime_now(format)`` for chat templates, which always gives the same moment.
+
+    The directives of ``strftime`` that depend on the process's locale (names of days and months, ``%p``, ``%c``) are
+    written as in the C locale, and the moment has no time zone (``%Z`` is empty).
+
+    Args:
+        date: a date, or a date and a time, in ISO form; without a time it is midnight.
+
+    Raises:
+        ValueError: ``date`` is not in this form.
+    """
+    try:
+        moment = datetime.fromisoformat(date).replace(tzinfo=None)
+    except ValueError as error:
+        raise ValueError(
+            f"data.date is {date!r}; expected a date such as 2026-11-27, or with a time, 2026-11-27T15:30"
+        ) from error
+    words = {
+        "A": _DAYS[moment.weekday()],
+        "a": _DAYS[moment.weekday()][:3],
+        "B": _MONTHS[moment.month - 1],
+        "b": _MONTHS[moment.month - 1][:3],
+        "h": _MONTHS[moment.month - 1][:3],
+        "p": "AM" if moment.hour < 12 else "PM",
+        "s": str(int((moment - datetime(1970, 1, 1)).total_seconds())),  # strftime's depends on the time zone
+    }
+
+    def directive(found: re.Match[str]) -> str:
+        if found[2] in _WHOLE:
+            return strftime_now(_WHOLE[found[2]])
+        if (word := words.get(found[2])) is None:
+            return moment.strftime(found.group())
+        return word.upper() if found[1] == "^" else word
+
+    def strftime_now(format: str) -> str:
+        return re.sub(r"%([-_0^#]?)(.)", directive, format)
+
+    return strftime_now
