@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +34,9 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
+from qerl_pl.rewards.format import check_format_can_be_met
 from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.rollout.decode import as_sampled
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.settings.run_length import check_run_length
@@ -124,6 +126,9 @@ class QeRLModule(LightningModule):
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
         tokenizer = AutoTokenizer.from_pretrained(self.settings.folder, trust_remote_code=False)
+        if stage == "fit":
+            written = partial(as_sampled, tokenizer, stop=self.sampling.stop)
+            check_format_can_be_met(self.rewards, self.trainer.datamodule.some_train_prompts(1), written)  # pyright: ignore[reportAttributeAccessIssue]
         self.loop = RolloutLoop(
             self.engine,
             self.rewards,

@@ -61,7 +61,8 @@ class Completion:
     """The engine's finish reason: True if the completion ended at an end-of-sequence token or stop string, False if the
     engine cut it off at max_tokens."""
     text: str = ""
-    """Text of the completion, decoded without special tokens. Engines leave it empty; the rollout loop fills it in."""
+    """Text of the completion, with special tokens such as marks of thoughts, but without the token that ended it.
+    Engines leave it empty; the rollout loop fills it in."""
 
 
 @dataclass(frozen=True)

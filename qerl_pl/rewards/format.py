@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rewards.thoughts import CLOSE, OPEN, opening_at_the_end
 from qerl_pl.rewards.turn import assistant_turn
 
 _TAG = re.compile(r"</?(?:think|answer)>")
@@ -16,9 +18,37 @@ def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Complet
 
     Each tag must occur once and in this order, both spans must hold more than white space, and only white space may be
     before, between and after them. If the chat template ends the prompt with ``<think>``, this counts as the first tag.
+    Tokens by which the model's family marks thoughts, such as ``[THINK]``, count as these tags; other spellings, such
+    as ``<Think>``, do not.
     """
     pairs = zip(prompts, completions, strict=True)
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
+
+
+def check_format_can_be_met(
+    rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
+) -> None:
+    """Check before training that a completion in the right format scores 1 once it has been sampled and decoded.
+
+    Args:
+        rewards: terms of the weighted sum.
+        prompts: some prompts of the data set.
+        as_sampled: returns the text that rewards see if the policy writes a given text.
+
+    Raises:
+        ValueError: ``think_answer_format`` has a weight and would give 0 to it.
+    """
+    for term in rewards:
+        if term.reward is not think_answer_format or term.weight == 0:
+            continue
+        for prompt in prompts[:1]:
+            opened = "" if opening_at_the_end(prompt.text) else OPEN
+            seen = as_sampled(f"{opened}It follows.{CLOSE}<answer>{prompt.answer}</answer>")
+            if think_answer_format([prompt], [Completion((), (), True, text=seen)]) == [0.0]:
+                raise ValueError(
+                    f"reward {term.name!r} can only give 0: of a completion in its format, rewards would see {seen!r}; "
+                    "change data.stop or the reward"
+                )
 
 
 def _is_think_answer(text: str) -> bool:

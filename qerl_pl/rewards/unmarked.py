@@ -7,10 +7,12 @@ import re
 from itertools import islice
 
 from qerl_pl.rewards.answers import Marker, joined, marked_answer
+from qerl_pl.rewards.thoughts import thoughts_of
 
 _TAIL = 3000  # characters at the end of a completion that are searched for an unmarked answer
 _END_OF_TURN = re.compile(
     "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|end\u2581of\u2581sentence)[|\uff5c]>"
+    r"(?!\s{0,4}<\|start\|>assistant)"  # there the turn goes on in another of Harmony's channels
     "|</s>|<eos>|<end_of_turn>"
 )
 _NEXT_QUESTION = re.compile(
@@ -45,9 +47,10 @@ _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last ``</think>``; empty if a ``<think>`` was not closed."""
-    rest = text.rpartition("</think>")[2]
-    return "" if "<think>" in rest else rest
+    """Return the text after the last mark that closes thoughts, such as ``</think>``; empty if thoughts were not
+    closed."""
+    end, are_open = thoughts_of(text)
+    return "" if are_open else text[end:]
 
 
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
@@ -58,10 +61,9 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
     """
     end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
     text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
-    before, closed, _ = text.rpartition("</think>")
-    if "<think>" in text and not closed:
+    thoughts, are_open = thoughts_of(text)
+    if are_open and not thoughts:
         return text
-    thoughts = len(before + closed)
     for question in islice(_NEXT_QUESTION.finditer(text, thoughts), _MAX_QUESTIONS):
         said = text[thoughts : question.start()]  # an answer within the thoughts does not count
         if marked_answer(said, marker) or (stated and stated_answer(said)):
@@ -70,9 +72,9 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the last ``_TAIL`` characters of the text after ``</think>``; empty if a ``<think>`` was not closed."""
-    _, closed, rest = text.rpartition("</think>")
-    return "" if not closed and "<think>" in rest else rest[-_TAIL:]
+    """Return the last ``_TAIL`` characters of the text after the thoughts; empty if thoughts were not closed."""
+    end, are_open = thoughts_of(text)
+    return "" if are_open and not end else text[end:][-_TAIL:]
 
 
 def stated_answer(text: str) -> str | None:

@@ -18,6 +18,7 @@ from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
+from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -192,7 +193,7 @@ class RolloutLoop:
             texts = self.tokenizer.batch_decode([list(prompt.tokens) for prompt in prompts], skip_special_tokens=False)
             size = sampling.num_completions
             completions = [completion for group in groups for completion in group]
-            decoded = self.tokenizer.batch_decode([list(row.tokens) for row in completions], skip_special_tokens=True)
+            decoded = completion_texts(self.tokenizer, completions, stop=sampling.stop)
             completions = [replace(row, text=text) for row, text in zip(completions, decoded, strict=True)]
             repeated = [prompt for prompt in prompts for _ in range(size)]
             table = score_rewards(self.rewards, repeated, completions, seed=seed)

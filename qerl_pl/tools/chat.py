@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -130,15 +130,16 @@ def answer(
         stop: strings that end an answer.
 
     Returns:
-        The text of the answer, without special tokens.
+        The text of the answer, with special tokens such as marks of thoughts, but without end tokens.
     """
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
+    ends = end_tokens(policy.base, policy.config)
     config = GenerationConfig(
         max_new_tokens=max_tokens,
         do_sample=temperature > 0,
         **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
-        eos_token_id=end_tokens(policy.base, policy.config) or None,
+        eos_token_id=ends or None,
         pad_token_id=0,
     )
     rows = inputs.input_ids.tolist()
@@ -149,13 +150,24 @@ def answer(
             attention_mask=inputs.attention_mask,
             generation_config=config,
             stopping_criteria=at_stop,
-            streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=SafeStreamer(tokenizer, ends, skip_prompt=True, skip_special_tokens=False),
         )
-    return str(tokenizer.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)).strip()
+    answered = [token for token in tokens[0, inputs.input_ids.shape[1] :].tolist() if token not in ends]
+    return str(tokenizer.decode(answered, skip_special_tokens=False)).strip()
 
 
 class SafeStreamer(TextStreamer):
-    """Prints text token by token without control characters, so that a model's output cannot control the terminal."""
+    """Prints text token by token, without end tokens and without control characters, so that a model's output cannot
+    control the terminal."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], **settings: Any) -> None:
+        super().__init__(tokenizer, **settings)  # pyright: ignore[reportArgumentType] (its annotation is too narrow)
+        self._ends = ends
+
+    def put(self, value: torch.Tensor) -> None:
+        """Print what the prompt's tokens, or one sampled token, add to the text."""
+        if value.numel() > 1 or value.item() not in self._ends:
+            super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print a piece of text."""
