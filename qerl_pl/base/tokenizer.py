@@ -116,8 +116,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(template, Mapping) and "default" not in template:
         names = ", ".join(sorted(map(str, template)))
         raise ValueError(
-            f"the tokenizer {name} has the chat templates {names}, and none is named default; save the one that prompts "
-            "are to be made with as chat_template.jinja in the model's folder"
+            f"the tokenizer {name} has the chat templates {names}, and none is named default; save the one that "
+            "prompts are to be made with as chat_template.jinja in the model's folder"
         )
     return str(template["default"] if isinstance(template, Mapping) else template)
 

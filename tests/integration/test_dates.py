@@ -25,7 +25,8 @@ from tests.integration.conftest import load_last
 # How the templates of supported families write the date.
 WRITES = {
     "llama": "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
-    '{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}{%- endif %}{{ date_string }}',
+    '{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "26 Jul 2024" %}'
+    "{%- endif %}{%- endif %}{{ date_string }}",
     "mistral": "{%- set today = strftime_now('%Y-%m-%d') %}{{ 'The current date is ' + today + '.' }}",
     "granite": "{{- \"Knowledge Cutoff Date: April 2024.\\nToday's Date: \" + strftime_now('%B %d, %Y') + '.' }}",
     "smollm3": '{%- macro today() %}{{ strftime_now("%d %B %Y") }}{% endmacro %}{{ today() }}',
