@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
+from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
 from qerl_pl.module import QeRLModule
 
@@ -18,6 +19,8 @@ class RolloutStatistics(Callback):
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
     estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is that of the clean policy.
+
+    Numbers that rewards log by TRL's ``log_metric`` are logged as ``reward/NAME``, averaged over calls and ranks.
 
     The statistics cover the rows of all ranks, including groups that dynamic sampling dropped.
 
@@ -59,4 +62,8 @@ class RolloutStatistics(Callback):
         trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
         logged["rollout/groups_trained"] = over_ranks(self._sum, trained.sum().float().cpu())
         logged["rollout/refills"] = float(rollout.num_refills)
+        everywhere = ranks.gather_values(dict(table.metrics))
+        for name in sorted({name for metrics in everywhere for name in metrics}):
+            values = [value for metrics in everywhere for value in metrics.get(name, ())]
+            logged[f"reward/{name}"] = sum(values) / len(values)
         pl_module.log_dict(logged)

@@ -240,7 +240,14 @@ class PromptDataModule(LightningDataModule):
             [len(row) for row in rows], side, limit=self.max_prompt_tokens, max_dropped_share=self.max_dropped_share
         )
         prompts = [
-            Prompt(tuple(row), problem.answer, text=text, messages=tuple(chat), row=problem.row)
+            Prompt(
+                tuple(row),
+                problem.answer,
+                text=text,
+                messages=tuple(chat),
+                row=problem.row,
+                conversational=bool(problem.messages),
+            )
             for row, problem, text, chat in zip(rows, problems, texts, chats, strict=True)
             if len(row) <= self.max_prompt_tokens
         ]

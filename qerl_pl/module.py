@@ -34,6 +34,7 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
+from qerl_pl.rewards.calling import Progress
 from qerl_pl.rewards.format import check_format_can_be_met
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.decode import as_sampled
@@ -197,6 +198,7 @@ class QeRLModule(LightningModule):
         """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
         index, watch = self.rollout_index, Stopwatch()
         self.start_engine()
+        self.loop.progress = Progress(self.trainer.global_step, self.trainer.max_steps)
         rollout = self.loop.collect(
             batch,
             more_prompts=self.trainer.datamodule.more_prompts(index, batch),  # pyright: ignore[reportAttributeAccessIssue]
@@ -242,6 +244,7 @@ class QeRLModule(LightningModule):
     def on_validation_start(self) -> None:
         """Start the rollout engine and load the current adapter into it, without noise on its norm weights."""
         self.start_engine()
+        self.loop.progress = Progress(self.trainer.global_step, max(0, self.trainer.max_steps))
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
         if self.trainer.state.fn != TrainerFn.FITTING:

@@ -41,6 +41,8 @@ class Prompt(NamedTuple):
     """The prompt's chat messages before the chat template was applied, including the system prompt."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
+    conversational: bool = False
+    """Whether the data source gave messages instead of a question."""
 
     def with_own_row(self) -> Prompt:
         """Return a copy whose row and messages may be changed without changing those of another prompt."""

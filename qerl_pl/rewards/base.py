@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.rewards.calling import Progress, call, check_columns, takes_objects
 from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
 from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
@@ -49,7 +49,8 @@ class Limited(Protocol):
 class Reward(Protocol):
     """Scores completions: a class, whose constructor takes its settings, or a plain function.
 
-    It is called with two positional arguments, so its parameters may have any names; annotations are not needed.
+    Its arguments are given by name, so the order of the parameters does not matter, and annotations are not needed. A
+    reward with other parameters is called as TRL calls reward functions (``rewards/calling.py``).
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -71,21 +72,25 @@ class WeightedReward:
     Args:
         name: name that the scores are logged under.
         reward: a function of two lists, prompts and completions, that returns a list with a number for each completion,
-            or None for an unscored one; or a class with such a ``__call__``.
+            or None for an unscored one; or a class with such a ``__call__``. With other parameters, such as columns of
+            the data set, it is called as TRL calls reward functions.
         weight: factor of the scores in the sum. With 0 the scores are only logged, and a row that this reward leaves
             unscored is trained on all the same.
         time_limit: seconds that the reward may take for a batch, after which the run stops; null sets no limit. If the
             reward has a ``judge`` method, which reports progress, the limit is on the time between two reports.
+        messages: only for rewards that are called as TRL does: true gives prompts and completions as lists of
+            messages, false as texts; null: messages if the question in the data set is a list of messages.
 
     Raises:
-        ValueError: the name is empty, the weight is not finite, time_limit is not positive, or the reward does not take
-            two lists.
+        ValueError: the name is empty, the weight is not finite, time_limit is not positive, the reward's parameters
+            name neither prompts nor completions, or ``messages`` is set for a reward that gets objects.
     """
 
     name: str
     reward: Callable[..., Any]
     weight: float = 1.0
     time_limit: float | None = 600.0
+    messages: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -96,8 +101,11 @@ class WeightedReward:
             raise ValueError(
                 f"the time_limit of reward {self.name!r} is {self.time_limit}; expected seconds, more than 0, or null"
             )
-        if not isinstance(self.reward, Judge):
-            _check_parameters(self.name, self.reward)
+        by_objects = isinstance(self.reward, Judge) or takes_objects(self.name, self.reward)
+        if by_objects and self.messages is not None:
+            raise ValueError(
+                f"messages is {self.messages} for reward {self.name!r}, which gets Prompt and Completion; leave it out"
+            )
 
 
 class RewardTable(NamedTuple):
@@ -113,6 +121,8 @@ class RewardTable(NamedTuple):
     """Maps a reward's name to its scores with reasons, [B]."""
     only_logged: frozenset[str] = frozenset()
     """Names of the rewards with weight 0."""
+    metrics: Mapping[str, tuple[float, ...]] = {}
+    """Numbers that rewards logged by ``log_metric``, by name."""
 
     def causes(self) -> dict[Cause, int]:
         """Count the missing scores by cause (``verdict.Cause``), including causes with 0."""
@@ -156,7 +166,12 @@ def ready_rewards(
 
 
 def score_rewards(
-    rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], completions: Sequence[Completion], *, seed: int = 0
+    rewards: Sequence[WeightedReward],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    *,
+    seed: int = 0,
+    progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
     """Score a batch with every reward.
 
@@ -165,6 +180,7 @@ def score_rewards(
         prompts: [B] the prompt of each row.
         completions: [B] the completions, with their text.
         seed: seed of the global random streams while a reward runs.
+        progress: progress of the run, for rewards in TRL's form.
 
     Raises:
         ValueError: there is no reward, two share a name, or prompts and completions differ in number.
@@ -179,8 +195,9 @@ def score_rewards(
     total = torch.zeros(len(prompts), dtype=torch.float32)
     scored = torch.ones(len(prompts), dtype=torch.bool)
     components, verdicts = {}, {}
+    metrics: dict[str, list[float]] = {}
     for term in rewards:
-        verdicts[term.name] = _verdicts(term, prompts, completions, seed)
+        verdicts[term.name] = _verdicts(term, prompts, completions, seed, progress, metrics)
         found = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
         scores = torch.tensor(found, dtype=torch.float32)
         present = ~scores.isnan()
@@ -189,25 +206,29 @@ def score_rewards(
             scored &= present
             total += term.weight * torch.where(present, scores, 0.0)
     only_logged = frozenset(term.name for term in rewards if term.weight == 0)
-    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged)
+    logged = {name: tuple(values) for name, values in metrics.items()}
+    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged, logged)
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
     """Check, before anything is sampled, that the rewards can read the data set's answers.
 
-    Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called.
+    Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called; of these,
+    the columns that their parameters name are looked for.
 
     Args:
         rewards: terms of the weighted sum.
         prompts: some prompts of the data set.
 
     Raises:
-        ValueError: a reward can read none of the known answers.
+        ValueError: a reward can read none of the known answers, or takes a column that the data does not have.
     """
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
     ]
     for term in rewards:
+        if prompts and not isinstance(term.reward, Judge):
+            check_columns(term.name, term.reward, prompts)
         if term.weight == 0 or not isinstance(term.reward, Judge) or not prompts:
             continue
         verdicts = _verdicts(term, prompts, completions, seed=0)
@@ -226,8 +247,17 @@ def judge_rows(
     progress: Callable[[int], object] = no_progress,
     *,
     name: str = "reward",
+    messages: bool | None = None,
+    run: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
+    metrics: dict[str, list[float]] | None = None,
 ) -> list[Verdict]:
     """Call a reward of any kind; returns one verdict per row, with the reward's reasons if it has a ``judge`` method.
+
+    Args:
+        reward, prompts, completions, name, messages: as in ``calling.call``.
+        progress: is called with the number of rows finished since its last call.
+        run: progress of the run.
+        metrics: gets the numbers that the reward logs by ``log_metric``.
 
     Raises:
         RewardError: the reward did not return one score per row; the message has its ``name``.
@@ -240,22 +270,39 @@ def judge_rows(
             raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
         scores = checked_scores(name, [verdict.score for verdict in found], len(prompts))
         return [verdict._replace(score=score) for verdict, score in zip(found, scores, strict=True)]
-    scores = checked_scores(
-        name, reward([prompt.with_own_row() for prompt in prompts], list(completions)), len(prompts)
-    )
+    own = [prompt.with_own_row() for prompt in prompts]
+    called = call(name, reward, own, completions, messages=messages, progress=run)
+    scores = checked_scores(name, called.scores, len(prompts))
     progress(len(prompts))
+    for metric, values in called.metrics.items():
+        (metrics if metrics is not None else {}).setdefault(metric, []).extend(values)
     return [
-        Verdict(None, "the reward does not say why", "unsaid") if score is None else Verdict(score, "")
-        for score in scores
+        Verdict(None, note or "the reward does not say why", "unsaid") if score is None else Verdict(score, note)
+        for score, note in zip(scores, called.notes, strict=True)
     ]
 
 
 def _verdicts(
-    term: WeightedReward, prompts: Sequence[Prompt], completions: Sequence[Completion], seed: int
+    term: WeightedReward,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    seed: int,
+    run: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
+    metrics: dict[str, list[float]] | None = None,
 ) -> tuple[Verdict, ...]:
     own_seed = derive_seed(seed, f"reward {term.name}")
     with guarded(term.name, num_rows=len(prompts), time_limit=term.time_limit, seed=own_seed) as progress:
-        return tuple(judge_rows(term.reward, prompts, completions, progress, name=term.name))
+        judged = judge_rows(
+            term.reward,
+            prompts,
+            completions,
+            progress,
+            name=term.name,
+            messages=term.messages,
+            run=run,
+            metrics=metrics,
+        )
+        return tuple(judged)
 
 
 def _check_names(rewards: Sequence[WeightedReward]) -> None:
@@ -264,18 +311,3 @@ def _check_names(rewards: Sequence[WeightedReward]) -> None:
     repeated = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
     if repeated:
         raise ValueError(f"several rewards are named {repeated[0]!r}; give each its own name")
-
-
-def _check_parameters(name: str, reward: Callable[..., Any]) -> None:
-    """Check by its signature that a reward accepts the prompts and the completions of a batch."""
-    try:
-        parameters = inspect.signature(reward)
-    except (TypeError, ValueError):  # of a builtin, say: the first call will tell
-        return
-    try:
-        parameters.bind([], [])
-    except TypeError as error:
-        raise ValueError(
-            f"reward {name!r} takes {parameters}; expected two parameters, the prompts and the completions of a batch, "
-            f"as in def reward(prompts, completions) -> list ({error})"
-        ) from None

@@ -16,6 +16,7 @@ from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
+from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
 from qerl_pl.rollout.decode import completion_texts
@@ -77,6 +78,8 @@ class RolloutLoop:
         self.filter_truncated = filter_truncated
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
+        self.progress = Progress()
+        """Progress of the run, which rewards may read; the module sets it before each rollout."""
         self.observers: list[Callable[[Rollout], None]] = []
         """Functions that are called with each training rollout before the update, while the engine is awake and holds
         the adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise
@@ -196,6 +199,6 @@ class RolloutLoop:
             decoded = completion_texts(self.tokenizer, completions, stop=sampling.stop)
             completions = [replace(row, text=text) for row, text in zip(completions, decoded, strict=True)]
             repeated = [prompt for prompt in prompts for _ in range(size)]
-            table = score_rewards(self.rewards, repeated, completions, seed=seed)
+            table = score_rewards(self.rewards, repeated, completions, seed=seed, progress=self.progress)
         prompt_texts = tuple(text for text in texts for _ in range(size))
         return ScoredBatch(tuple(repeated), prompt_texts, tuple(completions), table, size)

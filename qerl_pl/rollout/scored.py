@@ -82,6 +82,7 @@ class ScoredBatch:
                 {name: scores[rows] for name, scores in self.table.components.items()},
                 {name: tuple(verdicts[row] for row in picked) for name, verdicts in self.table.verdicts.items()},
                 self.table.only_logged,
+                self.table.metrics,
             ),
             self.group_size,
         )
@@ -99,6 +100,8 @@ class ScoredBatch:
                 {name: torch.cat([scores, theirs.components[name]]) for name, scores in mine.components.items()},
                 {name: verdicts + theirs.verdicts[name] for name, verdicts in mine.verdicts.items()},
                 mine.only_logged,
+                {name: (*mine.metrics.get(name, ()), *values) for name, values in theirs.metrics.items()}
+                | {name: values for name, values in mine.metrics.items() if name not in theirs.metrics},
             ),
             self.group_size,
         )

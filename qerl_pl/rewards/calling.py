@@ -1,0 +1,183 @@
+"""Call a reward: its parameters get prompts, completions and columns of the data set by their names.
+
+A reward whose parameters are ``prompts`` and ``completions``, in any order, gets ``Prompt`` and ``Completion``. Any
+other reward is called as TRL 1.16 calls reward functions: ``completions`` are texts or lists of messages, and every
+column of the data set is an argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import TrainerState
+
+from qerl_pl.common.types import Completion, Prompt
+
+OBJECTS = {"prompts", "completions"}
+SAMPLED = ("prompts", "completions", "completion_ids")
+LONGEST_NOTE = 200  # characters of a value that a reward logs for a row
+_NO_COLUMN = ("prompt", "completion", "completion_ids")  # TRL gives these columns no argument of their name
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Progress(NamedTuple):
+    """Progress of the run, which rewards in TRL's form may read in ``trainer_state``."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    max_steps: int = 0
+    """Optimizer steps of the whole run."""
+
+
+class Called(NamedTuple):
+    """What a reward returned, and what it logged."""
+
+    scores: Any
+    """Return value of the reward, not checked."""
+    notes: list[str]
+    """[B] values that the reward logged for each row by ``log_extra``; empty texts if there are none."""
+    metrics: dict[str, list[float]]
+    """Numbers that the reward logged for the batch by ``log_metric``."""
+
+
+def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
+    """Return whether a reward gets ``Prompt`` and ``Completion``; otherwise it is called as TRL calls it.
+
+    Args:
+        name: name of the reward, for the error.
+        reward: a function or another callable; of a class, the signature of its ``__call__`` is read.
+
+    Raises:
+        ValueError: the parameters name neither prompts nor completions.
+    """
+    signature = _signature(name, reward)
+    names = {each.name for each in signature.parameters.values() if each.kind not in _VARIADIC}
+    is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    if not is_open and not names & set(SAMPLED):
+        raise ValueError(
+            f"reward {name!r} takes {signature}; expected two parameters named prompts and completions, or, as TRL "
+            f"calls rewards, some of {', '.join(SAMPLED)} and columns of the data set"
+        )
+    return not is_open and names == OBJECTS
+
+
+def call(
+    name: str,
+    reward: Callable[..., Any],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    *,
+    messages: bool | None = None,
+    progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
+) -> Called:
+    """Call a reward with a batch. A coroutine, which TRL also accepts as a reward, is run to its end.
+
+    Args:
+        name: name of the reward, for errors.
+        reward: a reward without a ``judge`` method.
+        prompts: [B] the prompt of each row.
+        completions: [B] the completions, with their text.
+        messages: whether a reward in TRL's form gets lists of messages (True) or texts (False); None: messages if the
+            data set's question is a list of messages, as in TRL.
+        progress: given to rewards in TRL's form as ``trainer_state``.
+
+    Raises:
+        ValueError: a parameter has no default and names no column of the data set.
+    """
+    if takes_objects(name, reward):
+        bound = _bound(name, reward, {"prompts": list(prompts), "completions": list(completions)})
+        return Called(_finished(reward(*bound.args, **bound.kwargs)), [""] * len(prompts), {})
+    logged: list[list[str]] = [[] for _ in prompts]
+    metrics: dict[str, list[float]] = {}
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != len(logged):
+            raise ValueError(f"log_extra({column!r}) has {len(values)} values for {len(logged)} rows")
+        for row, value in zip(logged, values, strict=True):
+            row.append(f"{column}: {' '.join(str(value).split())[:LONGEST_NOTE]}")
+
+    def log_metric(metric: str, value: float) -> None:
+        metrics.setdefault(metric, []).append(float(value))
+
+    given = _columns(prompts) | _sampled(prompts, completions, messages)
+    state = TrainerState(global_step=progress.step, max_steps=progress.max_steps)
+    given |= {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
+    bound = _bound(name, reward, given)
+    scores = _finished(reward(*bound.args, **bound.kwargs))
+    return Called(scores, ["; ".join(row) for row in logged], metrics)
+
+
+def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Prompt]) -> None:
+    """Check that the data set has the columns that a reward's parameters name; the reward is not called.
+
+    Raises:
+        ValueError: it lacks one; the message has the names that there are.
+    """
+    if not takes_objects(name, reward):
+        given = dict.fromkeys((*_columns(prompts), *SAMPLED, "trainer_state", "log_extra", "log_metric"))
+        _bound(name, reward, given)
+
+
+def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Return the columns of the data set, [B] values each, None where a row lacks one; ``answer`` is the known answer
+    if the data set has no column of that name."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in _NO_COLUMN)
+    found = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
+    return {"answer": [prompt.answer for prompt in prompts], **found}
+
+
+def _sampled(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], messages: bool | None
+) -> dict[str, list[Any]]:
+    if messages is None:
+        messages = any(prompt.conversational for prompt in prompts)
+    asked = [[dict(message) for message in prompt.messages] for prompt in prompts]
+    answered = [[{"role": "assistant", "content": completion.text}] for completion in completions]
+    if not messages:
+        asked = [chat[-1]["content"] if chat else "" for chat in asked]
+        answered = [completion.text for completion in completions]
+    tokens = [list(completion.tokens) for completion in completions]
+    return {"prompts": asked, "completions": answered, "completion_ids": tokens}
+
+
+def _bound(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:
+    signature = _signature(name, reward)
+    bound = signature.bind_partial()
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            rest = {key: value for key, value in given.items() if key not in signature.parameters}
+            bound.arguments[parameter.name] = rest
+        elif parameter.name in given and parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[parameter.name] = given[parameter.name]
+        elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            raise ValueError(
+                f"reward {name!r} takes {parameter.name!r}, which the data does not have; expected one of "
+                f"{', '.join(given)}"
+            )
+    return bound
+
+
+def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
+    try:
+        if not inspect.isclass(reward):
+            return inspect.signature(reward)
+        if not any("__call__" in vars(each) for each in inspect.getmro(reward)):
+            raise TypeError("its instances cannot be called")
+        whole = inspect.signature(reward.__call__)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
+    except (TypeError, ValueError):  # of a function written in C, say
+        raise ValueError(
+            f"reward {name!r} does not say which parameters it has; expected a Python function of prompts and "
+            "completions, or a class with such a __call__"
+        ) from None
+
+
+def _finished(found: Any) -> Any:
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(found: Any) -> Coroutine[Any, Any, Any]:
+    return await found
