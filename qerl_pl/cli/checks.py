@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 
 from qerl_pl.checkpoint import LAST
+from qerl_pl.rewards.base import Judge
+from qerl_pl.rewards.calling import takes_objects
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
@@ -59,3 +65,51 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
             f"{run_dir} already holds a run ({last}): resume it with --ckpt_path last, or choose another folder with "
             "--run_dir"
         )
+
+
+def check_class_paths(value: Any, place: str = "") -> None:
+    """Refuse a class path that would call something other than a class or a function that says what it makes.
+
+    jsonargparse checks a class's type before it makes an instance where it knows the type. Where the type is any
+    callable, as for rewards, it calls what the path names and looks at the result, so this function looks first: a
+    class needs a ``__call__`` with a reward's parameters, and a function the return annotation of such a class or
+    ``Callable``.
+
+    Args:
+        value: parsed configuration, or a part of it.
+        place: dotted name of the part, for the error.
+
+    Raises:
+        ValueError: names the setting and the path.
+    """
+    if isinstance(value, Namespace | Mapping):
+        inside = vars(value) if isinstance(value, Namespace) else value
+        if isinstance(path := inside.get("class_path"), str):
+            _check_class_path(path, place)
+        for name, own in inside.items():
+            check_class_paths(own, f"{place}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for own in value:
+            check_class_paths(own, place)
+
+
+def _check_class_path(path: str, place: str) -> None:
+    module, _, name = path.rpartition(".")
+    made: Any = getattr(importlib.import_module(module), name, None) if module else None
+    if made is None:
+        return  # a name without module is one of Lightning's, and jsonargparse has found or refused the rest
+    if not inspect.isclass(made):
+        try:
+            made = typing.get_type_hints(made).get("return")
+        except (TypeError, NameError):
+            made = None
+        if typing.get_origin(made) is Callable or made in (Callable, typing.Callable):
+            return
+        if not inspect.isclass(made) or made is type(None):
+            raise ValueError(
+                f"{place} is {path}, a function that does not say what it makes; expected a class, or a function "
+                "whose return annotation is a class or Callable (a reward that is a function is named without "
+                "class_path and init_args)"
+            )
+    if place.rpartition(".")[2] == "reward" and not issubclass(made, Judge):
+        takes_objects(path, made)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 
 from qerl_pl.cli.errors import in_short
@@ -86,8 +86,9 @@ def _is_below_zero(text: str) -> bool:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``; a second call does
-    nothing."""
+    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``, and make no object where a
+    parameter has no type that says which; a second call does nothing."""
+    set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _spelt_out(load(text)), exceptions=(yaml.YAMLError,))
 

@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
 
 class Called(NamedTuple):
-    """What a reward returned, and what it logged."""
+    """Result of one call of a reward, with the values that it logged."""
 
     scores: Any
     """Return value of the reward, not checked."""

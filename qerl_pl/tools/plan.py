@@ -19,6 +19,7 @@ from rich.table import Table
 
 from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
+from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.program import restored_arguments
@@ -140,6 +141,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     model, data, trainer = config["model"], config["data"], config["trainer"]
     optimizer = model["optimizer"]  # the default is an import path without arguments, i.e. a string
     sampling = Sampling(**model["sampling"])
+    check_class_paths(model["engine"], "model.engine")
     engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
     return run_memory(
         num_prompts=data["batch_size"],

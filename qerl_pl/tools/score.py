@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.words import Parser
 from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.os_errors import in_words
@@ -60,7 +61,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help='the same rows with "score" and "reason"')
     try:
-        arguments = parser.instantiate(parser.parse_args(_named(argv)))
+        parsed = parser.parse_args(_named(argv))
+        check_class_paths(parsed)
+        arguments = parser.instantiate(parsed)
         reward = WeightedReward("reward", arguments.reward).reward
         counts, reasons = score_file(reward, arguments.input, arguments.output)
     except OSError as error:

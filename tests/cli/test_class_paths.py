@@ -1,0 +1,52 @@
+"""What a class path names is checked before it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jsonargparse import Namespace
+
+from qerl_pl.cli.checks import check_class_paths
+
+
+def makes_a_reward(scale: float) -> Callable[..., Any]:
+    raise AssertionError("called")
+
+
+class TakesOthers:
+    def __init__(self) -> None:
+        raise AssertionError("made")
+
+    def __call__(self, one, two):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("os.system", "a function that does not say what it makes"),
+        ("os.popen", "a function that does not say what it makes"),
+        ("builtins.exec", "a function that does not say what it makes"),
+        ("subprocess.Popen", "does not say which parameters"),
+        (f"{__name__}.TakesOthers", "takes .one, two.; expected two parameters named prompts and completions"),
+    ],
+)
+def test_what_is_no_reward_is_refused_without_a_call(path, said):
+    spec = Namespace(rewards=[Namespace(name="a", reward=Namespace(class_path=path, init_args=Namespace()))])
+    with pytest.raises(ValueError, match=said):
+        check_class_paths(spec)
+
+
+@pytest.mark.parametrize("path", [f"{__name__}.makes_a_reward", "qerl_pl.rewards.math.NumericAnswer"])
+def test_rewards_and_functions_that_say_that_they_make_one_are_taken(path):
+    check_class_paths({"model": {"rewards": [{"reward": {"class_path": path, "init_args": {"scale": 1.0}}}]}})
+
+
+def test_a_class_path_inside_the_settings_of_an_object_is_checked_too():
+    inner = {"class_path": "os.system", "init_args": {"command": "true"}}
+    with pytest.raises(ValueError, match=r"data.source.init_args.only.a is os.system"):
+        check_class_paths(
+            {"data": {"source": {"class_path": "datamodules.table.Table", "init_args": {"only": {"a": inner}}}}}
+        )
