@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from qerl_pl.settings.trainer import check_trainer
 
@@ -16,6 +19,9 @@ GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "
         ("max_steps", -5, "at least 1"),
         ("max_steps", 0, "at least 1"),
         ("max_steps", -1, "at least 1"),
+        ("max_steps", 10**20, "at most 2147483647"),
+        ("devices", 100_000, "expected at most"),
+        ("devices", "100000", "expected at most"),
         ("val_check_interval", 0, "RL iterations"),
         ("val_check_interval", 0.5, "RL iterations"),
         ("val_check_interval", -2, "RL iterations"),
@@ -58,3 +64,33 @@ def test_an_evaluation_needs_batches_of_its_own_and_no_steps():
 def test_an_accelerator_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="no CUDA GPU; use auto or cpu"):
         check_trainer({**GOOD, "accelerator": "gpu"}, command="fit")
+
+
+ACTS = {
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "max_steps", "min_steps"),
+    *("max_time", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "deterministic"),
+    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark", "inference_mode", "profiler"),
+    *("detect_anomaly", "plugins", "default_root_dir", "enable_autolog_hparams", "model_registry"),
+}
+REFUSED = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 1.0,
+    "gradient_clip_algorithm": "norm",
+    "max_epochs": 3,
+    "min_epochs": 1,
+    "overfit_batches": 2,
+    "fast_dev_run": True,
+    "reload_dataloaders_every_n_epochs": 1,
+    "barebones": True,
+    "sync_batchnorm": True,
+    "use_distributed_sampler": False,
+}
+
+
+def test_every_setting_of_the_trainer_is_known_to_act_or_is_refused():
+    settings = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    assert settings == ACTS | REFUSED.keys()
+    for name, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"trainer.{name} is {value}; leave it"):
+            check_trainer({**GOOD, name: value}, command="fit")

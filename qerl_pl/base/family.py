@@ -71,6 +71,9 @@ class Family:
     """Names in config.json of values that must be null, false or 0, because the feature that they enable is not
     supported. Each comes with a description of the feature for the error message."""
 
+    one_window: bool = False
+    """Whether vLLM computes this family only if all blocks have a sliding window, or none."""
+
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear, given by its full name, stays in 16 bits in every 4-bit base."""
         return linear.rpartition(".")[2] in self.dense
@@ -150,9 +153,14 @@ _QWEN35 = Family(
 # their position, and SmolLM3 has rotary embeddings in some of its layers only.
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
 
+_QWEN = Family(
+    refused=(("dual_chunk_attention_config", "attention in chunks (the models of a million tokens)"),),
+    one_window=True,
+)
+
 FAMILIES: Mapping[str, Family] = {
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
     "llama": Family(),
     "mistral": Family(),
     "ministral3": _OWN_ATTENTION,

@@ -24,7 +24,7 @@ from callbacks.run_lock import RunLock
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
-from qerl_pl.cli.checks import check_checkpoint, check_groups, check_run_is_new
+from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
@@ -114,7 +114,6 @@ class QeRLCLI(LightningCLI):
         parser.add_argument("--run_dir", type=run_folder, default="runs/default", help=text)
         parser.add_argument("--smoke", action="store_true", help=HELP)
         parser.link_arguments("run_dir", "trainer.default_root_dir")
-        parser.link_arguments("run_dir", "trainer.logger.init_args.save_dir")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
@@ -133,6 +132,7 @@ class QeRLCLI(LightningCLI):
         """
         command = str(self.subcommand)
         config = self.config[command]
+        check_class_paths(config)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")
@@ -187,6 +187,8 @@ class QeRLCLI(LightningCLI):
             if "save_dir" not in logger.get("init_args", {}):
                 continue
             settings = logger.init_args
+            if settings.save_dir not in (None, "runs", ".", folder):  # the values of base.yaml and of loggers' defaults
+                continue
             settings.save_dir = folder
             if settings.get("name") == "lightning_logs" and "version" in settings and settings.version is None:
                 settings.name = settings.version = ""

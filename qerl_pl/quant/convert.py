@@ -118,8 +118,8 @@ def _scales(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> Scales:
     else:
         codes = tensors[f"{name}.weight"]
         multiplier = tensors[f"{name}.weight_scale_2"].double().reshape(())
-    if not (multiplier.isfinite() and multiplier > 0):
-        raise ValueError(f"{name} has tensor scale {float(multiplier)}; expected a finite number above 0")
+    if not (multiplier.float().isfinite() and multiplier.float() > 0):
+        raise ValueError(f"{name} has tensor scale {float(multiplier)}; expected a finite number above 0 in fp32")
     block_scale = tensors[f"{name}.weight_scale"].view(torch.uint8)
     if (block_scale & NAN_BITS == NAN_BITS).any():
         raise ValueError(f"{name}.weight_scale holds NaN")
@@ -142,4 +142,6 @@ def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
         if not block:
             raise ValueError(f"{name} is in FP8 with scales {list(scale.shape)} for {[rows, columns]}; expected blocks")
         args = QuantizationArgs(strategy="block", block_structure=[block, block])  # pyright: ignore[reportArgumentType]
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise ValueError(f"{name}.weight_scale holds a negative or no finite number; expected finite magnitudes")
     return dequantize_fp8(weight, scale, args=args, dtype=scale.dtype)

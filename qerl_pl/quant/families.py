@@ -55,6 +55,8 @@ def check_family(path: str | Path) -> Mapping:
         if config.get(name):
             raise ValueError(f"{path}: {name} is {config[name]!r}; {family} models with {words} are not supported")
     _check_values(file, config)
+    if family_of(family, path=path).one_window:
+        _check_windows(file, config)
     return config
 
 
@@ -132,6 +134,22 @@ def _check_values(file: Path, config: Mapping) -> None:
     generation = file.with_name("generation_config.json")
     if generation.is_file():
         _check_ends(generation, read_json(generation), config["vocab_size"])
+
+
+def _check_windows(file: Path, config: Mapping) -> None:
+    """Refuse a sliding window in some blocks only, by the rule of transformers' Qwen2Config."""
+    blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if not isinstance(kinds, list):
+        first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks
+        with_window = max(0, blocks - first) if config.get("sliding_window", 4096) is not None else 0
+    else:
+        with_window = sum(kind == "sliding_attention" for kind in kinds)
+    if 0 < with_window < blocks:
+        raise ValueError(
+            f"{file} gives {with_window} of {blocks} blocks a sliding window (use_sliding_window, max_window_layers, "
+            "layer_types), which vLLM does not compute for this family; set use_sliding_window to false and remove "
+            "layer_types if sequences are shorter than sliding_window"
+        )
 
 
 def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:

@@ -153,9 +153,27 @@ def read_layout(path: Path) -> Layout | None:
         raise ValueError(f"{path} quantises its scales too (double quantisation); we read {_KNOWN}")
     if method != "bitsandbytes" and variant != "W4A16_NVFP4" and not _keeps_activations(config):
         raise ValueError(f"{path} quantises activations too ({variant}, W4A4); we read {_KNOWN}")
+    check_group_sizes(path, config, layout.fmt.block)
     if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
         raise ValueError(f"{path} quantises the key/value cache; we read {_KNOWN}")
     return layout
+
+
+def check_group_sizes(path: Path, config: Mapping, block: int) -> None:
+    """Check that a quantisation config gives the number of columns that share a scale as the format has it.
+
+    Raises:
+        ValueError: it gives another number; names the key.
+    """
+    groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    given = [("group_size", config.get("group_size")), ("blocksize", config.get("blocksize"))]
+    given += [("config_groups.weights.group_size", (group.get("weights") or {}).get("group_size")) for group in groups]
+    for key, size in given:
+        if size is not None and size != block:
+            raise ValueError(
+                f"{path / CONFIG}: quantization_config has {key} {size!r}; its format has {block} weights to a scale, "
+                "so either is wrong: take config.json from the folder that the weights are from"
+            )
 
 
 def _keeps_activations(config: Mapping) -> bool:

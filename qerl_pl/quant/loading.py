@@ -169,11 +169,15 @@ def _fill(
     if slot.leaf == "block_scale":
         _check_magnitudes(tensor, name)
     value = slot.convert(tensor, meta.shape) if slot.convert else tensor
+    if slot.leaf == "global_scale_bits":
+        _check_tensor_scale(value, tensor, name)
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
     if value.shape != meta.shape or not same_kind:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; the model expects {meta.dtype} {list(meta.shape)} for it"
         )
+    if meta.is_floating_point() and value.dtype.itemsize > dtype.itemsize:
+        _check_finite(value.to(dtype), f"{name}, in {str(dtype).removeprefix('torch.')},")
     value = value.to(device=device, dtype=dtype if meta.is_floating_point() else meta.dtype, copy=True)
     is_parameter = isinstance(meta, nn.Parameter)
     setattr(module, slot.leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
@@ -195,6 +199,16 @@ def _check_magnitudes(scales: Tensor, name: str) -> None:
         raise ValueError(
             f"{name} holds {number} negative block scales of {scales.numel()}; expected magnitudes, as the 4-bit codes "
             "have the signs: quantise the model again"
+        )
+
+
+def _check_tensor_scale(bits: Tensor, stored: Tensor, name: str) -> None:
+    """Refuse a tensor scale whose factor, the bits of an fp64 number, is no finite number above 0 in fp32."""
+    factor = bits.view(torch.float64).float()
+    if not (factor.isfinite() & (factor > 0)).all():
+        raise ValueError(
+            f"{name} is {stored.flatten().tolist()[:3]}, with which weights are multiplied by "
+            f"{factor.flatten().tolist()[:3]}; expected a finite factor above 0: quantise the model again"
         )
 
 

@@ -125,6 +125,11 @@ class ModuleSettings:
         config = check_base(self.folder)  # may download and quantise, so after what costs nothing
         if self.lora.start is not None:
             check_fits(self.lora.starts_at, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
+        if self.lora.rank > config["hidden_size"]:
+            raise ValueError(
+                f"model.lora.rank is {self.lora.rank}; expected at most the model's hidden_size "
+                f"({config['hidden_size']}), the largest rank that its linears can have"
+            )
         check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
         check_positions(
             config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len

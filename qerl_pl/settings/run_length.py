@@ -49,7 +49,12 @@ def check_run_length(
             "model.objective.covariance.kind is 'kl' and a rollout has one optimizer step, in which the penalty is 0; "
             "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
         )
-    if warmup_steps >= max_steps:
+    if warmup_steps > max_steps:
+        raise ValueError(
+            f"model.warmup_steps is {warmup_steps}; expected at most trainer.max_steps ({max_steps}), or the learning "
+            "rate never reaches its full value"
+        )
+    if warmup_steps == max_steps:
         rank_zero_warn(
             f"model.warmup_steps ({warmup_steps}) is no less than trainer.max_steps ({max_steps}): the learning rate "
             "never reaches its full value"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
+MOST_STEPS = 2**31 - 1
 UNUSABLE = {
     "accumulate_grad_batches": (1, "model.micro_batch_tokens sets the size of the passes of an optimizer step"),
     "gradient_clip_val": (None, "set model.max_grad_norm"),
@@ -17,6 +19,8 @@ UNUSABLE = {
     "overfit_batches": (0.0, "for a short trial lower trainer.max_steps and the number of problems of the data source"),
     "fast_dev_run": (False, "for a short trial lower trainer.max_steps and model.sampling.max_tokens"),
     "reload_dataloaders_every_n_epochs": (0, "the loader has no epochs"),
+    "sync_batchnorm": (False, "the supported models have no batch norm"),
+    "use_distributed_sampler": (True, "the data module divides prompts among ranks itself"),
     "barebones": (False, "a run without checkpoints cannot be resumed"),
 }
 """Maps a setting of Lightning's trainer to the only value that works here, and to advice on what to do instead."""
@@ -52,6 +56,8 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
     if command != "fit":
         return
     steps = trainer.get("max_steps")
+    if steps is not None and steps > MOST_STEPS:
+        raise ValueError(f"trainer.max_steps is {steps}; expected at most {MOST_STEPS}")
     if steps is None or steps < 1:
         raise ValueError(f"trainer.max_steps is {steps}; expected the length of the run, at least 1 optimizer step")
     every = trainer.get("val_check_interval")
@@ -88,6 +94,12 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
 
 def _check_hardware(trainer: Mapping[str, Any]) -> None:
     accelerator, devices = trainer.get("accelerator"), trainer.get("devices")
+    has_gpu = torch.cuda.is_available() and accelerator != "cpu"
+    count = int(devices) if str(devices).isdigit() else 1
+    most = torch.cuda.device_count() if has_gpu else len(os.sched_getaffinity(0))
+    if count > most and (has_gpu or accelerator in ("auto", "cpu", None)):
+        kind = "GPUs" if has_gpu else "CPU cores"
+        raise ValueError(f"trainer.devices is {devices} and this machine has {most} {kind}; expected at most {most}")
     if not isinstance(accelerator, str) or accelerator in ("auto", "cpu"):
         return
     if accelerator not in ("gpu", "cuda"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -97,9 +99,26 @@ def launch(
                 llm = LLM(**{**arguments, **more, **given, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group)
+        except Exception as error:
+            with setup.trainers_group(engines_own=owns_group):
+                setup.destroy_groups()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise refusal(error) from error
         except BaseException:  # the next start must not find process groups that this failed start created
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()
             raise
         finally:
             loader.forget()
+
+
+def refusal(error: Exception) -> ValueError:
+    """Make an error of one line from an error with which vLLM did not start, and write its traceback to a file."""
+    with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    said = " ".join(str(error).split())[:500]
+    return ValueError(
+        f"vLLM does not start with this model and these settings: {type(error).__name__}: {said} (traceback in "
+        f"{file.name})"
+    )

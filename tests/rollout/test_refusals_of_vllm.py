@@ -1,0 +1,18 @@
+"""An error with which vLLM does not start becomes one line, and its traceback a file."""
+
+from pathlib import Path
+
+from qerl_pl.rollout.vllm.launch import refusal
+
+
+def test_a_refusal_is_one_line_with_the_message_and_the_file_of_the_traceback():
+    try:
+        raise AssertionError("first\nsecond")
+    except AssertionError as error:
+        refused = refusal(error)
+    said = str(refused)
+    assert "\n" not in said
+    assert "AssertionError: first second" in said
+    file = Path(said.rpartition(" ")[2].rstrip(")"))
+    assert "test_refusals_of_vllm.py" in file.read_text()
+    file.unlink()
