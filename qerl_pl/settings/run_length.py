@@ -22,13 +22,13 @@ def check_run_length(
         max_steps: optimizer steps of the run; -1 if they are not given.
         updates_per_rollout: passes over each rollout.
         mini_batches: optimizer steps per pass.
-        warmup_steps: optimizer steps of the learning rate's warm-up; it may not be longer than the run, and as long gives a warning.
+        warmup_steps: optimizer steps of the learning rate's warm-up; as many as the run has give a warning.
         batch_size: prompts per rollout over all ranks.
         objective: the loss; its covariance penalty is 0 in the first optimizer step of a rollout.
 
     Raises:
-        ValueError: max_steps is missing, below warmup_steps or no multiple of a rollout's optimizer steps, batch_size is no multiple of
-            mini_batches, or a term of the loss would always be 0.
+        ValueError: max_steps is missing, below warmup_steps or no multiple of a rollout's optimizer steps, batch_size
+            is no multiple of mini_batches, or a term of the loss would always be 0.
     """
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
