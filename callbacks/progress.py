@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from qerl_pl.common.phases import Phase, phase
 from qerl_pl.common.program import called_as
 from qerl_pl.module import QeRLModule
 
@@ -24,11 +25,12 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix
 class Progress(Callback):
     """Shows how many rollouts are done, the remaining time, reward and entropy.
 
-    On a terminal this is one line, and a second one during validation; messages of the program are printed above them.
-    In a job's log or a file it is one line per rollout. The reward is the mean over rank 0's completions. The remaining
-    time follows from the mean time per rollout since this start, including validations. Each validation leaves a line
-    with its reward and accuracy, and a run that is complete ends with the command that shows its curves. Lightning's
-    own bar counts epochs and optimizer steps, so configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    On a terminal this is one line, and a second one during validation; messages of the program are printed above
+    them. In a job's log or a file it is one line per rollout, and lines while the first rollout or a validation
+    lasts. The reward is the mean over rank 0's completions. The remaining time follows from the mean time per rollout
+    since this start, including validations. Each validation leaves a line with its reward and accuracy, and a run
+    that is complete ends with the command that shows its curves. Lightning's own bar counts epochs and optimizer
+    steps, so configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next where the output is no terminal. The last rollout always has a line.
@@ -50,6 +52,8 @@ class Progress(Callback):
         self._first, self._start = 0, 0.0
         self._rollouts: tqdm[Any] | None = None
         self._batches: tqdm[Any] | None = None
+        self._waiting: Phase | None = None
+        self._waits = ExitStack()
         self._messages = ExitStack()
 
     @override
@@ -65,12 +69,18 @@ class Progress(Callback):
             self._rollouts = _bar("rollouts", pl_module.num_rollouts, initial=self._first, leave=True)
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+        if pl_module.rollout_index == self._first and not _has_terminal(trainer):
+            self._waits.enter_context(phase("the first rollout and its update"))
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not trainer.is_global_zero:
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
+        self._waits.close()
         reward = outputs["rollout"].evaluation.table.total.mean().item()
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
@@ -142,15 +152,21 @@ class Progress(Callback):
         self._close()  # Lightning leaves teardown out; the error is printed below the last state of the lines
 
     def _begin(self, trainer: Trainer, what: str, batches: list[int | float] | int | float) -> None:
-        if _has_terminal(trainer):
-            total = sum(batches) if isinstance(batches, list) else batches
+        total = sum(batches) if isinstance(batches, list) else batches
+        if not _has_terminal(trainer):
+            self._waits.close()
+            self._waiting = self._waits.enter_context(phase(what, total=int(total), unit="batches"))
+        else:
             self._batches = _bar(f"{what}, batches", total, leave=trainer.state.fn != "fit")
 
     def _advance(self) -> None:
         if self._batches is not None:
             self._batches.update()
+        elif self._waiting is not None:
+            self._waiting.update()
 
     def _close(self) -> None:
+        self._waits.close()
         self._close_batches()
         self._close_rollouts()
         self._messages.close()
@@ -161,6 +177,9 @@ class Progress(Callback):
             self._rollouts = None
 
     def _close_batches(self) -> None:
+        if self._waiting is not None:
+            self._waits.close()
+            self._waiting = None
         if self._batches is not None:
             self._batches.close()
             self._batches = None

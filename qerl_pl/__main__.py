@@ -7,9 +7,11 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
 from qerl_pl.common.os_errors import in_words
-from qerl_pl.common.program import use_expandable_segments
+from qerl_pl.common.phases import phase
+from qerl_pl.common.program import called_as, use_expandable_segments
 
 TRAINING = {
     "fit": "train a policy",
@@ -18,6 +20,7 @@ TRAINING = {
     "predict": "write completions of a policy",
 }
 COMMANDS = {
+    "init": "write a small configuration, a reward and problems of your own, to start from",
     "tiny": "make a small warm-started policy for the quickstart and for tests",
     "pretrain": "make a policy from scratch on generated word problems, and measure it",
     "problems": "write generated word problems as JSON Lines",
@@ -30,7 +33,9 @@ COMMANDS = {
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
-MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict"}
+QUICK = ("init", "problems")
+"""Commands that import nothing that takes seconds."""
+MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict", "new": "init"}
 """Maps names that other programs have for a command, such as ``train``, to this program's name for it. They are used in
 the error message for an unknown command."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
@@ -52,9 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     commands = TRAINING | COMMANDS
+    if argv and argv[0] in ("--version", "-V", "version"):
+        print(importlib.import_module("qerl_pl.tools.version").versions())
+        return 0
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))
-        print("usage: qerl COMMAND [--help], or python -m qerl_pl COMMAND\n\ncommands:")
+        print("usage: qerl COMMAND [--help], qerl --version, or python -m qerl_pl COMMAND\n\ncommands:")
         print("\n".join(f"  {name:{width}}  {text}" for name, text in commands.items()))
         print("\nTraining and evaluation take -c TASK -c MODEL -c ARM, files or names of shipped configurations:")
         folder = Path(__file__).parents[1] / "configs"
@@ -87,16 +95,22 @@ def _run(argv: list[str]) -> int:
             print(f"error: {fault}", file=sys.stderr)
             return 1
     if argv[0] in TRAINING:
-        status = importlib.import_module("qerl_pl.cli.training").exit_status(argv)
+        status = _imported("qerl_pl.cli.training", argv[0]).exit_status(argv)
         if isinstance(status, str):
             print(status, file=sys.stderr)
             return 1
         return status
     try:
-        return importlib.import_module(f"qerl_pl.tools.{argv[0]}").main(argv[1:])
+        return _imported(f"qerl_pl.tools.{argv[0]}", argv[0]).main(argv[1:])
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
+
+
+def _imported(module: str, command: str) -> ModuleType:
+    """Import a command's module; if that takes seconds, say so before."""
+    with phase(f"{called_as(command)}: loading packages", at_once=command not in QUICK and "torch" not in sys.modules):
+        return importlib.import_module(module)
 
 
 if __name__ == "__main__":

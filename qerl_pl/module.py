@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
 from qerl_pl.checkpoint import adapter_of, check_identity, check_training_state, identity_of, run_identity
+from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Prompt
@@ -144,12 +145,13 @@ class QeRLModule(LightningModule):
         """Load the base on this rank's device and add the LoRA adapter. A second call does nothing."""
         if hasattr(self, "policy"):
             return
-        self.policy = load_policy(
-            self.settings.folder,
-            seed=derive_seed(self.settings.seed, "adapter"),
-            device=self.trainer.strategy.root_device,
-            **self.settings.of_policy,
-        )
+        with phase("loading the base"):
+            self.policy = load_policy(
+                self.settings.folder,
+                seed=derive_seed(self.settings.seed, "adapter"),
+                device=self.trainer.strategy.root_device,
+                **self.settings.of_policy,
+            )
         if self.memory_plan is not None:
             if how := self.memory_plan.run.recompute(self.policy.num_layers):
                 self.policy.set_recompute(how)
@@ -309,7 +311,8 @@ class QeRLModule(LightningModule):
 
     def start_engine(self) -> None:
         """Start the rollout engine, unless it has started."""
-        self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
+        with phase(f"starting {type(self.engine).__name__}"):
+            self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
 
     def _plan_memory(self, stage: str) -> None:
         """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""

@@ -11,14 +11,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
 """File in the base's folder that stores, by the name of a weight file, the file's size, its modification and change
 times and its SHA-256 digest."""
-LARGE = 2**30  # a progress bar is shown if at least this many bytes of weights are read
 
 
 def base_digest(base: str | Path) -> str:
@@ -53,10 +51,10 @@ def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
         total = sum(path.stat().st_size for path in missing)
         text = f"reading {folder.name} once for its digest"
         with (
-            tqdm(total=total, unit="B", unit_scale=True, desc=text, disable=None if total >= LARGE else True) as bar,
+            phase(text, total=total, unit="B") as progress,
             ThreadPoolExecutor(max_workers=min(4, len(missing))) as threads,
         ):
-            read = threads.map(partial(_file_digest, bar=bar), missing)
+            read = threads.map(partial(_file_digest, progress=progress), missing)
             digests |= {path.name: digest for path, digest in zip(missing, read, strict=True)}
         others = {name: entry for name, entry in kept.items() if name not in stamps and (folder / name).is_file()}
         entries = others | {name: [stamps[name], digests[name]] for name in digests}
@@ -70,14 +68,14 @@ def _stamp(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _file_digest(path: Path, *, bar: tqdm) -> str:
+def _file_digest(path: Path, *, progress: Phase) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         with suppress(AttributeError, OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while chunk := file.read(2**22):
             digest.update(chunk)
-            bar.update(len(chunk))
+            progress.update(len(chunk))
     return digest.hexdigest()
 
 

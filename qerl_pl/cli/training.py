@@ -6,6 +6,7 @@ import signal
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from qerl_pl.common import empty_event_files
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.phases import phase
 from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
@@ -87,7 +89,9 @@ class QeRLCLI(LightningCLI):
 
     def __init__(self, *more: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
-        super().__init__(*more, **named)
+        with ExitStack() as self._starting:
+            self._starting.enter_context(phase("reading the settings, and what they name"))
+            super().__init__(*more, **named)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -97,6 +101,7 @@ class QeRLCLI(LightningCLI):
         return {name: every[name] for name in given if name in every} or every
 
     def _run_subcommand(self, subcommand: str) -> None:
+        self._starting.close()
         if not self._run_now:
             return
         try:

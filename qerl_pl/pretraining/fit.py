@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.phases import counted
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.batches import Batches, Rows, rows_of
 from qerl_pl.pretraining.loss import mean_loss, prepare, token_losses
@@ -145,22 +145,22 @@ def train(
     done, spent = _restore(state, model, optimizer, settings, device)
     held_out = _held_out(tokenizer, settings)
     loader = loader_of(batches_of(tokenizer, settings), done=done, num_workers=num_workers)
-    progress = tqdm(loader, initial=done, total=settings.steps, desc="pretraining", unit="step", disable=None)
     began = saved_at = time.monotonic()
     saved = done
-    for step, rows in enumerate(progress, start=done):
+    steps_left = counted(loader, "pretraining", total=settings.steps - done, unit="steps")
+    for step, rows in enumerate(steps_left, start=done):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
         model.train()
         loss = train_step(model, optimizer, rows, device)
-        if step % 20 == 0:  # reading the loss waits for the GPU
-            progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
         is_last, stopped = step + 1 == settings.steps, stop()
         seconds, steps = time.monotonic() - saved_at, step + 1 - saved
         if is_last or stopped or seconds >= saves.seconds or steps >= saves.steps:
             _save(state, model, optimizer, settings, step + 1, spent + time.monotonic() - began)
             held = mean_loss(model, held_out, device)
-            tqdm.write(f"step {step + 1}: loss {loss.item():.4f} nats per token, {held:.4f} on held-out problems")
+            print(
+                f"step {step + 1}: loss {loss.item():.4f} nats per token, {held:.4f} on held-out problems", flush=True
+            )
             saved, saved_at = step + 1, time.monotonic()
         if stopped and not is_last:
             raise Stopped(f"stopped after step {step + 1} of {settings.steps}")

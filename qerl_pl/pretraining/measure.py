@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.evaluation.pass_at_k import pass_at_k
 from qerl_pl.pretraining.batches import pad_token, prompts_of
@@ -95,7 +95,7 @@ def count_right(
         key=lambda place: problems[place].num_operations,
     )
     right = torch.zeros(len(problems), dtype=torch.int64)
-    with tqdm(total=len(rows), desc=description, disable=None) as progress:
+    with phase(description, total=len(rows), unit="samples") as progress:
         for start in range(0, len(rows), sampling.batch_rows):
             batch = rows[start : start + sampling.batch_rows]
             some, seed = [problems[place] for place in batch], derive_seed(sampling.seed, "pretrain/samples", start)

@@ -13,8 +13,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from qerl_pl.common.phases import counted
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.files import Checkpoint, model_config
 from qerl_pl.quant.loading import check_complete, meta_model
@@ -56,7 +56,8 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     dropped = {*stored.activations, *stored.cache}
     settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
     writer, folder = WRITERS["nvfp4"], OutputFolder(output, {**settings, "changes": reasons})
-    for file in tqdm(output_files(checkpoint), desc="convert to W4A16", unit=" files", disable=None):
+    files = output_files(checkpoint)
+    for file in counted(files, "convert to W4A16", total=len(files), unit="files"):
         if file.name in folder.done:
             continue
         tensors = {name: checkpoint.read(name) for name in file.tensors if name not in dropped}

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from qerl_pl.base.family import FAMILIES
 from qerl_pl.base.layers import head_dims
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.base.tokenizer import load_tokenizer
+from qerl_pl.common.phases import phase
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
@@ -100,8 +100,7 @@ def quantize_checkpoint(
     folder = OutputFolder(output, settings)
     stream = None if calibration is None else BlockStream(skeleton, checkpoint, calibration.tokens, device)
     sizes = [sum(map(checkpoint.num_weights, file.tensors)) for file in files]
-    shown = {"unit": " weights", "unit_scale": True, "desc": f"quantize ({format}, {method})", "disable": None}
-    with tqdm(total=sum(sizes), **shown) as progress:
+    with phase(f"quantize ({format}, {method})", total=sum(sizes), unit="weights") as progress:
         for file, size in zip(files, sizes, strict=True):
             if file.name not in folder.done:
                 tensors = {name: checkpoint.read(name) for name in file.tensors}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from qerl_pl.common.phases import phase
+
 
 class NotChecked(Exception):
     """A check was left out, because an earlier check failed whose result it needs."""
@@ -19,7 +21,8 @@ def print_checks(checks: Iterable[tuple[str, Callable[[], str]]], optional: Coll
     failed = 0
     for name, check in checks:
         try:
-            mark, said = "ok", check()
+            with phase(f"checking: {name}"):
+                mark, said = "ok", check()
         except NotChecked as error:
             mark, said = "--", str(error)
         except Exception as error:

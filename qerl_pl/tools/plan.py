@@ -22,6 +22,7 @@ from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
@@ -72,8 +73,10 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = fitted(shape, run, gpu_bytes)
-    changes = advice(shape, run, gpu_bytes)
+    with phase("planning"):
+        found = fitted(shape, run, gpu_bytes)
+        changes = advice(shape, run, gpu_bytes)
+        smallest = smallest_gpu(shape, run)
     print_plan(found, gpu_bytes)
     print_choices(found, shape)
     print_options(checkpointing_options(shape, run, gpu_bytes), gpu_bytes)
@@ -84,7 +87,6 @@ def main(argv: list[str]) -> int:
     else:
         print(f"does not fit: the peak is {found.peak / GIB:.1f} GiB, more than {limit}")
         print(advice_text(changes, gpu_bytes))
-    smallest = smallest_gpu(shape, run)
     print(f"the smallest GPU for these settings has {smallest} GiB")
     if options.json:
         write_whole(options.json, json.dumps(as_json(found, changes, gpu_bytes, smallest), indent=2) + "\n")

@@ -11,12 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.words import Parser
 from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.stored_text import only_entry, stored_text
 from qerl_pl.common.types import Completion, Prompt
@@ -101,13 +100,13 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
     reasons: Counter[str] = Counter()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w") as file, tqdm(total=num_rows, unit="row", desc="scoring", disable=None) as bar:
+        with partial.open("w") as file, phase("scoring", total=num_rows, unit="rows") as progress:
             rows = read_rows(source)
             while chunk := list(islice(rows, CHUNK)):
                 prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
                 completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
                 with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
-                    verdicts = judge_rows(reward, prompts, completions, bar.update)
+                    verdicts = judge_rows(reward, prompts, completions, progress.update)
                 for row, verdict in zip(chunk, verdicts, strict=True):
                     file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
                     counts[verdict.score] += 1

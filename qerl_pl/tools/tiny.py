@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.phases import counted, phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining import policy
 from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
@@ -87,7 +87,8 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
     fine_tune(model, tokenizer, seed=seed, steps=sft_steps)
     record: dict[str, float] = {}
     if sft_steps > 0:
-        record = measure(model, tokenizer, seed=seed)
+        with phase("measuring the policy on held-out problems"):
+            record = measure(model, tokenizer, seed=seed)
         check(record)
     record["seconds"] = time.perf_counter() - started
     text = json.dumps({"settings": _settings(seed, sft_steps), "measured": record}, indent=2) + "\n"
@@ -124,8 +125,7 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
     rng = random.Random(derive_seed(seed, "tiny/demonstrations"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
     model.train()
-    progress = tqdm(range(steps), desc="warm start", unit="step", disable=None)
-    for step in progress:
+    for step in counted(range(steps), "warm start", total=steps, unit="steps"):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / steps)
         expressions = [draw_expression(rng, validation=False) for _ in range(BATCH_SIZE)]
@@ -137,7 +137,6 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
 
 

@@ -1,0 +1,124 @@
+"""Say on stderr what the program is doing while it prints nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+FIRST_S = 3.0
+"""Seconds after which a phase that still lasts is named for the first time."""
+LINE_S = 5.0
+"""Seconds between two lines about a phase where stderr is no terminal."""
+REDRAW_S = 1.0
+"""Seconds between two states of the line on a terminal."""
+BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
+LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
+ERASE = "\r\x1b[K"
+
+T = TypeVar("T")
+_running: list[Phase] = []
+
+
+class Phase:
+    """One phase of a command: what is done, since when, and how much of it is done if that can be counted.
+
+    Args:
+        what: the phase in words, such as "loading the weights".
+        total: number of units; None if they cannot be counted.
+        unit: their name.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = 0
+        self.started = time.monotonic()
+        self.ended = threading.Event()
+        self.shown = False
+
+    def update(self, units: int = 1) -> None:
+        """Count further units as done."""
+        self.done += units
+
+    def text(self, *, bar: bool) -> str:
+        """Return the state in one line, with a bar if the units are counted and ``bar`` is True."""
+        seconds = time.monotonic() - self.started
+        if self.total is None:
+            return f"{self.what} ..." if seconds < 1 else f"{self.what} ... {seconds:.0f} s"
+        from tqdm import tqdm  # imported here, because the first phase of a command has to be named before any import
+
+        return tqdm.format_meter(
+            min(self.done, self.total),
+            self.total,
+            seconds,
+            prefix=self.what,
+            unit=self.unit,
+            unit_scale=self.unit == "B",
+            bar_format=BAR if bar else LINE,
+        )
+
+
+@contextmanager
+def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
+    """Name on stderr what is done inside the context, for as long as it is done.
+
+    A terminal shows one line, which is redrawn every second and erased at the end. Elsewhere, such as in a job's log,
+    there is a line every ``LINE_S`` seconds. Phases that end within ``FIRST_S`` seconds print nothing. Of nested phases
+    the innermost is shown. Only the first rank of a run prints.
+
+    Args:
+        what: the phase in words.
+        total: number of units of which ``update`` of the phase counts those that are done; None: no such number.
+        unit: their name; "B" for bytes.
+        at_once: name the phase before the context begins. For imports, which may keep other threads from running.
+    """
+    current = Phase(what, total, unit)
+    _running.append(current)
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    speaks = all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
+    if at_once and speaks:
+        _say(current, terminal)
+    wait = (REDRAW_S if terminal else LINE_S) if at_once else FIRST_S
+    thread = threading.Thread(target=_repeat, args=(current, wait, terminal), daemon=True, name="phase")
+    if speaks:
+        thread.start()
+    try:
+        yield current
+    finally:
+        current.ended.set()
+        _running.remove(current)
+        if speaks:
+            thread.join()
+            if terminal and current.shown:
+                _write(ERASE)
+
+
+def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator[T]:
+    """Yield the items, and show as a phase how many of them are done; see ``phase``."""
+    with phase(what, total=total, unit=unit) as current:
+        for item in items:
+            yield item
+            current.update()
+
+
+def _repeat(current: Phase, wait: float, terminal: bool) -> None:
+    while not current.ended.wait(wait):
+        if _running and _running[-1] is current:
+            _say(current, terminal)
+        wait = REDRAW_S if terminal else LINE_S
+
+
+def _say(current: Phase, terminal: bool) -> None:
+    current.shown = True
+    # On a terminal the cursor stays at the line's start, so that whatever is printed next overwrites the line.
+    _write(f"{ERASE}{current.text(bar=True)}\r" if terminal else f"{current.text(bar=False)}\n")
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr is closed, or nobody reads it any more
+        sys.stderr.write(text)
+        sys.stderr.flush()

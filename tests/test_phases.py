@@ -1,0 +1,100 @@
+"""The program says what it is doing: at once before slow imports, and every few seconds of what lasts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.common import phases
+from qerl_pl.common.phases import counted, phase
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "FIRST_S", 0.05)
+    monkeypatch.setattr(phases, "LINE_S", 0.05)
+    for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wait_until(said, capsys: pytest.CaptureFixture[str]) -> str:
+    """Read stderr until ``said`` holds for what it has."""
+    text, end = "", time.monotonic() + 20
+    while not said(text):
+        assert time.monotonic() < end, text
+        time.sleep(0.01)
+        text += capsys.readouterr().err
+    return text
+
+
+def test_a_phase_that_lasts_has_lines_until_it_ends(capsys):
+    with phase("starting the engine"):
+        wait_until(lambda text: text.count("starting the engine ...\n") >= 3, capsys)
+    capsys.readouterr()
+    time.sleep(0.2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_short_phase_prints_nothing_and_one_that_is_named_at_once_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(phases, "FIRST_S", 60.0)
+    monkeypatch.setattr(phases, "LINE_S", 60.0)
+    with phase("reading"):
+        pass
+    assert capsys.readouterr().err == ""
+    with phase("loading packages", at_once=True):
+        assert capsys.readouterr().err == "loading packages ...\n"
+
+
+def test_of_nested_phases_the_innermost_speaks_and_an_error_ends_it(capsys):
+    with phase("outer"):
+        with suppress(ValueError), phase("inner"):
+            text = wait_until(lambda text: text.count("inner") >= 3, capsys)
+            raise ValueError
+        assert "outer" not in text.partition("inner")[2]
+        assert "inner" not in wait_until(lambda text: text.count("outer") >= 2, capsys).partition("outer")[2]
+
+
+def test_counted_items_are_shown_with_their_number(capsys):
+    for item in counted(range(30), "warm start", total=30, unit="steps"):
+        if item == 10:
+            text = wait_until(lambda text: "warm start: 10 of 30 steps, 00:" in text, capsys)
+    assert " left\n" in text
+
+
+def test_only_the_first_rank_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with phase("loading", at_once=True):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_one_line_that_is_erased(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(phases, "REDRAW_S", 0.05)
+    with phase("quantize", total=4, unit="weights") as current:
+        current.update(3)
+        text = wait_until(lambda text: text.count("quantize:  75% |") >= 2, capsys)
+    assert "\n" not in text
+    assert capsys.readouterr().err.endswith(phases.ERASE)
+
+
+@pytest.mark.parametrize("arguments", [["fit", "--help"], ["plan", "-c", "quickstart"], ["fit", "--no_such"]])
+def test_the_first_line_comes_before_slow_imports(arguments):
+    program = [sys.executable, "-X", "importtime", "-m", "qerl_pl", *arguments]  # each import is a line of stderr
+    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        imported = []
+        for line in process.stderr:
+            if not line.startswith("import time:"):
+                break
+            imported.append(line.rpartition("|")[2].strip())
+        process.kill()
+    assert line.endswith(": loading packages ...\n")
+    assert not {"torch", "lightning", "transformers", "numpy", "jsonargparse"} & {*imported}
