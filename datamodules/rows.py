@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.json_lines import read_json_lines, refuse
+from qerl_pl.common.phases import phase
 from qerl_pl.common.stored_text import is_null, only_entry, stored_text
 
 # most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
@@ -170,7 +171,8 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
     from datamodules.arrow import dataset_rows
 
     try:
-        table = load_dataset(name, subset, split=split)  # code of the repository is never run
+        with phase(f"reading {name} from the Hugging Face hub or its cache here", at_once=True):
+            table = load_dataset(name, subset, split=split)  # code of the repository is never run
     except Exception as error:  # the library reads files of any kind with other libraries, which raise errors of theirs
         said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"cannot load {name}: {said}; a local .jsonl or .parquet file does as well") from error

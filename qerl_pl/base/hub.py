@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import constants, get_session, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import logging
 
+from qerl_pl.common.phases import phase
 from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -19,6 +23,8 @@ FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
 """Local folder for models in this project's documentation. ``models/NAME`` is therefore always taken as a local path,
 and never as a model of a hub user called "models"."""
+ANSWER_S = 5.0
+"""Seconds in which the hub has to answer a first request; huggingface_hub's own retries take half a minute."""
 
 T = TypeVar("T")
 
@@ -40,10 +46,10 @@ def hub_config(name: str) -> Path:
     Raises:
         ValueError: the model cannot be downloaded, see ``hub_folder``.
     """
-    file = _fetched(name, lambda: hf_hub_download(name, CONFIG))
+    file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     # EntryNotFoundError is also raised if the hub cannot be reached and the file is not in its local cache.
     with suppress(EntryNotFoundError):
-        _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG))
+        _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
     return Path(file).parent
 
 
@@ -57,7 +63,37 @@ def hub_folder(name: str) -> Path:
         ValueError: the hub has no such model, its licence has to be accepted, or there is no network and the cache has
             no copy; the message is one line.
     """
-    return Path(_fetched(name, lambda: snapshot_download(name, allow_patterns=FILES)))
+    local = not hub_answers()
+    bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
+    with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):
+        return Path(_fetched(name, lambda: snapshot_download(name, allow_patterns=FILES, local_files_only=local)))
+
+
+def hub_answers() -> bool:
+    """Return whether the hub answers a request within ``ANSWER_S`` seconds; it is asked once per process.
+
+    If it does not, a line on stderr says so, and only the local cache of huggingface_hub is used. With
+    ``HF_HUB_OFFLINE=1`` nothing is asked and the result is False.
+    """
+    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+
+
+@functools.cache
+def _answers(endpoint: str) -> bool:
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # of the HTTP library of any release of huggingface_hub: there is no answer
+            get_session().head(endpoint, timeout=ANSWER_S)
+            answered.set()
+
+    with phase(f"asking {endpoint}, for at most {ANSWER_S:.0f} s", at_once=True):
+        asking = threading.Thread(target=ask, daemon=True)  # looking up the host's name may take longer
+        asking.start()
+        asking.join(ANSWER_S)
+    if not answered.is_set():
+        print(f"{endpoint} does not answer; only models in the cache here can be used", file=sys.stderr)
+    return answered.is_set()
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
