@@ -94,9 +94,20 @@ def test_what_cannot_be_written_is_refused_before_any_work(run, capsys, monkeypa
 
 
 def test_a_table_is_written_beside_the_picture(run, tmp_path):
-    assert command(["report", str(run), "--json", str(tmp_path / "a" / "t.jsonl")]) == 0
+    picture = tmp_path / "a" / "curves.png"
+    assert command(["report", str(run), "--json", str(tmp_path / "a" / "t.jsonl"), "--picture", str(picture)]) == 0
     assert json.loads((tmp_path / "a" / "t.jsonl").read_text())["RL steps"] == 20
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_written_into_the_folder_of_a_run(run, tmp_path):
+    def state() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+
+    before = state()
+    assert command(["report", str(run)]) == 0
+    assert command(["report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert state() == before
 
 
 def test_a_folder_without_a_run_is_refused_with_advice(run, tmp_path, capsys):

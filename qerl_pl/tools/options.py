@@ -208,13 +208,13 @@ def report_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("report"),
         description="Report on runs from their TensorBoard event files: a table of results, a picture of curves, and "
-        "an HTML page.",
+        "an HTML page. Nothing is written into the runs' folders.",
     )
     parser.add_argument("runs", nargs="+", type=existing_folder, help="run folders; each becomes a column")
     parser.add_argument(
         "--picture",
         type=picture_file,
-        help="draw the curves into this PNG, PDF or SVG file (default: RUN/curves.png for one run)",
+        help="draw the curves into this PNG, PDF or SVG file",
     )
     parser.add_argument("--json", type=output_file, help="write the table to this file, one JSON line per run")
     parser.add_argument(

@@ -44,10 +44,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_table(summaries)
-    picture = options.picture or (options.runs[0] / "curves.png" if len(options.runs) == 1 else None)
-    if picture:
-        draw(curves, picture)
-        print(f"curves: {picture}")
+    if options.picture:
+        draw(curves, options.picture)
+        print(f"curves: {options.picture}")
     if options.json:
         lines = [json.dumps({"run": run.name, **summary}) for run, summary in summaries.items()]
         write_whole(options.json, "\n".join(lines) + "\n")
