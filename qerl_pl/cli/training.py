@@ -22,6 +22,7 @@ from callbacks.close_engine import CloseEngine
 from callbacks.graceful_stop import GracefulStop
 from callbacks.rng_state import RNGState
 from callbacks.run_lock import RunLock
+from callbacks.signal_report import SignalReport
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
@@ -221,7 +222,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,
-        trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), CloseEngine()]},
+        trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), SignalReport(), CloseEngine()]},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -54,10 +55,13 @@ def test_a_long_run_with_everything_on_is_tried_in_seconds(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["{metric: zero, when_short: error}", "null"])
-def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path, sampling):
+def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path, capsys, sampling):
     reward = "[{name: zero, reward: qerl_pl.rewards.format.think_answer_format}]"
     run("fit", tmp_path / "run", "--smoke", f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}")
     assert load_last(tmp_path / "run-smoke")["global_step"] == 3
+    said = capsys.readouterr().out
+    assert re.search(r"signal: none of \d+ groups had one: all completions of each prompt earned the same", said)
+    assert re.search(r"rewards: zero 0 for each of \d+\n", said)
 
 
 @pytest.mark.parametrize("smoke", [True, False])

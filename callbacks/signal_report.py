@@ -1,0 +1,84 @@
+"""Say in words at the end of training whether there was anything to learn from, and what each reward gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from qerl_pl.module import QeRLModule
+
+
+@dataclass
+class Scores:
+    """Number, sum and bounds of the scores that a reward gave, and the number of completions that it did not score."""
+
+    number: int = 0
+    total: float = 0.0
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+    unscored: int = 0
+
+    def add(self, scores: Tensor) -> None:
+        """Count further scores; ``scores`` is [B] fp32, NaN for unscored completions."""
+        known = scores[~scores.isnan()].double()
+        self.unscored += len(scores) - len(known)
+        if len(known):
+            self.number += len(known)
+            self.total += known.sum().item()
+            self.lowest = min(self.lowest, known.min().item())
+            self.highest = max(self.highest, known.max().item())
+
+    def __str__(self) -> str:
+        unscored = f", {self.unscored} unscored" if self.unscored else ""
+        if not self.number:
+            return f"scored none of {self.unscored}"
+        if self.lowest == self.highest:
+            return f"{self.lowest:.4g} for each of {self.number}{unscored}"
+        return f"{self.total / self.number:.4g} on average ({self.lowest:.4g} to {self.highest:.4g}){unscored}"
+
+
+def signal_words(with_signal: int, groups: int) -> str:
+    """Return a sentence on the number of groups (completions of one prompt) that had a signal.
+
+    A group has one if one of its rows in the loss has an advantage other than 0.
+    """
+    if with_signal:
+        return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
+    return (
+        f"signal: none of {groups} groups had one: all completions of each prompt earned the same, so nothing was "
+        "learned. Look at the completions in the run's folder: are answers found, and are problems neither too easy "
+        "nor too hard?"
+    )
+
+
+class SignalReport(Callback):
+    """Prints two lines when training ends: how many groups had a signal, and the scores of each reward.
+
+    Both are of the rollouts of this start of the run, and of the groups that rank 0 sampled. The command line adds it
+    to every run.
+    """
+
+    def __init__(self) -> None:
+        self._groups = self._with_signal = 0
+        self._scores: dict[str, Scores] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        rollout = outputs["rollout"]
+        self._groups += len(rollout.signal)
+        self._with_signal += int(torch.count_nonzero(rollout.signal))
+        for name, scores in rollout.evaluation.table.components.items():
+            self._scores.setdefault(name, Scores()).add(scores)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        if trainer.is_global_zero and self._groups:
+            print(signal_words(self._with_signal, self._groups))
+            print(f"rewards: {'; '.join(f'{name} {scores}' for name, scores in self._scores.items())}", flush=True)

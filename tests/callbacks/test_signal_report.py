@@ -1,0 +1,32 @@
+"""Words about the scores of a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from callbacks.signal_report import Scores, signal_words
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        ([[0.0, 0.0], [0.0]], "0 for each of 3"),
+        ([[1.0], [0.0, math.nan]], "0.5 on average (0 to 1), 1 unscored"),
+        ([[math.nan], [math.nan]], "scored none of 2"),
+        ([[-2.0, math.nan, -2.0]], "-2 for each of 2, 1 unscored"),
+        ([[], [0.25, 0.75]], "0.5 on average (0.25 to 0.75)"),
+    ],
+)
+def test_scores_are_told_with_their_bounds(batches, said):
+    scores = Scores()
+    for batch in batches:
+        scores.add(torch.tensor(batch))
+    assert str(scores) == said
+
+
+def test_no_signal_is_told_apart_from_some():
+    assert signal_words(0, 6).startswith("signal: none of 6 groups had one: all completions of each prompt earned the")
+    assert signal_words(2, 6) == "signal: 2 of 6 groups had one: their completions earned different rewards"
