@@ -3,9 +3,10 @@ memory."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -13,18 +14,20 @@ from typing import Any
 
 import psutil
 import torch
+from jsonargparse import Namespace
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
+from qerl_pl.cli.parts import Parts
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.program import restored_arguments
-from qerl_pl.common.types import Completion
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
-from qerl_pl.rewards.base import check_answers, score_rewards
+from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.run_length import check_run_length
 from qerl_pl.tools.check_lines import NotChecked
 from qerl_pl.tools.engine_start import start_engine
@@ -41,8 +44,9 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     """List the checks of the configuration that ``fit`` with these arguments has: a name, and a function that returns a
     finding or raises.
 
-    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. The other
-    checks need its result; if it failed, they are left out with a message that refers to it.
+    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
+    fails, for example because the base cannot be downloaded now, data, rewards, disk and folder are checked without it,
+    and the other checks are left out with a message that refers to it.
 
     Args:
         arguments: of the command line of ``fit``.
@@ -64,11 +68,21 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         rewards = ", ".join(term.name for term in model.rewards)
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
 
-    def after(check: Callable[[Any], str]) -> Callable[[], str]:
+    @functools.cache
+    def parts() -> Parts:
+        try:
+            with redirect_stderr(StringIO()):
+                return Parts(read_settings(arguments))
+        except (ValueError, OSError, SystemExit):
+            raise NotChecked("not checked, because the settings could not be read") from None
+
+    def after(check: Callable[[Any], str], without: Callable[[Parts], str] | None = None) -> Callable[[], str]:
         def run() -> str:
-            if "cli" not in built:
+            if "cli" in built:
+                return check(built["cli"])
+            if without is None:
                 raise NotChecked("not checked, because the configuration could not be built")
-            return check(built["cli"])
+            return without(parts())
 
         return run
 
@@ -76,11 +90,14 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     return [
         ("configuration", build),
         ("length of the run", after(_length)),
-        ("data and template", after(_data)),
-        ("rewards", after(_rewards)),
+        ("data and template", after(_data, _data_alone)),
+        ("rewards", after(_rewards, lambda parts: _scored(parts.rewards, parts.prompts))),
         ("memory of the run", after(lambda cli: _memory(read_settings(arguments)))),
-        ("disk of the run", after(lambda cli: _disk(read_settings(arguments)))),
-        ("folder of the run", after(lambda cli: _folder(cli.config["fit"]))),
+        ("disk of the run", after(lambda cli: _disk(read_settings(arguments)), lambda parts: _disk(parts.config))),
+        (
+            "folder of the run",
+            after(lambda cli: _folder(cli.config["fit"]), lambda parts: _folder(parts.config)),
+        ),
         *engine,
     ]
 
@@ -112,16 +129,40 @@ def _data(cli: Any) -> str:
     return f"longest of {len(prompts)} prompts {longest} tokens; the first ends with ...{first[-60:]}"
 
 
+def _data_alone(parts: Parts) -> str:
+    num, batch_size = len(parts.problems), parts.config["data"]["batch_size"]
+    if num < batch_size:
+        raise ValueError(f"only {num} training problems for data.batch_size {batch_size}; lower it, or give more rows")
+    return (
+        f"{num} training problems, {parts.num_validation} for validation; their prompts need the base's tokenizer and "
+        "are not checked"
+    )
+
+
 def _rewards(cli: Any) -> str:
-    prompts, rewards = cli.datamodule.some_train_prompts(), cli.model.rewards
+    return _scored(cli.model.rewards, cli.datamodule.some_train_prompts())
+
+
+def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
+    """Score completions that hold only the known answer, and ones without any, and say whether rewards tell them
+    apart."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
     prompts = prompts[:SCORED]
-    texts = [f"<think>known</think><answer>{prompt.answer}</answer>" for prompt in prompts]
-    table = score_rewards(rewards, prompts, [Completion((0, 0), (0.0, 0.0), True, text) for text in texts])
-    means = (f"{name} {scores.nanmean().item():.2f}" for name, scores in table.components.items())
-    return f"mean score of completions that hold only the known answer, in <answer>: {', '.join(means)}"
+    known = [f"<think>known</think><answer>{prompt.answer}</answer>" for prompt in prompts]
+    tables = [
+        score_rewards(rewards, prompts, [Completion((0, 0), (0.0, 0.0), True, text) for text in texts])
+        for texts in (known, ["I do not know."] * len(prompts))
+    ]
+    means = [
+        ", ".join(f"{name} {scores.nanmean().item():.2f}" for name, scores in table.components.items())
+        for table in tables
+    ]
+    said = f"mean score of completions that hold only the known answer, in <answer>: {means[0]}; of ones without any"
+    if torch.equal(tables[0].total, tables[1].total):
+        return f"{said}: the same, so a group of such completions would have no signal; is this answer in their form?"
+    return f"{said}: {means[1]}"
 
 
 def _memory(config: dict[str, Any]) -> str:
@@ -144,16 +185,22 @@ def _memory(config: dict[str, Any]) -> str:
 
 def _disk(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
-    shape = shape_of(model)
-    values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
-    needed = CHECKPOINTS * values * (4 + run.state_bytes) / GIB
     folder = Path(config["run_dir"]).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free / GIB
+    try:
+        shape = shape_of(model)
+    except ValueError:  # the first check has said why the base cannot be read
+        if free < 1:
+            raise ValueError(f"{free:.1f} GiB are free for {folder}; logs take about 1, and checkpoints more") from None
+        return f"{free:.0f} GiB free for {config['run_dir']}; what checkpoints take depends on the base"
+    values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
+    needed = CHECKPOINTS * values * (4 + run.state_bytes) / GIB
     if free < needed + 1:
         raise ValueError(f"{free:.1f} GiB are free for {folder}; checkpoints take {needed:.1f}, logs about 1")
     return f"{free:.0f} GiB free for {config['run_dir']}, checkpoints take {needed:.2f} GiB"
 
 
-def _folder(config: Any) -> str:
-    check_run_is_new(config.run_dir, config.ckpt_path)
-    return f"{config.run_dir} {'holds no run' if config.ckpt_path is None else f'goes on from {config.ckpt_path}'}"
+def _folder(config: Mapping[str, Any] | Namespace) -> str:
+    run_dir, ckpt_path = config["run_dir"], config["ckpt_path"]
+    check_run_is_new(run_dir, ckpt_path)
+    return f"{run_dir} {'holds no run' if ckpt_path is None else f'goes on from {ckpt_path}'}"

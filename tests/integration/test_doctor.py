@@ -105,8 +105,36 @@ def test_on_request_the_engine_is_started_as_a_run_starts_it(bases, tmp_path, ca
 def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, capsys):
     assert command(["doctor", "-c", "quickstart", "--model.base", "models/gone"]) == 1
     said = capsys.readouterr().out
-    assert said.count("[--]") >= 5, said
+    assert said.count("[--]") >= 2, said
     assert said.endswith("1 of the checks above failed; fix it before training\n")
+
+
+def test_without_the_base_data_rewards_disk_and_folder_are_checked(bases, tmp_path, capsys):
+    gone = ("--model.base", "models/gone")
+    status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, *gone)
+    assert status == 1
+    assert said["configuration"].startswith("[no]")
+    assert "models/gone" in said["configuration"]
+    marks = {name: line[:4] for name, line in said.items()}
+    checked = ("data and template", "rewards", "disk of the run", "folder of the run")
+    assert [marks[name] for name in checked] == ["[ok]"] * 4, said
+    assert "prompts need the base's tokenizer and are not checked" in said["data and template"]
+    assert "number 1.00; of ones without any: number 0.00" in said["rewards"]
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch_size": 4000}}, *gone)
+    assert "4000; lower it" in said["data and template"]
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"source": WORDS}, **NUMBERS}, *gone)
+    assert "can read none of the first" in said["rewards"]
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch": 4}}, *gone)
+    assert said["rewards"].startswith("[--]"), "a key that does not exist"
+
+
+def test_a_reward_that_cannot_tell_answers_apart_is_said_to_have_no_signal(bases, tmp_path, capsys):
+    constant = {"model": {"rewards": [{"name": "mine", "reward": "level_of_constant.level"}]}}
+    (tmp_path / "level_of_constant.py").write_text(
+        "def level(prompts, completions):\n    return [0.5] * len(prompts)\n"
+    )
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, constant)
+    assert "mine 0.50; of ones without any: the same, so a group of such completions would have no signal" in str(said)
 
 
 def test_outside_of_a_clone_the_quickstart_is_three_commands(tmp_path, capsys):

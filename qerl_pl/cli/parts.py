@@ -1,0 +1,65 @@
+"""Build the parts of a configuration that need no base: data source and rewards, for checks without weights."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from datamodules.prompts import hold_out, without_shared
+from datamodules.sources import PromptSource
+from qerl_pl.cli.words import Parser
+from qerl_pl.common.types import Problem, Prompt
+from qerl_pl.rewards.base import WeightedReward, ready_rewards
+
+
+class Parts:
+    """The data source and the rewards of a configuration, without its base.
+
+    Args:
+        config: the whole configuration of ``fit``, parsed.
+
+    Raises:
+        ValueError: the source or a reward cannot be built.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        parser = Parser()
+        parser.add_argument("--source", type=PromptSource)
+        parser.add_argument("--rewards", type=list[WeightedReward])
+        given = {"source": config["data"]["source"], "rewards": config["model"]["rewards"]}
+        built = parser.instantiate_classes(parser.parse_object(given))
+        self.source: PromptSource = built.source
+        self.rewards = ready_rewards(built.rewards, max_tokens=config["model"]["sampling"]["max_tokens"])
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Training problems, without those that validation uses."""
+        train, _ = without_shared(self.source.train(), self.source.validation())
+        return hold_out(train, self.config["data"]["held_out"])[0]
+
+    @property
+    def num_validation(self) -> int:
+        """Number of problems that validation uses.
+
+        Raises:
+            ValueError: there are none.
+        """
+        num = self.config["data"]["held_out"] or len(self.source.validation())
+        if not num:
+            raise ValueError("the source gives no validation problems; give it more rows, or another share of them")
+        return num
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The first training problems as rewards get them, at most 32, but without tokens and chat template."""
+        return [
+            Prompt(
+                (),
+                problem.answer,
+                text=problem.question,
+                messages=problem.messages or ({"role": "user", "content": problem.question},),
+                row=problem.row,
+            )
+            for problem in self.problems[:32]
+        ]
