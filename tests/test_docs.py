@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from docs.make_tables import filled
 from docs.support_table import NOTES, table
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.types import Completion, Prompt
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for folder in (ROOT, ROOT / "configs", ROOT / "docs") for path in folder.glob("*.md"))
@@ -118,6 +120,21 @@ def test_every_piece_of_yaml_is_a_part_of_a_configuration(name, block, tmp_path,
     assert not stop.value.code, capsys.readouterr().err
 
 
+def test_those_who_come_from_other_programs_find_names_that_exist():
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    rows = [row.split(" | ") for row in re.findall(r"^\| `.*", page, re.MULTILINE)]
+    assert {len(row) for row in rows} == {3}
+    names = [row[0].strip("| `") for row in rows]
+    assert len(names) == len({*names}) > 60
+    for name in names:
+        kind, _, field = name.partition(".")
+        if kind == "qerl_pl":
+            assert callable(resolve_name(name))
+        elif kind in ("prompt", "completion"):
+            known = {"prompt": Prompt._fields, "completion": Completion.__dataclass_fields__}[kind]
+            assert field in known, name
+
+
 def test_every_module_that_is_run_exists():
     named = {match[1] for _, piece in pieces(r".*python -m ") for match in re.finditer(r"python -m ([\w.]*\w)", piece)}
     named -= {"tests.bench.bench_NAME"}
@@ -126,12 +143,22 @@ def test_every_module_that_is_run_exists():
 
 
 @pytest.mark.slow
-def test_every_key_in_the_tables_is_a_key(capsys):
+@pytest.mark.parametrize("page", ["configs/README.md", "docs/coming_from.md"])
+def test_every_key_in_the_tables_is_a_key(page, capsys):
+    source = [
+        "--data.source",
+        "datamodules.table.Table",
+        "--data.source.train_path",
+        "a",
+        "--data.source.question",
+        "b",
+    ]
     with pytest.raises(SystemExit):
-        train.main(["fit", *EXAMPLE.split(), "--print_config"])
+        train.main(["fit", *EXAMPLE.split(), *source, "--print_config"])
     config = yaml.safe_load(capsys.readouterr().out)
-    document = (ROOT / "configs" / "README.md").read_text()
+    document = (ROOT / page).read_text()
     keys = [key for key in re.findall(r"^\| `([a-z_.]+)` \|", document, re.MULTILINE) if key != "seed_everything"]
+    keys = [key for key in keys if not key.startswith(("qerl_pl.", "prompt.", "completion."))]
     assert len(keys) > 10
     for key in keys:
         value = config
