@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPat
     """The files in a folder, with the quickstart's base."""
     for name, text in files().items():
         (tmp_path / name).write_text(text)
+    subprocess.run([sys.executable, "make_problems.py"], cwd=tmp_path, check=True)
     shutil.copytree(bases["nvfp4"], tmp_path / "models" / "tiny-0-nvfp4")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -46,7 +49,10 @@ def test_own_data_reward_and_callback_train_as_the_page_says(folder, monkeypatch
     run_dir = folder / "runs" / "quickstart_mine-smoke"
     assert load_last(run_dir)["global_step"] == 3
     rows = [json.loads(line) for path in run_dir.glob("completions/train-*.jsonl") for line in path.open()]
-    assert {row["answer"] for row in rows} <= {"9", "20", "6", "22", "5", "19"}
+    problems = [json.loads(line) for line in (folder / "problems.jsonl").open()]
+    assert len(problems) == 512
+    assert {row["answer"] for row in rows} <= {problem["answer"] for problem in problems}
+    assert sum(row["level"] == 1 for row in problems) > 100 < sum(row["level"] == 2 for row in problems)
     assert any(row["rewards"]["closeness"] > 0 for row in rows)
     curves = read_curves(run_dir)
     assert min(curves["rollout/longest"].values) >= 2
