@@ -29,8 +29,8 @@ class Parts:
         parser.add_argument("--rewards", type=list[WeightedReward])
         given = {"source": config["data"]["source"], "rewards": config["model"]["rewards"]}
         built = parser.instantiate_classes(parser.parse_object(given))
-        self.source: PromptSource = built.source
-        self.rewards = ready_rewards(built.rewards, max_tokens=config["model"]["sampling"]["max_tokens"])
+        self.source: PromptSource = built["source"]
+        self.rewards = ready_rewards(built["rewards"], max_tokens=config["model"]["sampling"]["max_tokens"])
 
     @cached_property
     def problems(self) -> list[Problem]:

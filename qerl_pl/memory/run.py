@@ -45,14 +45,15 @@ def run_memory(
         engine: the rollout engine, of which only settings are read; it need not have started.
         num_ranks: processes that share the prompts, each with a GPU.
     """
+    rank, _, targets, _ = lora.filled_in()
     return RunMemory(
         rows=-(-num_prompts // num_ranks) * sampling.num_completions,
         prompt_tokens=max_prompt_tokens,
         completion_tokens=sampling.max_tokens,
         evaluation_tokens=evaluation.max_tokens,
         itemsize=dtype.itemsize,
-        rank=lora.rank,
-        targets=with_merged(lora.targets),
+        rank=rank,
+        targets=with_merged(targets),
         dropout=lora.dropout > 0,
         train_norms=lora.train_norms,
         state_bytes=state_bytes(optimizer),

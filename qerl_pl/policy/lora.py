@@ -31,9 +31,8 @@ class LoraSettings:
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
             differ from the ones of the policy that sampled, and training takes more memory.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
-            ``start``. Phi-3 and Phi-4 store q_proj,
-            k_proj and v_proj as one linear, qkv_proj, which the three names together mean; gate_proj and up_proj
-            together mean gate_up_proj.
+            ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj, which the three names
+            together mean; gate_proj and up_proj together mean gate_up_proj.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
         start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it
@@ -68,17 +67,24 @@ class LoraSettings:
                 f"model.lora.train_norms is {self.train_norms} and the adapter {self.start} (model.lora.start) has "
                 f"modules_to_save = {list(self.starts_at.modules_to_save)}; expected them in both or in neither"
             )
-        assert self.rank is not None
-        assert self.alpha is not None
-        require_finite("model.lora", alpha=self.alpha, dropout=self.dropout)
-        if self.rank < 1:
-            raise ValueError(f"model.lora.rank is {self.rank}; expected at least 1")
-        if self.alpha <= 0:
-            raise ValueError(f"model.lora.alpha is {self.alpha}; expected more than 0")
+        rank, alpha, targets, _ = self.filled_in()
+        require_finite("model.lora", alpha=alpha, dropout=self.dropout)
+        if rank < 1:
+            raise ValueError(f"model.lora.rank is {rank}; expected at least 1")
+        if alpha <= 0:
+            raise ValueError(f"model.lora.alpha is {alpha}; expected more than 0")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.lora.dropout is {self.dropout}; expected 0 or more and less than 1")
-        if not self.targets:
+        if not targets:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
+
+    def filled_in(self) -> tuple[int, float, tuple[str, ...], bool]:
+        """Return rank, alpha, targets and rslora, none of which is null once the settings are made."""
+        assert self.rank is not None
+        assert self.alpha is not None
+        assert self.targets is not None
+        assert self.rslora is not None
+        return self.rank, self.alpha, self.targets, self.rslora
 
     @cached_property
     def starts_at(self) -> StartAdapter:
@@ -174,12 +180,13 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
         base: name of the base that is written into the adapter's configuration.
         norms: names of the norms of a block that ``train_norms`` trains.
     """
+    rank, alpha, targets, rslora = settings.filled_in()
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int and divides)
+        r=rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int and divides)
         lora_dropout=settings.dropout,
-        target_modules=sorted(settings.targets),
-        use_rslora=settings.rslora,
+        target_modules=sorted(targets),
+        use_rslora=rslora,
         modules_to_save=list(norms) if settings.train_norms else None,
         bias="none",
         task_type="CAUSAL_LM",

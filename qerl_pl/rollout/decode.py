@@ -22,7 +22,7 @@ def completion_texts(
         stop: strings that ended completions; they stay in the text, also where they are special tokens.
     """
     special = special_tokens(tokenizer)
-    silent = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    silent = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     rows = [[token for token in row.tokens if token not in silent] for row in completions]
     texts = tokenizer.batch_decode(rows, skip_special_tokens=False)
     for index, (row, tokens) in enumerate(zip(completions, rows, strict=True)):

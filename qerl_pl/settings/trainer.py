@@ -95,7 +95,7 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
 def _check_hardware(trainer: Mapping[str, Any]) -> None:
     accelerator, devices = trainer.get("accelerator"), trainer.get("devices")
     has_gpu = torch.cuda.is_available() and accelerator != "cpu"
-    count = int(devices) if str(devices).isdigit() else 1
+    count = int(devices) if devices is not None and str(devices).isdigit() else 1
     most = torch.cuda.device_count() if has_gpu else len(os.sched_getaffinity(0))
     if count > most and (has_gpu or accelerator in ("auto", "cpu", None)):
         kind = "GPUs" if has_gpu else "CPU cores"

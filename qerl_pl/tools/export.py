@@ -60,7 +60,7 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
     config = Path(read_json(output / "adapter_config.json")["base_model_name_or_path"]) / CONFIG
-    if config.is_file() and "k_proj" in settings.targets and read_json(config).get("attention_k_eq_v"):
+    if config.is_file() and "k_proj" in settings.filled_in()[2] and read_json(config).get("attention_k_eq_v"):
         yield (
             "in layers whose keys serve as values, vLLM's own LoRA loader adapts the keys alone: to serve it with "
             "vLLM, export with --merge"

@@ -70,6 +70,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         run: folder of the run, from whose curves the results in the text are taken.
     """
     identity = checkpoint["identity"]
+    rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
         run=run.resolve().name,
         evidence=evidence(run),
@@ -79,10 +80,10 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
         loading=_loading(base),
         digest=identity["base"],
         steps=checkpoint["global_step"],
-        rank=settings.rank,
-        alpha=settings.alpha,
-        rslora=", scaled by alpha / sqrt(rank)" if settings.rslora else "",
-        targets=", ".join(sorted(settings.targets)),
+        rank=rank,
+        alpha=alpha,
+        rslora=", scaled by alpha / sqrt(rank)" if rslora else "",
+        targets=", ".join(sorted(targets)),
         norms="yes (modules_to_save)" if settings.train_norms else "no",
         seed=identity["seed"],
     )

@@ -61,6 +61,7 @@ def test_every_prompt_occurs_once_and_every_row_is_found_again():
         assert torch.equal(layout.tokens[found], tokens[row, : lengths[row]])
         assert layout.positions[found].tolist() == list(range(int(lengths[row])))
     assert layout.longest == 9
+    assert layout.shared is not None
     assert layout.shared.longest_query == 15
     assert layout.shared.num_keys == 13  # the prompt without a completion is the last, and none attends to it
     assert layout.shared.num_prompt_tokens == 20
@@ -104,6 +105,7 @@ def test_attention_is_that_of_each_row_alone(scale):
     tokens, prompts, lengths = rows()
     layout = layout_of(tokens, prompts, lengths)
     generator = torch.Generator().manual_seed(1)
+    assert layout.shared is not None
     q, k, v = (
         torch.randn(len(layout.tokens), heads, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2)
     )
@@ -131,6 +133,7 @@ def test_windows_are_not_shared():
 def test_the_kernels_equal_the_definition(dtype, head, scale):
     layout = layout_of(*(tensor.cuda() for tensor in rows()))
     generator = torch.Generator().manual_seed(0)
+    assert layout.shared is not None
     inputs = [
         torch.randn(len(layout.tokens), heads, head, generator=generator, dtype=torch.float64).to("cuda", dtype)
         for heads in (6, 2, 2)

@@ -135,7 +135,7 @@ def test_special_tokens_that_mark_thoughts_reach_rewards(family):
         (f"{opens}perhaps \\boxed{{4}}", 0),
         (f"{opens}or \\boxed{{5}}?{closes}It is \\boxed{{4}}.", 1),
     ):
-        tokens = tokenizer(text + tokenizer.eos_token, add_special_tokens=False).input_ids
+        tokens = tokenizer(text + str(tokenizer.eos_token), add_special_tokens=False).input_ids
         completion = Completion(tuple(tokens), (), True)
         (seen,) = completion_texts(tokenizer, [completion])
         assert seen == text, "a reward sees the marks, and no end token"
