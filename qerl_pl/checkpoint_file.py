@@ -18,6 +18,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from qerl_pl.common.files import replacing
+
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
 PROBE = 2**20  # bytes of a test write that finds out whether the disk is full
@@ -35,22 +37,19 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: the disk is full or not writable; the old file is left intact.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, temporary)
-        with temporary.open("rb+") as file:
-            digest = _digest(file, file.seek(0, os.SEEK_END))
-            file.seek(0, os.SEEK_END)
-            file.write(MARK + digest)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        cause = error if isinstance(error, OSError) else _refusal(temporary) or error
-        temporary.unlink(missing_ok=True)
-        said = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        with replacing(path) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # torch reports a full disk as a RuntimeError
+                raise _refusal(temporary) or OSError(str(error)) from error
+            with temporary.open("rb+") as file:
+                digest = _digest(file, file.seek(0, os.SEEK_END))
+                file.seek(0, os.SEEK_END)
+                file.write(MARK + digest)
+    except OSError as error:
+        said = error.strerror or error
         raise OSError(f"could not write the checkpoint {path}: {said}; earlier ones are untouched") from error
-    os.replace(temporary, path)
 
 
 def read(path: Path, map_location: Any) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""A text file is there whole or not at all, and its lines end at line feeds."""
+"""A file is there whole or not at all, only regular files are replaced, and lines of text end at line feeds."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
+from pathlib import Path
 
 import pytest
 
-from qerl_pl.common.files import read_lines, write_whole
+from qerl_pl.common.files import read_lines, replacing, write_whole
+from qerl_pl.tools.options import plan_options, report_options
 
 
 def test_a_file_has_its_text_and_its_folder_is_made(tmp_path):
@@ -30,6 +33,66 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
         write_whole(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["c.json"]
     assert path.read_bytes() == b"old"
+
+
+def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path):
+    file = tmp_path / "new" / "file"
+    write_whole(file, "old\n")
+    with replacing(file) as temporary:
+        temporary.write_text("new\n")
+        assert file.read_text() == "old\n"
+    assert file.read_text() == "new\n"
+
+    def interrupted() -> None:
+        with replacing(file) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert file.read_text() == "new\n"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_symbolic_link_stays_and_its_target_gets_the_text(tmp_path):
+    target, link, dangling = tmp_path / "target", tmp_path / "folder" / "link", tmp_path / "dangling"
+    link.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(Path("..", "target"))
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    dangling.symlink_to("later")
+    write_whole(dangling, "new")
+    assert (tmp_path / "later").read_text() == "new"
+
+
+def special_files(folder: Path) -> list[Path]:
+    """What is no regular file: a folder, a named pipe, a link to a device."""
+    os.mkfifo(folder / "pipe")
+    (folder / "null").symlink_to("/dev/null")
+    (folder / "folder").mkdir()
+    return [folder / "pipe", folder / "null", folder / "folder", Path("/dev/null")]
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+    for path in special_files(tmp_path):
+        mode = path.lstat().st_mode
+        with pytest.raises(OSError, match=r"regular file|Is a directory"):
+            write_whole(path, "text")
+        assert path.lstat().st_mode == mode
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    assert len(list(tmp_path.iterdir())) == 3, "and no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "command"), [(report_options, [".", "--json"]), (plan_options, ["-c", "x", "--json"])]
+)
+def test_commands_refuse_it_before_they_work(options, command, tmp_path, capsys):
+    for path in special_files(tmp_path):
+        with pytest.raises(SystemExit):
+            options().parse_args([*command, str(path)])
+        assert "folder" in (said := capsys.readouterr().err) or "no regular file" in said
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r", "\n"])

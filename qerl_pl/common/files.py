@@ -1,8 +1,11 @@
-"""Read lines of text files, write text files atomically, and set their permissions."""
+"""Read lines of text files, replace files atomically, and set their permissions."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,26 +23,52 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically, and create its folder.
+def replaceable(path: Path) -> Path:
+    """Return the path that a file written at ``path`` takes: the target, if ``path`` is a symbolic link.
 
-    The text is written to a temporary file in the same folder, which is renamed when it is on the disk. A full disk, a
-    killed process or a power failure therefore leaves the old file unchanged.
+    Raises:
+        OSError: something else than a regular file is there, such as a folder, a device or a named pipe.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file, and would be replaced: give the path of a file", str(path))
+    return target
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file atomically, and create its folder.
+
+    The context's value is the path of a temporary file in the same folder, which the caller writes. It is renamed to
+    ``path``, or to the target of a symbolic link, when the context ends and its bytes are on the disk. After an error
+    it is removed. A full disk, a killed process or a power failure therefore leaves the old file unchanged.
+
+    Raises:
+        OSError: the file cannot be written, or would replace something else than a regular file (``replaceable``).
+    """
+    target = replaceable(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file atomically (``replacing``), and create its folder.
 
     Raises:
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def allow_reading(path: Path) -> None:

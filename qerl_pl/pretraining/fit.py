@@ -4,7 +4,6 @@ from its last saved state."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.files import replacing
 from qerl_pl.common.phases import counted
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.pretraining.batches import Batches, Rows, rows_of
@@ -237,11 +237,9 @@ def _save(
     step: int,
     seconds: float,
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(states | {"settings": settings.as_json(), "step": step, "seconds": seconds}, temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        torch.save(states | {"settings": settings.as_json(), "step": step, "seconds": seconds}, temporary)
 
 
 def _restore(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qerl_pl.common.files import replacing
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.rounding import output_error
 
@@ -94,7 +95,8 @@ def draw_report(layers: Sequence[LayerReport], path: Path) -> None:
         axes.set_yticks(range(len(linears)), linears)
         axes.set_xticks(range(0, len(blocks), 4), blocks[::4])
         axes.set_xlabel("decoder block")
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:])
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl_pl.common.files import allow_reading, write_whole
+from qerl_pl.common.files import allow_reading, replacing, write_whole
 from qerl_pl.quant.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
@@ -62,16 +62,15 @@ class OutputFolder:
         Raises:
             OSError: the file cannot be written, e.g. on a full disk; finished files are kept.
         """
-        temporary = self.partial / f"{file}.tmp"
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        try:
-            # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
-            # should give files with equal bytes.
-            save_file(tensors, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{temporary} cannot be written: {error}") from error
-        allow_reading(temporary)
-        os.replace(temporary, self.partial / file)
+        with replacing(self.partial / file) as temporary:
+            try:
+                # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
+                # should give files with equal bytes.
+                save_file(tensors, temporary, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{temporary} cannot be written: {error}") from error
+            allow_reading(temporary)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 

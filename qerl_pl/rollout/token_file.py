@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_pl.common.files import allow_reading
+from qerl_pl.common.files import allow_reading, replacing
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,9 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
         "entropy": joined("entropy", torch.float16),
         "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"pieces": json.dumps({str(key): text for key, text in pieces.items()})})
-    except Exception:  # for a full disk, safetensors raises an exception that is no OSError
-        temporary.unlink(missing_ok=True)
-        raise
-    allow_reading(temporary)
-    os.replace(temporary, path)
+        allow_reading(temporary)
 
 
 def read_tokens(path: Path) -> FileTokens:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_pl.common.files import replacing
 from qerl_pl.study.analysis import Group, compared
 from qerl_pl.study.statistics import interquartile_mean
 from qerl_pl.study.study_file import Study
@@ -29,7 +30,8 @@ def draw(study: Study, groups: Sequence[Group], folder: Path) -> list[Path]:
     found = []
     for name, figure in figures.items():
         if figure is not None:
-            figure.savefig(folder / name, dpi=120)
+            with replacing(folder / name) as temporary:
+                figure.savefig(temporary, dpi=120, format="png")
             plt.close(figure)
             found.append(folder / name)
     return found

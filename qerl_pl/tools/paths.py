@@ -13,11 +13,13 @@ def output_file(text: str) -> Path:
     """Check that a path can be that of a file.
 
     Raises:
-        ArgumentTypeError: it is a folder, or one of its parents is a file.
+        ArgumentTypeError: it is a folder, a device or the like, or one of its parents is a file.
     """
     path = Path(text)
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
+    if path.exists() and not path.is_file():
+        raise ArgumentTypeError(f"{text!r} is no regular file, and would be replaced; expected the path of a file")
     above = next((parent for parent in path.parents if parent.exists()), Path())
     if not above.is_dir():
         raise ArgumentTypeError(f"{above} is a file and not a folder, so {text!r} cannot be written")

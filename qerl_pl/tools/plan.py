@@ -21,7 +21,7 @@ from qerl_pl.base.family import MERGED, PROJECTIONS
 from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
-from qerl_pl.common.files import write_whole
+from qerl_pl.common.files import replacing, write_whole
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.memory.advice import Change, advice, advice_text
@@ -306,6 +306,6 @@ def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("GiB")
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, dpi=120, format=picture.suffix[1:].lower())
     plt.close(figure)

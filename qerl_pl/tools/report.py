@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.common.files import write_whole
+from qerl_pl.common.files import replacing, write_whole
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.options import report_options
@@ -127,6 +127,6 @@ def draw(curves: dict[Path, dict[str, Curve]], picture: Path) -> None:
             axis.set_yscale("log")
     if len(curves) > 1:
         axes.flat[0].legend(fontsize=8)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, dpi=120, format=picture.suffix[1:].lower())
     plt.close(figure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.words import Parser
+from qerl_pl.common.files import replacing
 from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.phases import phase
@@ -21,6 +21,7 @@ from qerl_pl.common.stored_text import only_entry, stored_text
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded
+from qerl_pl.tools.paths import output_file
 
 CHUNK = 1024  # rows of the file that are in memory at a time; a completion may have 100 kB
 NAMED = {
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         required=True,
         help='JSON lines: {"completion": ..., "answer": ...}, and the columns that the reward reads in prompt.row',
     )
-    parser.add_argument("--output", type=Path, required=True, help='the same rows with "score" and "reason"')
+    parser.add_argument("--output", type=output_file, required=True, help='the same rows with "score" and "reason"')
     try:
         parsed = parser.parse_args(_named(argv))
         check_class_paths(parsed)
@@ -98,25 +99,22 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
     num_rows = sum(1 for _ in read_rows(source))  # reports a malformed row before any row is scored
     counts: Counter[float | None] = Counter()
     reasons: Counter[str] = Counter()
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w") as file, phase("scoring", total=num_rows, unit="rows") as progress:
-            rows = read_rows(source)
-            while chunk := list(islice(rows, CHUNK)):
-                prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
-                completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
-                with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
-                    verdicts = judge_rows(reward, prompts, completions, progress.update)
-                for row, verdict in zip(chunk, verdicts, strict=True):
-                    file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
-                    counts[verdict.score] += 1
-                    if verdict.score is None:
-                        reasons[verdict.reason] += 1
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        replacing(target) as temporary,
+        temporary.open("w") as file,
+        phase("scoring", total=num_rows, unit="rows") as progress,
+    ):
+        rows = read_rows(source)
+        while chunk := list(islice(rows, CHUNK)):
+            prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
+            completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
+            with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
+                verdicts = judge_rows(reward, prompts, completions, progress.update)
+            for row, verdict in zip(chunk, verdicts, strict=True):
+                file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
+                counts[verdict.score] += 1
+                if verdict.score is None:
+                    reasons[verdict.reason] += 1
     return counts, reasons
 
 
