@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return 130
+    except OSError as error:
+        print(f"error: {in_words(error)}", file=sys.stderr)
+        return 1
 
 
 def _run(argv: list[str]) -> int:
@@ -100,11 +103,7 @@ def _run(argv: list[str]) -> int:
             print(status, file=sys.stderr)
             return 1
         return status
-    try:
-        return _imported(f"qerl_pl.tools.{argv[0]}", argv[0]).main(argv[1:])
-    except OSError as error:
-        print(f"error: {in_words(error)}", file=sys.stderr)
-        return 1
+    return _imported(f"qerl_pl.tools.{argv[0]}", argv[0]).main(argv[1:])
 
 
 def _imported(module: str, command: str) -> ModuleType:

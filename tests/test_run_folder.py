@@ -8,6 +8,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
+from qerl_pl.__main__ import main
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import read_run_config, run_folder
 
@@ -34,6 +35,17 @@ def test_errors_say_what_to_do():
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
     assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"
     assert in_words(OSError("no address")) == "no address"
+    long = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "a" * 5000)
+    assert in_words(long) == f"{'a' * 300}...: the name is too long: give a shorter path"
+
+
+@pytest.mark.parametrize("command", [["fit", "-c"], ["plan", "-c"], ["report"], ["problems", "--output"], ["study"]])
+def test_a_name_of_5000_letters_is_refused_in_one_short_line(command, capsys):
+    assert main([*command, "a" * 5000]) == 1
+    said = capsys.readouterr().err
+    assert "the name is too long" in said
+    assert said.count("\n") == 1
+    assert len(said) < 400
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ KEYS = (
 )
 DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
+MOST_VALUES = 100_000
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 
 
@@ -60,7 +61,7 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse duplicate keys (YAML would take the last), unknown top-level keys, empty sections and cyclic aliases.
+    """Refuse unknown top-level keys and empty sections, and what ``mapping_in`` refuses.
 
     Raises:
         ValueError: with the file and the line.
@@ -70,6 +71,27 @@ def check_yaml(path: Path) -> None:
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "
             f"datamodules.table.Table --data.source.train_path {path}, or in a YAML file (docs/extending.md)"
         )
+    root = mapping_in(path, expected=f"settings as `key: value`, at the top {', '.join(KEYS)}")
+    for key, value in root.value:
+        if key.value.removesuffix("+") not in KEYS:
+            near = get_close_matches(key.value, KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
+            raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
+        if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:
+            raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
+
+
+def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
+    """Read a YAML file as nodes, and refuse what YAML itself accepts: duplicate keys (it would take the last), cyclic
+    aliases, and aliases of aliases that stand for more than ``MOST_VALUES`` values.
+
+    Args:
+        path: the file.
+        expected: what the file should hold, for messages.
+
+    Raises:
+        ValueError: with the file and the line.
+    """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -80,26 +102,22 @@ def check_yaml(path: Path) -> None:
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deeply for a configuration") from error
     if root is None:
-        return
+        raise ValueError(f"{path} is empty; expected {expected}")
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"{path}: expected settings as `key: value`, at the top {', '.join(KEYS)}")
-    _check_node(path, root, ())
-    for key, value in root.value:
-        if key.value.removesuffix("+") not in KEYS:
-            near = get_close_matches(key.value, KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
-            raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
-        if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:
-            raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
+        raise ValueError(f"{path}: expected {expected}")
+    _check_node(path, root, (), {})
+    return root
 
 
-def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...]) -> None:
+def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
+    """Check a node and return its number of values; ``sizes`` has those of the nodes that were checked before."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
-    above = (*above, id(node))
+    if id(node) in sizes:
+        return sizes[id(node)]
+    above, size = (*above, id(node)), 1
     if isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            _check_node(path, entry, above)
+        size += sum(_check_node(path, entry, above, sizes) for entry in node.value)
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -109,7 +127,11 @@ def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...]) -> None:
                 first = lines[key.value]
                 raise ValueError(f"{_place(path, key)}: {key.value!r} is given a second time (first in line {first})")
             lines[key.value] = key.start_mark.line + 1
-            _check_node(path, value, above)
+            size += _check_node(path, value, above, sizes)
+    if size > MOST_VALUES:
+        raise ValueError(f"{_place(path, node)}: aliases (*) stand for {size} values; expected at most {MOST_VALUES}")
+    sizes[id(node)] = size
+    return size
 
 
 def _place(path: Path, node: yaml.Node) -> str:

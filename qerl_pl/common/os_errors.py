@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+MOST_LETTERS = 300  # of a path in a message
 ADVICE = {
     errno.ENOSPC: "the disk is full: free some space and start again; what was written before is whole",
     errno.EFBIG: "a file may not become this large here: raise the limit (ulimit -f) and start again; what was "
@@ -17,6 +18,8 @@ ADVICE = {
     errno.EEXIST: "a file is where a folder is needed: give another path, or move it away",
     errno.EISDIR: "it is a folder and a file is needed: give the path of a file",
     errno.ENOENT: "there is no such file or folder: check the path",
+    errno.ENAMETOOLONG: "the name is too long: give a shorter path",
+    errno.ELOOP: "its symbolic links refer to each other: give another path",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
 }
 
@@ -26,8 +29,11 @@ def in_words(error: OSError) -> str:
     error."""
     number = error.errno if error.errno in ADVICE else _number_in(str(error))
     advice = ADVICE.get(number) if number else None
-    place = f"{error.filename}: " if error.filename else f"{error}; "
-    return f"{place}{advice}" if advice else str(error)
+    if not advice:
+        return str(error)
+    name = str(error.filename or "")
+    shown = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}..."
+    return f"{shown}: {advice}" if name else f"{error}; {advice}"
 
 
 def _number_in(text: str) -> int | None:

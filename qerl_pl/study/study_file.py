@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -80,6 +81,9 @@ class Study:
     def __post_init__(self) -> None:
         if not self.arms or not self.seeds:
             raise ValueError("a study needs at least one arm and one seed")
+        for seed in self.seeds:
+            if not (_is_number(seed, int) and 0 <= seed < 2**32):
+                raise ValueError(f"seeds has {seed!r}; expected whole numbers from 0 to {2**32 - 1}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; each may be there once")
         for name in (*self.arms, *self.evaluations, self.analysis.folder):
@@ -87,10 +91,14 @@ class Study:
                 raise ValueError(f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
         if FIT in self.evaluations:
             raise ValueError(f"an evaluation may not be called {FIT!r}")
-        for name in ("jobs", "attempts", "gpu_memory"):
+        for name, kind in (("jobs", int), ("attempts", int), ("gpu_memory", (int, float))):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; expected more than 0")
+            if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
+                what = "a whole number" if kind is int else "a number"
+                raise ValueError(f"{name} is {value!r}; expected {what} above 0")
+        for word in (str(self.output), *self.config):
+            if "$" in str(word):
+                raise ValueError(f"{word!r} names a variable that the file does not define under `variables`")
         if unknown := set(self.analysis.strata) - set(self.grid):
             raise ValueError(f"analysis.strata names {', '.join(unknown)}; expected options of the grid")
         for pair in self.analysis.comparisons or []:
@@ -238,6 +246,10 @@ def program(command: Command) -> list[str]:
 
 def _dump(settings: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(settings), sort_keys=False) if settings else "{}\n"
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _names(kind: type) -> str:

@@ -37,8 +37,6 @@ def main(argv: list[str]) -> int:
     """Read questions from the terminal until end of input and print the answers; returns the exit status."""
     options = chat_options().parse_args(argv)
     try:
-        if options.temperature < 0 or options.max_tokens < 1:
-            raise ValueError("expected --temperature of 0 or more and --max-tokens of 1 or more")
         policy, config = load_run(options.run, checkpoint=options.checkpoint)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

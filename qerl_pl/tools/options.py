@@ -14,7 +14,16 @@ from typing import Literal, get_args
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.pretraining.sizes import SHAPES
-from qerl_pl.tools.paths import existing_base, existing_file, existing_folder, existing_run, output_file, picture_file
+from qerl_pl.tools.paths import (
+    at_least,
+    existing_base,
+    existing_file,
+    existing_folder,
+    existing_run,
+    finite,
+    output_file,
+    picture_file,
+)
 
 MergedForm = Literal["bf16", "nvfp4"]
 """Forms in which ``export`` writes a model with the adapter merged into it."""
@@ -44,7 +53,7 @@ def tiny_options() -> CommandParser:
     """Make the parser of `tiny`."""
     parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and demonstrations (default: 0)")
     return parser
 
 
@@ -55,7 +64,7 @@ def pretrain_options() -> CommandParser:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--start", type=Path, help="policy from which training starts (default: random weights)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and problems (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of weights and problems (default: 0)")
     parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
     parser.add_argument("--batch-size", type=int, default=512, help="problems per step (default: 512)")
@@ -76,21 +85,31 @@ def pretrain_options() -> CommandParser:
         metavar=("FEWEST", "MOST"),
         help="that RL is to train on, if they have room (default: 3 6)",
     )
-    parser.add_argument("--learning-rate", type=float, help="default: by size")
+    parser.add_argument("--learning-rate", type=finite(above=0), help="default: by size")
     parser.add_argument(
         "--micro-batch-tokens",
         type=int,
         default=131072,
         help="most in one forward pass; fewer need less memory (default: 131072)",
     )
-    parser.add_argument("--measure-problems", type=int, default=64, help="per number of operations (default: 64)")
-    parser.add_argument("--reach-problems", type=int, default=512, help="tried for the reach set (default: 512)")
-    parser.add_argument("--samples", type=int, default=64, help="completions of each, n of pass@n (default: 64)")
-    parser.add_argument("--batch-rows", type=int, default=2048, help="completions sampled at once (default: 2048)")
-    parser.add_argument("--workers", type=int, help="processes that draw problems (default: by cores)")
-    parser.add_argument("--save-seconds", type=float, default=60.0, help="most between two saves (default: 60)")
-    parser.add_argument("--save-steps", type=int, default=1000, help="most between two saves (default: 1000)")
-    parser.add_argument("--minutes", type=float, help="save and stop after so long (default: never)")
+    parser.add_argument(
+        "--measure-problems", type=at_least(1), default=64, help="per number of operations (default: 64)"
+    )
+    parser.add_argument(
+        "--reach-problems", type=at_least(0), default=512, help="tried for the reach set (default: 512)"
+    )
+    parser.add_argument(
+        "--samples", type=at_least(1), default=64, help="completions of each, n of pass@n (default: 64)"
+    )
+    parser.add_argument(
+        "--batch-rows", type=at_least(1), default=2048, help="completions sampled at once (default: 2048)"
+    )
+    parser.add_argument("--workers", type=at_least(0), help="processes that draw problems (default: by cores)")
+    parser.add_argument(
+        "--save-seconds", type=finite(least=0), default=60.0, help="most between two saves (default: 60)"
+    )
+    parser.add_argument("--save-steps", type=at_least(1), default=1000, help="most between two saves (default: 1000)")
+    parser.add_argument("--minutes", type=finite(least=0), help="save and stop after so long (default: never)")
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     return parser
 
@@ -121,8 +140,10 @@ def quantize_options() -> CommandParser:
         metavar="SOURCE",
         help=".txt or .jsonl file, or dataset of the Hugging Face hub; required by awq and gptq, optional for others",
     )
-    parser.add_argument("--samples", type=int, default=256, help="calibration sequences (default: 256)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per calibration sequence (default: 2048)")
+    parser.add_argument("--samples", type=at_least(1), default=256, help="calibration sequences (default: 256)")
+    parser.add_argument(
+        "--length", type=at_least(1), default=2048, help="tokens per calibration sequence (default: 2048)"
+    )
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -142,7 +163,9 @@ def study_options() -> CommandParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
     )
     parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
-    parser.add_argument("--minutes", type=float, help="stop at the next checkpoints after so long (default: never)")
+    parser.add_argument(
+        "--minutes", type=finite(above=0), help="stop at the next checkpoints after so long (default: never)"
+    )
     parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
     parser.add_argument("--of", type=int, default=1, help="of array jobs: how many there are (default: 1)")
     parser.add_argument(
@@ -163,7 +186,9 @@ def plan_options() -> CommandParser:
         "or a model's name, is enough. Further arguments are those of `fit`, e.g. --model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
-    parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU (default: model.gpu_memory, or this GPU's)")
+    parser.add_argument(
+        "--gpu-memory", type=finite(above=0), help="GiB of the GPU (default: model.gpu_memory, or this GPU's)"
+    )
     parser.add_argument(
         "--hopper",
         action="store_true",
@@ -172,7 +197,7 @@ def plan_options() -> CommandParser:
     parser.add_argument(
         "--longest",
         nargs="*",
-        type=float,
+        type=finite(above=0),
         metavar="GIB",
         help="print only how many tokens completions may have on GPUs of these sizes (default: 24 48 80 141)",
     )
@@ -221,9 +246,12 @@ def report_options() -> CommandParser:
         "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
     )
     parser.add_argument("--follow", action="store_true", help="serve that page on this machine while the run continues")
-    parser.add_argument("--port", type=int, default=8008, help="TCP port of --follow (default: 8008)")
+    parser.add_argument("--port", type=at_least(1, 65535), default=8008, help="TCP port of --follow (default: 8008)")
     parser.add_argument(
-        "--completions", type=int, default=10_000, help="most completions on a page (default: 10000, spread evenly)"
+        "--completions",
+        type=at_least(0),
+        default=10_000,
+        help="most completions on a page (default: 10000, spread evenly)",
     )
     return parser
 
@@ -238,8 +266,8 @@ def chat_options() -> CommandParser:
     )
     parser.add_argument("run", type=existing_run, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
+    parser.add_argument("--temperature", type=finite(least=0), default=0.0, help="0: the most likely token (default)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=512, help="longest answer (default: 512)")
     parser.add_argument("--without-base", action="store_true", help="print answers of the policy only")
     parser.add_argument(
         "--conversation", action="store_true", help="keep what was said before; an empty line starts anew"

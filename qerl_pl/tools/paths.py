@@ -1,7 +1,8 @@
-"""Argument types for paths: one that cannot be read or written is refused before any work is done."""
+"""Argument types for paths and numbers: one that cannot be used is refused before any work is done."""
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,34 @@ def picture_file(text: str) -> Path:
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
     return path
+
+
+def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
+    """Make an argument type: a whole number from ``smallest`` to ``largest``."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if not smallest <= value <= largest:
+            upper = f" to {largest}" if largest < math.inf else " or more"
+            raise ArgumentTypeError(f"it is {text}; expected {smallest}{upper}")
+        return value
+
+    number.__name__ = "whole number"  # argparse names the type of a text that is no number
+    return number
+
+
+def finite(*, above: float | None = None, least: float | None = None) -> Callable[[str], float]:
+    """Make an argument type: a finite number greater than ``above``, or at least ``least``."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value) or (above is not None and value <= above) or (least is not None and value < least):
+            limit = f"more than {above:g}" if least is None else f"{least:g} or more"
+            raise ArgumentTypeError(f"it is {text}; expected {limit}")
+        return value
+
+    number.__name__ = "number"
+    return number
 
 
 def existing_folder(text: str) -> Path:

@@ -18,15 +18,16 @@ from qerl_pl.tasks.word_problems import (
     check_operations,
     draw_sets,
 )
+from qerl_pl.tools.paths import at_least
 
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and write the problem sets (training, validation, reach); returns the exit status."""
     parser = CommandParser(prog=called_as("problems"), description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for train, validation and reach .jsonl")
-    parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="which problems are drawn (default: 0)")
     for split, num in (("train", 8192), ("validation", 512), ("reach", 512)):
-        parser.add_argument(f"--{split}", type=int, default=num, help=f"problems of this set (default: {num})")
+        parser.add_argument(f"--{split}", type=at_least(0), default=num, help=f"problems of this set (default: {num})")
     for names, which, default in (
         (["--operations"], "", (MIN_OPERATIONS, MAX_OPERATIONS)),
         (["--reach-operations", "--reach_operations"], " of the reach set", (12, MAX_OPERATIONS)),

@@ -35,8 +35,6 @@ def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
     parser = report_options()
     options = parser.parse_args(argv)
-    if options.completions < 0:
-        parser.error(f"--completions is {options.completions}; expected 0 or more")
     try:
         curves = {run: (started_curves if options.follow else read_curves)(run) for run in options.runs}
         summaries = {run: summarize(found) for run, found in curves.items()}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from qerl_pl.cli.yaml_files import fault_in_files
+from qerl_pl.cli.yaml_files import fault_in_files, mapping_in
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Parse the command line and run the study; returns the exit status."""
     options = study_options().parse_args(argv)
     try:
+        mapping_in(options.study, expected="arms and seeds of a study")
         study = read_study(options.study, options.output, _variables(options.set))
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}; expected at least 1")

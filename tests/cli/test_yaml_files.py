@@ -11,6 +11,7 @@ import pytest
 from qerl_pl.cli.yaml_files import check_yaml, check_yaml_files
 
 ROOT = Path(__file__).parents[2]
+BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,9 @@ ROOT = Path(__file__).parents[2]
         ("- model\n", "expected settings as"),
         ("model\n", "expected settings as"),
         ("? [model]\n: 3\n", "a key is a list"),
+        ("", "is empty; expected settings as"),
+        ("# nothing\n", "is empty; expected settings as"),
+        (BOMB, "aliases .*. stand for [0-9]+ values; expected at most"),
         ("model: {a: \x00}\n", "not a YAML text file"),
         ("model: " + "[" * 3000, "nested too deep|not YAML"),
     ],
@@ -70,7 +74,7 @@ def test_files_of_this_repository_are_taken():
         check_yaml(path)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "model: &a {lora: {rank: 3}}\nckpt_path: null\n"])
+@pytest.mark.parametrize("text", ["{}\n", "model: &a {lora: {rank: 3}}\nckpt_path: null\n"])
 def test_what_is_in_order_is_taken(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     check_yaml(tmp_path / "run.yaml")

@@ -55,7 +55,10 @@ def test_what_cannot_be_talked_to_is_refused(tmp_path, capsys):
         command(["chat", str(tmp_path)])
     assert "is no run folder" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
-    assert command(["chat", str(tmp_path), "--max-tokens", "0"]) == 2
+    for option in (("--max-tokens", "0"), ("--temperature", "nan"), ("--temperature", "-1")):
+        with pytest.raises(SystemExit, match="2"):
+            command(["chat", str(tmp_path), *option])
+        assert f"{option[0]}: it is {option[1]}; expected" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -79,7 +79,16 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
         ({"seeds": 3}, "seeds is 3; expected a list"),
         ({"sedes": [1]}, "unknown keys sedes; expected some of output, arms, seeds"),
         ({"grid": {"model.rank": 3}}, "grid.model.rank is 3; expected a list of values"),
-        ({"jobs": 0}, "jobs is 0; expected more than 0"),
+        ({"jobs": 0}, "jobs is 0; expected a whole number above 0"),
+        ({"jobs": 1.5}, "jobs is 1.5; expected a whole number above 0"),
+        ({"attempts": True}, "attempts is True; expected a whole number above 0"),
+        ({"gpu_memory": float("nan")}, "gpu_memory is nan; expected a number above 0"),
+        ({"gpu_memory": "8"}, "gpu_memory is '8'; expected a number above 0"),
+        ({"seeds": ["x"]}, "seeds has 'x'; expected whole numbers from 0"),
+        ({"seeds": [1, -1]}, "seeds has -1; expected whole numbers from 0"),
+        ({"seeds": [True]}, "seeds has True; expected whole numbers from 0"),
+        ({"output": "runs/$name"}, "'runs/.name' names a variable that the file does not define"),
+        ({"config": ["$task/task.yaml"]}, "names a variable that the file does not define"),
         ({"evaluations": {"fit": {}}}, "may not be called 'fit'"),
         ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
         ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
@@ -89,9 +98,17 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
 def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     with pytest.raises(ValueError, match=message):
         read_study(written(tmp_path / "study.yaml", **changes))
-    assert command(["study", str(tmp_path / "study.yaml"), "--output", str(tmp_path / "out")]) == 1
+    out = [] if "output" in changes else ["--output", str(tmp_path / "out")]
+    assert command(["study", str(tmp_path / "study.yaml"), *out]) == 1
     assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_arm_that_is_named_twice_is_refused(tmp_path, capsys):
+    path = written(tmp_path / "study.yaml")
+    path.write_text(path.read_text().replace("arms:\n", "arms:\n  nvfp4: {}\n"))
+    assert command(["study", str(path)]) == 1
+    assert "'nvfp4' is given a second time (first in line" in capsys.readouterr().err
 
 
 def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_path, capsys):
@@ -113,7 +130,8 @@ def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"'\$polcy' names a variable that is not in variables"):
         read_study(written(tmp_path / "wrong.yaml", variables={"policy": "a"}, settings={"model": {"base": "$polcy"}}))
-    assert read_study(written(tmp_path / "none.yaml", output="out/$HOME")).output == Path("out/$HOME")
+    settings = {"data": {"question_template": "{question} Costs are in $US."}}
+    assert read_study(written(tmp_path / "none.yaml", settings=settings)).settings == settings
 
 
 def test_a_missing_or_broken_file_is_an_error(tmp_path):

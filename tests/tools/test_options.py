@@ -16,6 +16,13 @@ WRONG_PATHS = {
     "report empty nowhere": "there is no folder nowhere",
     "chat empty": "empty is no run folder: it has no config.yaml",
     "plan -c gsm8k --json empty": "'empty' is a folder",
+    "report empty --json /dev/null": "'/dev/null' is no regular file",
+    "report empty --port 99999999": "--port: it is 99999999; expected 1 to 65535",
+    "chat run --temperature nan": "--temperature: it is nan; expected 0 or more",
+    "tiny --output out --seed -1": "--seed: it is -1; expected 0 or more",
+    "tiny --output out --seed x": "--seed: invalid whole number value: 'x'",
+    "study file --minutes nan": "--minutes: it is nan; expected more than 0",
+    "plan -c gsm8k --gpu-memory inf": "--gpu-memory: it is inf; expected more than 0",
 }
 PROGRAM = """
 import sys
@@ -34,6 +41,9 @@ assert not slow, slow
 def test_they_are_answered_without_slow_imports(tmp_path):
     assert PARSERS.keys() <= COMMANDS.keys()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
     lines = [f"{command} {option}" for command in PARSERS for option in ("--help", "--no-such-option")]
     program = PROGRAM.format(lines=[*lines, *WRONG_PATHS])
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=tmp_path)
