@@ -55,29 +55,27 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     packed = {name for group in groups for name in group}
     dropped = {*stored.activations, *stored.cache}
     settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
-    writer, folder = WRITERS["nvfp4"], OutputFolder(output, {**settings, "changes": reasons})
-    files = output_files(checkpoint)
-    for file in counted(files, "convert to W4A16", total=len(files), unit="files"):
-        if file.name in folder.done:
-            continue
-        tensors = {name: checkpoint.read(name) for name in file.tensors if name not in dropped}
-        modules = {name.rpartition(".")[0] for name in tensors}
-        try:
+    writer, files = WRITERS["nvfp4"], output_files(checkpoint)
+    with OutputFolder(output, {**settings, "changes": reasons}) as folder:
+        for file in counted(files, "convert to W4A16", total=len(files), unit="files"):
+            if file.name in folder.done:
+                continue
+            tensors = {name: checkpoint.read(name) for name in file.tensors if name not in dropped}
+            modules = {name.rpartition(".")[0] for name in tensors}
             written = _dense(tensors, stored, modules - packed, skeleton.dtype)
             for group in groups:
                 if group[0] in modules:
                     written |= _packed(path, {name: _scales(tensors, stored, name) for name in group})
-        except ValueError:
-            folder.discard()  # a retry would fail in the same way
-            raise
-        quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
-        rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
-        folder.add(file.name, rest | written, {"layers": [], "folds": []})
-    dense = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear) and name not in packed]
-    config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
-    if packed:
-        config["quantization_config"] = writer.config(dense, skeleton.dtype)
-    folder.finish(path, config)
+            quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
+            rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
+            folder.add(file.name, rest | written, {"layers": [], "folds": []})
+        linears = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
+        config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
+        if packed:
+            config["quantization_config"] = writer.config(
+                [name for name in linears if name not in packed], skeleton.dtype
+            )
+        folder.finish(path, config)
     return reasons
 
 

@@ -138,7 +138,7 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
-    """Check that a checkpoint has a tensor for every parameter of a model, by comparing names.
+    """Check that a checkpoint has a tensor of the right shape for every parameter of a model, without reading data.
 
     Args:
         checkpoint: the checkpoint.
@@ -146,7 +146,8 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
         packed: names of the linears that the checkpoint stores packed.
 
     Raises:
-        ValueError: parameters are missing, or a packed linear is tied to the embedding.
+        ValueError: parameters are missing, or stored in another shape or as integers, or a packed linear is tied to
+            the embedding.
     """
     tied = tied_weights(model)
     held = {*checkpoint.names(), *(f"{name}.weight" for name in packed)}
@@ -154,6 +155,16 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
     if missing := sorted(name for name in wanted - held if tied.get(name) not in held):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"{checkpoint.path} is half a checkpoint: {', '.join(missing[:3])}{more} missing")
+    stored_packed = {f"{name}.weight" for name in packed}
+    for name, parameter in model.named_parameters():
+        if name not in checkpoint or name in stored_packed:
+            continue
+        dtype, shape = checkpoint.dtype(name), checkpoint.shape(name)
+        if shape != list(parameter.shape) or not dtype.startswith(("F", "BF")):
+            raise ValueError(
+                f"{checkpoint.path}: {name} is {dtype} {shape}; the model that config.json describes expects floating "
+                f"point and {list(parameter.shape)} for it"
+            )
     if copies := [name for name in packed if f"{name}.weight" in tied]:
         raise ValueError(
             f"{checkpoint.path}: {copies[0]} is packed and config.json ties it to {tied[copies[0] + '.weight']}"

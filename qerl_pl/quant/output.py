@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,8 @@ REPORTED = ("layers", "folds")
 RECORDS = ("tiny.json", "pretrain.json", "task.yaml", "reach.jsonl", "drift.json")
 """Files in which commands record how one policy was made and measured; copies and exports do not carry them."""
 _MANIFEST = "manifest.json"
-_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+_CARRIED = {".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"}
+_CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGNORECASE)
 
 
 class OutputFolder:
@@ -74,14 +77,15 @@ class OutputFolder:
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
-    def drop_if_empty(self) -> None:
-        """Remove ``OUTPUT.partial`` if it has no finished file."""
-        if not self.done:
-            self.discard()
+    def __enter__(self) -> Self:
+        """Return the folder, whose writer may be interrupted."""
+        return self
 
-    def discard(self) -> None:
-        """Remove ``OUTPUT.partial``."""
-        shutil.rmtree(self.partial)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error, remove ``OUTPUT.partial`` if it would be of no use to the next run: if it has no finished
+        file, or the model was refused, since a retry would refuse it again."""
+        if kind is not None and (not self.done or issubclass(kind, ValueError)):
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def read(self, file: str) -> dict[str, Tensor]:
         """Read the tensors of a finished file."""
@@ -106,7 +110,7 @@ class OutputFolder:
 
 def carried_files(source: Path) -> list[Path]:
     """List the files of a checkpoint folder that its quantised, converted or merged copies also get: tokenizer, chat
-    templates (also those in a folder), licence and the like."""
+    templates (also those in a folder), licence and the like, but no code."""
     # Stored digests and reports describe this folder alone, and a copy gets a config.json of its own.
     of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
     return [
@@ -117,7 +121,7 @@ def carried_files(source: Path) -> list[Path]:
         and file.name not in of_one
         and file.name not in RECORDS
         and file.stem != Path(REPORT).stem  # its picture
-        and file.suffix not in _WEIGHT_FILES
+        and (file.suffix in _CARRIED or (not file.suffix and _CARRIED_NAMES.match(file.name)))
         and not file.name.endswith(".index.json")
     ]
 

@@ -100,23 +100,19 @@ def quantize_checkpoint(
     folder = OutputFolder(output, settings)
     stream = None if calibration is None else BlockStream(skeleton, checkpoint, calibration.tokens, device)
     sizes = [sum(map(checkpoint.num_weights, file.tensors)) for file in files]
-    with phase(f"quantize ({format}, {method})", total=sum(sizes), unit="weights") as progress:
+    with folder, phase(f"quantize ({format}, {method})", total=sum(sizes), unit="weights") as progress:
         for file, size in zip(files, sizes, strict=True):
             if file.name not in folder.done:
                 tensors = {name: checkpoint.read(name) for name in file.tensors}
-                try:
-                    check_weights(tensors)
-                except ValueError:
-                    folder.drop_if_empty()  # finished blocks are kept for a retry
-                    raise
+                check_weights(tensors)
                 packed = pack_file(file, tensors, file.groups(groups), writer, method, skeleton, stream, device)
                 folder.add(file.name, *packed)
             if stream is not None and file.block is not None:
                 stream.advance(file.block, dense_tensors(folder.read(file.name), shapes, writer))
             progress.update(size)
-    layers = [LayerReport(**layer) for layer in folder.reports("layers")]
-    draw_report(layers, folder.partial / PICTURE)
-    folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
+        layers = [LayerReport(**layer) for layer in folder.reports("layers")]
+        draw_report(layers, folder.partial / PICTURE)
+        folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
     return layers
 
 

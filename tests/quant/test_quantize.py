@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl_pl.quant import quantize
 from qerl_pl.quant.layer_errors import report_layer
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
-from qerl_pl.quant.selection import fused_groups
+from qerl_pl.quant.selection import OutputFile, fused_groups
 from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
 from tests.packed import quantize_nvfp4
@@ -27,6 +29,18 @@ from tests.quant.published import rewrite
 
 def read_all(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def interrupted_at(name: str) -> Callable[..., Any]:
+    """The function that packs a file, which Ctrl-C interrupts at the file of this name."""
+    original = quantize.pack_file
+
+    def pack(file: OutputFile, *more: Any) -> Any:
+        if file.name == name:
+            raise KeyboardInterrupt
+        return original(file, *more)
+
+    return pack
 
 
 def dense_of(tensors: dict[str, Tensor], name: str) -> Tensor:
@@ -117,20 +131,17 @@ def test_small_files_are_copied_and_foreign_weights_are_not(
 
 
 def test_a_stopped_run_continues_and_ends_with_the_same_bytes(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint()
     quantize_checkpoint(path, tmp_path / "straight")
-    damaged = path / "model.safetensors"
-    whole = load_file(damaged)
-    bad = {**whole, "model.layers.1.mlp.up_proj.weight": whole["model.layers.1.mlp.up_proj.weight"] * torch.nan}
-    save_file(bad, damaged, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    monkeypatch.setattr(quantize, "pack_file", interrupted_at("model-00003-of-00003.safetensors"))
+    with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(path, tmp_path / "out")
+    monkeypatch.undo()
     assert not (tmp_path / "out").exists()
     finished = tmp_path / "out.partial" / "model-00002-of-00003.safetensors"
     written_at = finished.stat().st_mtime_ns
-    save_file(whole, damaged, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="unfinished run with other settings"):
         quantize_checkpoint(path, tmp_path / "out", ignore=["lm_head", "model.layers.0.mlp.down_proj"])
     quantize_checkpoint(path, tmp_path / "out")
@@ -241,9 +252,30 @@ def test_weights_that_no_model_has_are_refused_and_named(
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=name):
         quantize_checkpoint(path, tmp_path / "out")
-    finished = [] if "embed" in name else ["model-00001-of-00003.safetensors"]
-    assert [file.name for file in tmp_path.glob("out*/*.safetensors")] == finished, "only finished files are left"
-    assert (tmp_path / "out.partial").exists() == bool(finished)
+    assert not list(tmp_path.glob("out*")), "nothing that would be in the way of the next model"
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight[:-1], lambda weight: weight.to(torch.int8)])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_weights_of_another_shape_or_of_integers_are_refused_before_work(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    path = make_checkpoint()
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} is .* expects floating point and \[.*\] for it"):
+        quantize_checkpoint(path, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_code_in_a_models_folder_is_not_carried_over(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_checkpoint()
+    for name in ("modeling.py", "run.sh", "lib.so", "weights.pkl", "program", "LICENSE", "chat_template.jinja"):
+        (path / name).write_text("text")
+    quantize_checkpoint(path, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"LICENSE", "chat_template.jinja", "tokenizer.json"} <= names
+    assert not names & {"modeling.py", "run.sh", "lib.so", "weights.pkl", "program"}
 
 
 def test_files_have_the_permissions_of_any_new_file(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
