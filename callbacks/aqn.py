@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, realized_sigma
@@ -106,7 +107,7 @@ class AdaptiveQuantizationNoise(Callback):
         touched = outputs["rollout"].num_noisy_norms
         expected = 2 * pl_module.policy.num_layers if pl_module.norm_noise.sigma > 0 else 0
         if touched != expected:
-            raise RuntimeError(
+            raise CheckFailed(
                 f"{expected} norms of the rollout engine should have noise and {touched} have it: the engine does not "
                 "sample from the policy that the schedule asks for"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.files import write_whole
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.loop import Rollout
 
@@ -70,7 +71,7 @@ class GradientGuard(Callback):
         """Check the gradient. Lightning calls this inside ``optimizer.step``, before anything is changed.
 
         Raises:
-            FloatingPointError: the gradient is not finite or too large; the parameters are unchanged.
+            CheckFailed: the gradient is not finite or too large; the parameters are unchanged.
         """
         norm = pl_module.grad_norm.item()
         if norm == 0:
@@ -80,7 +81,7 @@ class GradientGuard(Callback):
             self._norms = [*self._norms, norm][-self.window :]
             return
         found = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
-        raise FloatingPointError(
+        raise CheckFailed(
             f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
             f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last repeats the same rollout: raise "
             "GradientGuard.max_ratio if this is not a fault, or resume from previous.ckpt or best.ckpt with a "
@@ -91,9 +92,6 @@ class GradientGuard(Callback):
         assert self._rollout is not None, "the rollout is stored before each update"
         name = f"rollout_{pl_module.rollout_index:06}_rank_{trainer.global_rank}.jsonl"
         path = Path(trainer.default_root_dir, "faults", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = self._rollout.chosen.rows()
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return path

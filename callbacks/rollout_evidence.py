@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,49 +15,78 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
-from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.due import is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
-from qerl_pl.policy.evidence import ALTERNATIVES, accumulated, copy_evidence, jump, log_false_alarm
-from qerl_pl.rollout.common import padded
-from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.policy.evidence import (
+    ALTERNATIVES,
+    accumulated,
+    copy_evidence,
+    log_false_alarm,
+    order_evidence,
+    repeats,
+)
+from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump
 from qerl_pl.rollout.loop import Rollout
+from qerl_pl.rollout.measured import measure_some
+from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
+HIGH = 5.0  # rows differ more than rollouts: the floor of ``high_gap`` divided by that of ``gap``
 SURE_SIGMAS = 6.0
+KINDS = ("gap", "high_gap", "far_share")
+OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
+OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
+"""Names of metrics: of the rows that go through the model before the update, and of all rows, without noise."""
+MAX_FAR_SHARE = 1 / 256  # of tokens; a correct engine has less than 1e-4
 
 
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    Training rollouts are checked before the update. Some rows, chosen by the seed, go through the trainer's model once,
-    with the noise of the rollout. This gives the log-probability of each token under the policy, and under the
-    same logits sampled in other ways. Then:
+    Before the update, rows up to ``max_tokens``, chosen by the seed, go through the trainer's model once, with the
+    noise of the rollout. This gives the log-probability of each token under the policy, and under the same logits
+    sampled in other ways. Then, in every rollout that is due:
 
     - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
       run stops above ``max_gap`` or ``max_jump`` times the recent median, and warns above ``warn_jump`` times the
       median. A large gap means that tokens or log-probabilities were altered or come from another policy.
-    - ``evidence/other_sampling`` is evidence in nats that the tokens were sampled at another temperature or with top-p,
-      and scored at the reported one afterwards.
+    - ``evidence/high_gap`` is the mean |trainer - sampler| that a thirty-second of the rows reach, so that a few wrong
+      rows do not vanish among many. Its jumps count as those of the gap.
+    - ``evidence/far_share`` is the share of tokens whose probabilities in trainer and sampler differ by more than a
+      factor of 8. The run stops if it exceeds 1/256.
+    - ``evidence/other_sampling`` is evidence in nats that tokens of all rows or of a sixteenth were sampled in another
+      way (``qerl_pl.policy.evidence.ALTERNATIVES``: another temperature, top_p, top_k, end tokens more or less often,
+      random tokens) and scored in the reported one afterwards.
+
+    In every rollout, with all completions:
+
     - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
-      copies: the engine copies completions, or its seed does not change. All completions of the rollout are compared.
+      copies: the engine copies completions, or its seed does not change.
+    - ``evidence/order`` is evidence in nats that the length or the mean log-probability of completions depends on their
+      place in the group, as when the engine chooses among them, or samples some with another policy.
+    - After the update, the trainer's log-probabilities of all rows, which the update has computed, are compared with
+      the sampler's as above. They are without noise, so in rollouts with noise only the share of tokens that are far
+      apart counts. The stop leaves the checkpoint of the step before.
+    - A warning tells if length, share of finished completions, reward or share of distinct completions is not what it
+      was in the rollout before (``qerl_pl.policy.jumps.change``): a policy may change so fast, so the run goes on.
 
     Evidence is a likelihood ratio that accumulates over rollouts (``qerl_pl.policy.evidence.accumulated``), so a fault
     that one rollout does not show is found after several. If a policy is nearly certain of every token, its completions
-    are nearly equal at any temperature, and these two tests can find little.
+    are nearly equal however they are sampled, and these tests can find little.
 
     If no group had a signal for several rollouts, a warning says what to do.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row.
-        false_alarm: bound on the probability that a correct rollout stops the run, for each of the two tests of
-            evidence. It holds for any model and any numerical difference between trainer and engine.
+        false_alarm: bound on the probability that a correct rollout stops the run, for each of the three tests of
+            evidence, and warns, for each of the four numbers. That of evidence holds for any model and any numerical
+            difference between trainer and engine; that of the numbers for groups enough that means are normal.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops; null: it only warns.
         warn_jump: multiple of that median above which it warns.
@@ -65,8 +94,8 @@ class RolloutEvidence(Callback):
         silent_rollouts: warn after every this many consecutive rollouts without a signal (every group's rewards were
             equal).
         remembered: number of most recent completions that new completions are compared with.
-        every: rollouts from one comparison of log-probabilities to the next, after the first four of a run, which are
-            all compared. Copies are looked for in every rollout.
+        every: rollouts from one pass through the trainer's model to the next, after the first four of a run, which all
+            have one.
 
     Raises:
         ValueError: a value is out of range.
@@ -75,12 +104,12 @@ class RolloutEvidence(Callback):
         trainer:
           callbacks+:
             - class_path: callbacks.rollout_evidence.RolloutEvidence
-              init_args: {every: 8, warn_jump: 3.0, max_jump: 30.0}
+              init_args: {max_tokens: 32768, warn_jump: 3.0, max_jump: 30.0}
     """
 
     def __init__(
         self,
-        max_tokens: int = 8192,
+        max_tokens: int = 16384,
         false_alarm: float = 1e-6,
         max_gap: float | None = None,
         max_jump: float | None = 10.0,
@@ -111,71 +140,93 @@ class RolloutEvidence(Callback):
         self.remembered = remembered
         self.every = every
         self._evidence: dict[str, Tensor] = {}
-        self._gaps: list[float] = []
+        self._gaps: dict[str, list[float]] = {}
+        self._numbers: dict[str, list[float]] = {}
         self._silent = 0
         self._seen: list[tuple[int, int]] = []
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return evidence, gaps and completion digests of past rollouts, which later ones are compared with; equal on
-        all ranks."""
+        """Return evidence, gaps, numbers and completion digests of past rollouts, which later ones are compared with;
+        equal on all ranks."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
-        return {"evidence": evidence, "gaps": self._gaps, "silent": self._silent, "seen": seen}
+        numbers = {"numbers": self._numbers, "silent": self._silent}
+        return {"evidence": evidence, "gaps": self._gaps, **numbers, "seen": seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the evidence, gaps and completion digests of past rollouts."""
+        """Restore the evidence, gaps, numbers and completion digests of past rollouts."""
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
-        self._gaps, self._silent = list(state_dict["gaps"]), int(state_dict["silent"])
+        self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
+        self._numbers = dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         pl_module.loop.observers.append(partial(self._check, pl_module))
 
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the log-probabilities of all rows before the update with the sampler's."""
+        experience, old = outputs["update"].experience, outputs["update"].old_logprobs
+        sampled = experience.sampled
+        rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
+        log_ratio = (old - experience.sampler_logprobs)[sampled].double().cpu()
+        self._check_gaps(log_ratio, rows.cpu(), OF_ALL, pl_module, index=outputs["rollout_index"])
+
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; raises RuntimeError if its completions are no samples from the current
+        """Check a rollout before the update; raises CheckFailed if its completions are no samples from the current
         policy."""
+        index = pl_module.rollout_index
+        self._check_order(pl_module, rollout.evaluation)
         self._check_copies(pl_module, rollout)
-        if is_due(pl_module.rollout_index, self.every):
-            gap, evidence = self._measure(pl_module, rollout)
-            log_at(pl_module.trainer.loggers, {"evidence/gap": gap}, step=pl_module.rollout_index)
-            self._check_gap(gap, pl_module)
+        if is_due(index, self.every):
+            log_ratio, rows, evidence = measure_some(
+                pl_module.policy,
+                rollout.evaluation,
+                pl_module.norm_noise,
+                temperature=pl_module.sampling.temperature,
+                max_model_len=pl_module.settings.max_model_len,
+                micro_batch_tokens=check_limit(pl_module.settings.longest_row),
+                max_tokens=self.max_tokens,
+                seed=derive_seed(pl_module.settings.seed, f"evidence/{pl_module.global_rank}", index),
+            )
+            self._check_gaps(log_ratio, rows, OF_THE_CHOSEN, pl_module, index=index)
             self._check_sampling(evidence, pl_module)
+        self._warn_of_changes(rollout.evaluation, index)
         self._count_silence(rollout)
 
-    def _measure(self, pl_module: QeRLModule, rollout: Rollout) -> tuple[float, Tensor]:
-        """Return mean |trainer - sampler| in nats over the chosen rows of all ranks, and the evidence for K other ways
-        of sampling, [K] nats."""
-        prompts, completions = rollout.evaluation.prompts, rollout.evaluation.completions
-        rank = pl_module.global_rank
-        generator = torch.Generator().manual_seed(
-            derive_seed(pl_module.settings.seed, f"evidence/{rank}", pl_module.rollout_index)
-        )
-        order = torch.randperm(len(completions), generator=generator).tolist()
-        limit = self.max_tokens / ranks.num_ranks()
-        rows, total = [], 0
-        for row in order:
-            rows.append(row)
-            total += len(prompts[row].tokens) + len(completions[row].tokens)
-            if total >= limit:
-                break
-        reported = torch.tensor([value for row in rows for value in completions[row].logprobs], dtype=torch.float64)
-        own = _alternative_logprobs(pl_module, [prompts[row] for row in rows], [completions[row] for row in rows])
-        ratios = own - reported.unsqueeze(1)  # [N, 1 + K]
-        sums = torch.cat([ratios[:, :1].abs().sum(dim=0), ratios[:, 1:].sum(dim=0), torch.tensor([float(len(own))])])
-        total = torch.tensor(ranks.gather_values(sums.tolist()), dtype=torch.float64).sum(dim=0)
-        return (total[0] / total[-1].clamp(min=1)).item(), total[1:-1]
+    def _check_order(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
+        rows = batch.completions
+        numbers = [
+            [float(len(row.tokens)) for row in rows],
+            [math.fsum(row.logprobs) / len(row.tokens) for row in rows],
+        ]
+        values = torch.tensor(numbers, dtype=torch.float64).view(2, batch.num_groups, batch.group_size)
+        rank, index = pl_module.global_rank, pl_module.rollout_index
+        generator = torch.Generator().manual_seed(derive_seed(pl_module.settings.seed, f"order/{rank}", index))
+        uniforms = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+        evidence = torch.tensor(ranks.gather_values(order_evidence(values, uniforms).tolist()), dtype=torch.float64)
+        chance = self._chance("order", evidence.sum(dim=0), pl_module)
+        if chance < self.false_alarm:
+            raise CheckFailed(
+                f"length or log-probability of the completions up to rollout {index} depends on their place in the "
+                f"group (chance: below {chance:.1g} per rollout), so they are no independent draws: the engine sorts "
+                "or chooses completions, or samples some of a group in another way"
+            )
 
     def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:
         chance = self._chance("other_sampling", evidence, pl_module)
         if chance < self.false_alarm:
-            best = ALTERNATIVES[int(self._evidence["other_sampling"].argmax())]
-            raise RuntimeError(
+            best = ALTERNATIVES[int(self._evidence["other_sampling"].argmax()) % len(ALTERNATIVES)]
+            raise CheckFailed(
                 f"the sampled tokens up to rollout {pl_module.rollout_index} are no draws from the distribution whose "
                 f"log-probabilities the engine reports (chance: below {chance:.1g} per rollout); {best} explains them "
-                "best. Look for another temperature, greedy decoding, top_p or top_k in the engine, or altered tokens"
+                "best. Look for another temperature, greedy decoding, top_p, top_k or limits of length in the engine, "
+                "a choice among completions, or altered tokens"
             )
 
     def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
@@ -186,24 +237,73 @@ class RolloutEvidence(Callback):
         log_at(pl_module.trainer.loggers, {f"evidence/{name}": -log_p}, step=pl_module.rollout_index)
         return math.exp(log_p)
 
-    def _check_gap(self, gap: float, pl_module: QeRLModule) -> None:
-        dtype, index = pl_module.policy.dtype, pl_module.rollout_index
-        limit = self.max_gap or MAX_GAP[dtype]
-        found = jump(gap, self._gaps, floor=GAP_FLOOR[dtype])
+    def _check_gaps(
+        self, log_ratio: Tensor, rows: Tensor, names: Mapping[str, str], pl_module: QeRLModule, *, index: int
+    ) -> None:
+        """Check log(trainer / sampler) of the N tokens of this rank's rows, [N] fp64 nats, given the number of each
+        token's row, [N]; ``names`` maps the kinds of gaps to their names as metrics."""
+        size = int(rows.max()) + 1 if len(rows) else 0
+        sums, counts = (
+            log_ratio.new_zeros(size).index_add(0, rows, each) for each in (log_ratio.abs(), torch.ones_like(log_ratio))
+        )
+        of_rows = sums[counts > 0] / counts[counts > 0]
+        found = ranks.gather_values(
+            [of_rows.tolist(), log_ratio.abs().sum().item(), far_share(log_ratio) * len(log_ratio), len(log_ratio)]
+        )
+        row_gaps = torch.tensor([gap for part in found for gap in part[0]], dtype=torch.float64)
+        num_tokens = max(1, sum(part[3] for part in found))
+        gap, far = (sum(part[place] for part in found) / num_tokens for place in (1, 2))
+        values = {"gap": gap, "high_gap": high_gap(row_gaps)} if len(row_gaps) else {}
+        log_at(
+            pl_module.trainer.loggers,
+            {names[kind]: value for kind, value in {**values, "far_share": far}.items()},
+            step=index,
+        )
+        dtype = pl_module.policy.dtype
         advice = (
             "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, "
             "raise RolloutEvidence.max_gap or max_jump"
         )
-        said = (
-            f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {gap:.2g} nats per token"
-        )
-        if not gap <= limit:
-            raise RuntimeError(f"{said}, more than {limit:.2g}: {advice}")
-        if self.max_jump is not None and found.ratio > self.max_jump and found.sigmas > SURE_SIGMAS:
-            raise RuntimeError(f"{said}, {found.ratio:.1f} times the usual: {advice}")
-        if found.ratio > self.warn_jump and found.sigmas > SURE_SIGMAS:
-            rank_zero_warn(f"{said}, {found.ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
-        self._gaps = [*self._gaps, gap][-self.window :]
+        if far > MAX_FAR_SHARE:
+            raise CheckFailed(
+                f"{far:.2%} of the tokens of rollout {index} have a probability in the trainer that differs from the "
+                f"sampler's by more than a factor of {FAR:g} (allowed: {MAX_FAR_SHARE:.2%}): {advice}"
+            )
+        if names is OF_ALL and pl_module.norm_noise.sigma > 0:
+            return
+        for kind, value in values.items():
+            rows_of = " in some rows" if kind == "high_gap" else ""
+            said = (
+                f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {value:.2g} nats per "
+                f"token{rows_of}"
+            )
+            limit, floor = self.max_gap or MAX_GAP[dtype], GAP_FLOOR[dtype] * (1 if kind == "gap" else HIGH)
+            if kind == "gap" and not value <= limit:
+                raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
+            history = self._gaps.get(names[kind], [])
+            found = jump(value, history, floor=floor)
+            if self.max_jump is not None and found.ratio > self.max_jump and found.sigmas > SURE_SIGMAS:
+                raise CheckFailed(f"{said}, {found.ratio:.1f} times the usual: {advice}")
+            if kind == "gap" and found.ratio > self.warn_jump and found.sigmas > SURE_SIGMAS:
+                rank_zero_warn(f"{said}, {found.ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
+            self._gaps[names[kind]] = [*history, value][-self.window :]
+
+    def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
+        """Compare numbers of groups with those of the rollout before."""
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for part in ranks.gather_values(batch.group_numbers()):
+            for name, values in part.items():
+                found[name] += values
+        for name, now in found.items():
+            before = self._numbers.get(name, [])
+            if before and now and change(now, before) < self.false_alarm:
+                first, second = (math.fsum(values) / len(values) for values in (before, now))
+                rank_zero_warn(
+                    f"the {name} changed from {first:.3g} in rollout {index - 1} to {second:.3g} in rollout {index}, "
+                    "more than chance explains: look at RUN/completions of both, and whether the learning rate is too "
+                    "high"
+                )
+        self._numbers = dict(found)
 
     def _check_copies(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
@@ -213,10 +313,10 @@ class RolloutEvidence(Callback):
         ]  # all ranks compare and remember the same rows
         chance = self._chance("copies", copy_evidence(repeats(self._seen, rows)), pl_module)
         if chance < self.false_alarm:
-            raise RuntimeError(
+            raise CheckFailed(
                 f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt more often than "
-                f"independent draws would (chance: below {chance:.1g} per rollout): the engine copies completions, or "
-                "its seed does not change from one to the next"
+                f"independent draws would (chance: below {chance:.1g} per rollout): the engine copies completions or "
+                "chooses among them, or its seed does not change from one to the next"
             )
         kept = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
         self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept
@@ -231,47 +331,3 @@ class RolloutEvidence(Callback):
                 "too easy nor too hard for the policy? More completions per prompt (model.sampling.num_completions), a "
                 "higher temperature or other data help"
             )
-
-
-def repeats(
-    seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
-) -> Iterator[tuple[int, int, int, float]]:
-    """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
-
-    Args:
-        seen: digests of prompt and completion, of earlier rollouts.
-        rows: this rollout's completions.
-    """
-    prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
-    for prompt, completion, logprob in rows:
-        yield prompt, prompts[prompt], both[prompt, completion], logprob
-        prompts[prompt] += 1
-        both[prompt, completion] += 1
-
-
-def _alternative_logprobs(
-    pl_module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> Tensor:
-    """Compute log-probabilities of the completions' N tokens under the policy with the rollout's noise: [N, 1 + K] fp64
-    on the CPU, in nats. Column 0 has the reported way of sampling, the others have ``ALTERNATIVES``."""
-    starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
-    lengths = starts + torch.tensor([len(completion.tokens) for completion in completions])
-    sequences = [prompt.tokens + completion.tokens for prompt, completion in zip(prompts, completions, strict=True)]
-    tokens, real = padded(sequences, left=False, device=torch.device("cpu"))
-    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
-    found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
-    oracle, noise = TransformersEngine(), pl_module.norm_noise
-    oracle.start(pl_module.policy, max_model_len=pl_module.settings.max_model_len)
-    try:
-        oracle.set_norm_noise(noise)
-        for rows in micro_batches(lengths, check_limit(pl_module.settings.longest_row)):
-            width, device = int(lengths[rows].max()), pl_module.device
-            mask = sampled[rows, :width]
-            values = oracle.alternative_logprobs(
-                tokens[rows, :width].to(device), mask.to(device), temperature=pl_module.sampling.temperature
-            )
-            row, column = mask.nonzero(as_tuple=True)
-            found[rows[row], column] = values.double().cpu()
-    finally:
-        oracle.close()
-    return found[sampled]

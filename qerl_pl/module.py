@@ -38,6 +38,7 @@ from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rewards.format import check_format_can_be_met
 from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.decode import as_sampled
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.settings.model import ModuleSettings
@@ -313,6 +314,7 @@ class QeRLModule(LightningModule):
         """Start the rollout engine, unless it has started."""
         with phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
+        self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
 
     def _plan_memory(self, stage: str) -> None:
         """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""

@@ -8,18 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.rollout_evidence import repeats
 from qerl_pl.policy.evidence import (
     ALTERNATIVES,
+    END_ODDS,
     NUCLEI,
     OUTSIDE,
     POWERS,
+    RANDOM,
+    TOPS,
     accumulated,
     alternative_logprobs,
     copy_evidence,
-    jump,
+    in_shares,
     log_false_alarm,
+    order_evidence,
+    repeats,
 )
+from qerl_pl.policy.jumps import change, far_share, high_gap, jump
+
+ENDS = torch.tensor([3, 7])
 
 
 def logits_of(kind: str, num: int, generator: torch.Generator) -> Tensor:
@@ -35,7 +42,7 @@ def logits_of(kind: str, num: int, generator: torch.Generator) -> Tensor:
 def measured(logits: Tensor, sampled_from: Tensor, reported: Tensor, generator: torch.Generator) -> Tensor:
     """[K] evidence of draws from one of three [N, V] logits; the trainer has the first, the engine reports the last."""
     tokens = torch.multinomial(sampled_from.softmax(1), 1, generator=generator)
-    found = alternative_logprobs(logits.double(), tokens[:, 0])
+    found = alternative_logprobs(logits.double(), tokens[:, 0], ENDS)
     return (found[:, 1:] - reported.double().log_softmax(1).gather(1, tokens)).sum(0)
 
 
@@ -51,7 +58,8 @@ class TestAlternatives:
         generator = torch.Generator().manual_seed(6)
         logits = torch.cat([logits_of(kind, 3, generator) for kind in ("flat", "usual", "sharp", "rare")]).double()
         every = torch.stack(
-            [alternative_logprobs(logits, torch.full((len(logits),), token)) for token in range(logits.shape[1])], dim=2
+            [alternative_logprobs(logits, torch.full((len(logits),), token), ENDS) for token in range(logits.shape[1])],
+            dim=2,
         )  # [R, 1 + K, V]
         torch.testing.assert_close(every.exp().sum(2), torch.ones(every.shape[:2]).double())
         torch.testing.assert_close(every[:, 0], logits.log_softmax(1))
@@ -63,10 +71,30 @@ class TestAlternatives:
             torch.testing.assert_close(every[:, column][outside], expected[outside])
             inside = every[:, column].exp().masked_fill(outside, 0).sum(1)
             assert bool((inside >= 1 - OUTSIDE).all())
+        first = 1 + len(POWERS) + len(NUCLEI)
+        for column, size in enumerate(TOPS, first):
+            kept = logits.topk(min(size, logits.shape[1]), dim=1).indices
+            inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, kept, value=True)
+            cut = logits.masked_fill(~inside, -torch.inf).softmax(1)
+            expected = (OUTSIDE * logits.softmax(1) + (1 - OUTSIDE) * cut)[:9]  # the others have ties, all kept
+            torch.testing.assert_close(every[:9, column].exp(), expected)
+        for column, odds in enumerate(END_ODDS, first + len(TOPS)):
+            weights = torch.ones(logits.shape[1]).double().index_fill(0, ENDS, odds)
+            torch.testing.assert_close(every[:, column], (logits + weights.log()).log_softmax(1))
+        mixed = (1 - RANDOM) * logits.softmax(1) + RANDOM / logits.shape[1]
+        torch.testing.assert_close(every[:, -1].exp(), mixed)
         assert every.shape[1] == 1 + len(ALTERNATIVES)
 
+    def test_a_share_of_units_is_a_mixture(self):
+        evidence = torch.tensor([[3.0, -2.0, 0.0], [40.0, -50.0, -50.0]]).double()
+        found = in_shares(evidence)
+        torch.testing.assert_close(found[:2], evidence.sum(1))
+        torch.testing.assert_close(found[2:], (15 / 16 + evidence.exp() / 16).log().sum(1))
+        assert found[3] > 30, "one row of three is no less wrong because the others are right"
+
     def test_equal_tokens_have_equal_shares_of_a_nucleus(self):
-        every = torch.stack([alternative_logprobs(torch.zeros(1, 4), torch.tensor([token])) for token in range(4)])
+        none = torch.tensor([], dtype=torch.int64)
+        every = torch.stack([alternative_logprobs(torch.zeros(1, 4), torch.tensor([i]), none) for i in range(4)])
         torch.testing.assert_close(every.exp().sum(0), torch.ones(1, every.shape[2]))
         torch.testing.assert_close(every, torch.full_like(every, 0.25).log())
 
@@ -158,6 +186,74 @@ class TestCopies:
         assert log_false_alarm(copy_evidence(repeats([], rows))) == 0.0
         seen = [(prompt, completion) for prompt, completion, _ in rows]
         assert log_false_alarm(copy_evidence(repeats(seen, rows))) < math.log(1e-9)
+
+    def test_copies_of_half_the_completions_are_seen_whichever_way_they_were_made(self):
+        own = [(group, [f"{group} {index}" for index in range(8)]) for group in range(4)]
+        for copied in (
+            lambda x: x[:4] * 2,
+            lambda x: [y for y in x[:4] for _ in range(2)],
+            lambda x: [x[0]] * 4 + x[4:],
+        ):
+            rows = [(group, hash(each), -6.0) for group, texts in own for each in copied(texts)]
+            assert log_false_alarm(copy_evidence(repeats([], rows))) < math.log(1e-9)
+
+
+class TestOrder:
+    def drawn(self, generator: torch.Generator, groups: int = 16, size: int = 8) -> Tensor:
+        """[2, groups, size]: lengths with many ties, and real numbers."""
+        lengths = torch.randint(3, 8, (groups, size), generator=generator).double()
+        return torch.stack([lengths, torch.randn(groups, size, generator=generator).double()])
+
+    def test_draws_are_in_any_order(self):
+        generator = torch.Generator().manual_seed(8)
+        found = []
+        for _ in range(500):
+            values = self.drawn(generator)
+            uniforms = torch.rand(values.shape, generator=generator)
+            found.append(log_false_alarm(order_evidence(values, uniforms)))
+        for level in (0.1, 0.01):
+            assert (torch.tensor(found) < math.log(level)).double().mean() <= level
+
+    def test_sorted_groups_and_a_later_half_that_is_longer_are_seen_and_constants_are_not(self):
+        generator = torch.Generator().manual_seed(9)
+        values = self.drawn(generator)
+        uniforms = torch.rand(values.shape, generator=generator)
+        assert log_false_alarm(order_evidence(values.sort(dim=2).values, uniforms)) < math.log(1e-9)
+        longer = self.drawn(generator, groups=32)
+        longer[0, :, 4:] += 10
+        assert log_false_alarm(order_evidence(longer, torch.rand(longer.shape, generator=generator))) < math.log(1e-6)
+        assert log_false_alarm(order_evidence(torch.ones_like(values), uniforms)) > math.log(1e-3)
+
+
+class TestChange:
+    def test_means_of_one_distribution_differ_by_chance(self):
+        generator = torch.Generator().manual_seed(10)
+        for draw in (lambda: torch.randn(16, generator=generator), lambda: torch.rand(16, generator=generator).round()):
+            found = torch.tensor([change(draw().tolist(), draw().tolist()) for _ in range(500)])
+            for level in (0.1, 0.01):
+                assert (found < level).double().mean() <= 1.5 * level
+
+    def test_what_falls_to_nothing_has_changed_and_few_equal_values_and_constants_have_not(self):
+        generator = torch.Generator().manual_seed(11)
+        healthy = (0.6 + 0.2 * torch.randn(16, generator=generator)).tolist()
+        assert change([0.0] * 16, healthy) < 1e-6
+        assert change([0.0] * 16, [1.0] * 16) < 1e-6
+        assert change([0.0] * 2, [1.0] * 2) > 0.01
+        assert change([1.0] * 16, [1.0] * 16) == 1.0
+
+
+class TestGaps:
+    def test_a_few_wrong_rows_or_tokens_show(self):
+        healthy = 0.02 * torch.randn(20000, generator=torch.Generator().manual_seed(12))
+        assert far_share(healthy) == 0
+        assert far_share(torch.cat([healthy, torch.full((400,), -9.0)])) > 1 / 256
+        assert far_share(torch.tensor([])) == 0
+        rows = torch.full((64,), 0.006)
+        rows[:3] = 2.0
+        assert high_gap(rows) == 2.0
+        rows[1:] = 0.006
+        assert high_gap(rows) == pytest.approx(0.006), "one row alone may be an accident"
+        assert high_gap(rows[:1]) == 2.0
 
 
 class TestJump:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from callbacks.close_engine import CloseEngine
 from callbacks.graceful_stop import GracefulStop
@@ -37,6 +37,7 @@ from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
 from qerl_pl.common import empty_event_files
+from qerl_pl.common.check_failed import EXIT_STATUS, CheckFailed
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
@@ -243,11 +244,15 @@ def exit_status(args: list[str]) -> int | str:
         args: the command line's.
 
     Returns:
-        0; 128 plus the number of the signal that ended the run; or the message of an error that the user can fix (the
-        process then exits with status 1).
+        0; 4 if a check ended the run; 128 plus the number of the signal that ended it; or the message of an error that
+        the user can fix (the process then exits with status 1).
     """
     try:
         cli = main(args)
+    except CheckFailed as stop:
+        if rank_zero_only.rank == 0:
+            print(f"stopped: {stop}", file=sys.stderr)
+        return EXIT_STATUS
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except (ValueError, ArgumentTypeError) as error:

@@ -1,6 +1,6 @@
 """Sequential tests of whether completions are independent draws from the distribution that the engine reports.
 
-Both tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, the
+All tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, the
 ratio A(x) / p(x) has mean 1 over draws x from p. The product of such ratios over tokens is therefore a non-negative
 martingale of mean 1, and so is a mixture of such products. By Ville's inequality, the probability that this product
 ever exceeds 1 / a is at most a, without any assumption about p, about the length of completions, or about how far the
@@ -10,29 +10,46 @@ trainer's distribution q is from p. The logarithm of the product, in nats, is ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 POWERS = (0.5, 0.75, 1.25, 1.5, 2.0, 4.0)
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
-ALTERNATIVES = (*(f"temperature x {1 / power:.2g}" for power in POWERS), *(f"top_p {mass:g}" for mass in NUCLEI))
-OUTSIDE = 0.05  # weight of q in an alternative with top_p, so that one token outside the nucleus does not rule it out
-COPY_RATES = (0.9, 0.5, 0.1, 0.01, 1e-3)
-COPY_SHARES = (1.0, 1 / 16)
+TOPS = (5, 20, 50)
+END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
+RANDOM = 0.02
+ALTERNATIVES = (
+    *(f"temperature x {1 / power:.2g}" for power in POWERS),
+    *(f"top_p {mass:g}" for mass in NUCLEI),
+    *(f"top_k {size}" for size in TOPS),
+    *(f"end tokens {odds:g} times as likely" for odds in END_ODDS),
+    f"{RANDOM:.0%} random tokens",
+)
+OUTSIDE = 0.05  # weight of q in an alternative with top_p or top_k, so that one token outside does not rule it out
+SHARES = (1.0, 1 / 16)
+"""Shares of the rows, or groups of rows, that an alternative changes; the others are draws from p."""
+COPY_RATES = (0.9, 0.5, 0.1, 0.01)
+SLOPES = (1.0, 0.5, -0.5, -1.0)
+COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
+"""Completions of the same prompt that a completion may be a copy of."""
 
 
-def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tensor:
     """Compute the log-probabilities of tokens under q = softmax(logits) and under K alternatives to q.
 
     The alternatives are listed in ``ALTERNATIVES``: for each b of ``POWERS``, q^b normalised, that is, q at another
-    temperature; for each m of ``NUCLEI``, q with top_p = m, mixed with a share ``OUTSIDE`` of q itself.
+    temperature; for each m of ``NUCLEI`` and k of ``TOPS``, q with top_p = m or top_k = k, mixed with a share
+    ``OUTSIDE`` of q itself; for each o of ``END_ODDS``, q with the odds of the end tokens multiplied by o, because an
+    engine that ends completions too early or too late, or chooses among completions by their length, samples end tokens
+    more or less often than the policy; and q mixed with a share ``RANDOM`` of uniform tokens.
 
     Args:
         logits: [R, V] fp32 or fp64, already divided by the sampling temperature.
         targets: [R] int64 in [0, V).
+        ends: [E] int64, end tokens; may be empty.
 
     Returns:
         [R, 1 + K] in nats, in the dtype of the logits; column 0 is log q.
@@ -56,7 +73,29 @@ def alternative_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     for mass in NUCLEI:
         inside = ((mass - likelier) / width).clamp(0, 1) / mass
         columns.append(own + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+    largest = log_q.topk(min(max(TOPS), log_q.shape[1]), dim=1).values
+    for size in TOPS:
+        least = largest[:, min(size, largest.shape[1]) - 1].unsqueeze(1)
+        inside = (own >= least) / total(q.where(log_q >= least, 0))  # tokens as likely as the k-th are all kept
+        columns.append(own + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+    at_end, mass = torch.isin(targets, ends).unsqueeze(1), total(q[:, ends])
+    columns += [own + at_end * math.log(odds) - ((odds - 1) * mass).log1p() for odds in END_ODDS]
+    columns.append(((1 - RANDOM) * own.exp() + RANDOM / q.shape[1]).log())
     return torch.cat(columns, dim=1)
+
+
+def in_shares(evidence: Tensor) -> Tensor:
+    """Combine evidence of independent units (rows or groups) for alternatives that change each unit with probability s,
+    for each s of ``SHARES``.
+
+    Args:
+        evidence: [K, N] in nats, of N units for K alternatives.
+
+    Returns:
+        [len(SHARES) * K] in nats; the first K entries are those of the first share.
+    """
+    shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
+    return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
@@ -76,35 +115,81 @@ def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
     return torch.logaddexp(torch.zeros_like(before), before) + evidence
 
 
-def copy_evidence(draws: Iterable[tuple[int, int, int, float]]) -> Tensor:
+def copy_evidence(draws: Iterable[tuple[int, Sequence[float], float]]) -> Tensor:
     """Compute the evidence that completions are copies of each other and not independent draws.
 
     Let p(x) be the policy's probability of completion x. The null hypothesis is that all completions are independent
-    draws from p. In each alternative hypothesis, for a share s of the prompts (``COPY_SHARES``), a completion repeats
-    an earlier completion of the same prompt with probability r (``COPY_RATES``), and is a draw from p otherwise. The
-    evidence is the logarithm of the likelihood ratio of the alternative to the null hypothesis. Under the null
-    hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, so this likelihood ratio is a martingale
-    as the others of this module are. Equal completions add almost no evidence if p(x) is nearly 1, because then they
-    are expected.
+    draws from p. In each alternative hypothesis, for a share of the prompts (``SHARES``), a completion repeats an
+    earlier completion of the same prompt (one of those that ``COPIED`` lists) with probability r (``COPY_RATES``), and
+    is a draw from p otherwise. The evidence is the logarithm of the likelihood ratio of the alternative to the null
+    hypothesis. Under the null hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, so this
+    likelihood ratio is a martingale as the others of this module are. Equal completions add almost no evidence if p(x)
+    is nearly 1, because then they are expected.
 
     Args:
-        draws: one tuple per completion: an int that identifies its prompt; the number of earlier completions of this
-            prompt; the number of these that equal this completion; and this completion's log-probability in nats.
+        draws: one tuple per completion: an int that identifies its prompt; for each entry of ``COPIED``, the share of
+            such completions that equal this one, NaN if there are none; and this completion's log-probability in nats.
 
     Returns:
-        Evidence for each pair of s and r, [len(COPY_SHARES) * len(COPY_RATES)] fp64 in nats.
+        Evidence for each share, rate and entry of ``COPIED``, [len(SHARES) * len(COPY_RATES) * len(COPIED)] fp64 in
+        nats.
     """
-    seen = [draw for draw in draws if draw[1]]
+    seen = [draw for draw in draws if not all(map(math.isnan, draw[1]))]
     if not seen:
-        return torch.zeros(len(COPY_SHARES) * len(COPY_RATES), dtype=torch.float64)
+        return torch.zeros(len(SHARES) * len(COPY_RATES) * len(COPIED), dtype=torch.float64)
     _, group = torch.tensor([draw[0] for draw in seen]).unique(return_inverse=True)
-    earlier, equal, logprob = torch.tensor([draw[1:] for draw in seen], dtype=torch.float64).unbind(dim=1)
-    rates = torch.tensor(COPY_RATES, dtype=torch.float64).unsqueeze(1)
-    repeats = rates.log() + (equal / earlier).log() - logprob  # -inf if no earlier completion is equal
-    rows = torch.logaddexp((1 - rates).log(), repeats)
-    groups = rows.new_zeros(len(rates), int(group.max()) + 1).index_add(1, group, rows)
-    shares = torch.tensor(COPY_SHARES, dtype=torch.float64).reshape(-1, 1, 1)
-    return torch.logaddexp((1 - shares).log(), shares.log() + groups).sum(dim=2).flatten()
+    equal = torch.tensor([draw[1] for draw in seen], dtype=torch.float64).T  # [C, N]
+    logprob = torch.tensor([draw[2] for draw in seen], dtype=torch.float64)
+    rates = torch.tensor(COPY_RATES, dtype=torch.float64).reshape(-1, 1, 1)
+    repeats = rates.log() + equal.log() - logprob  # -inf if no earlier completion is equal
+    rows = torch.logaddexp((1 - rates).log(), repeats).where(~equal.isnan(), 0).flatten(0, 1)  # [rates * C, N]
+    return in_shares(rows.new_zeros(len(rows), int(group.max()) + 1).index_add(1, group, rows))
+
+
+def repeats(
+    seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
+) -> Iterator[tuple[int, tuple[float, ...], float]]:
+    """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
+
+    Args:
+        seen: digests of prompt and completion, of earlier rollouts.
+        rows: this rollout's completions.
+    """
+    prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
+    sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
+    for prompt, completion, logprob in rows:
+        group, half = groups[prompt], sizes[prompt] // 2
+        others = (group[-1:], group[:1], group[len(group) - half :][:1] if 0 < half <= len(group) else [])
+        any_earlier = both[prompt, completion] / prompts[prompt] if prompts[prompt] else math.nan
+        yield prompt, (any_earlier, *(float(each[0] == completion) if each else math.nan for each in others)), logprob
+        prompts[prompt] += 1
+        both[prompt, completion] += 1
+        group.append(completion)
+
+
+def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
+    """Compute the evidence that a number of each completion depends on the completion's place in its group.
+
+    Independent draws may be in any order. The rank of each value among those before it in its group, divided by their
+    number with ties broken at random, is therefore uniform in [0, 1] and independent of the earlier ranks. The
+    alternatives are the densities 1 + c (2 u - 1) for c of ``SLOPES``: later values are larger, or smaller, as when
+    completions were sorted to choose the shortest, or the later half has another adapter.
+
+    Args:
+        values: [F, P, G] F numbers of each of P * G completions.
+        uniforms: [F, P, G] independent uniform draws from [0, 1), which break ties.
+
+    Returns:
+        Evidence for each share and alternative, [len(SHARES) * len(SLOPES) * F] in nats.
+    """
+    slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
+    found = values.new_zeros(len(SLOPES), *values.shape[:2], dtype=torch.float64)
+    for place in range(1, values.shape[2]):
+        own, earlier = values[:, :, place : place + 1], values[:, :, :place]
+        ties = (earlier == own).sum(dim=2) + 1
+        rank = ((earlier < own).sum(dim=2) + uniforms[:, :, place] * ties) / (place + 1)
+        found += (slopes * (2 * rank.double().clamp(1e-9, 1 - 1e-9) - 1)).log1p()
+    return in_shares(found.flatten(0, 1))
 
 
 def log_false_alarm(evidence: Tensor) -> float:
@@ -117,31 +202,3 @@ def log_false_alarm(evidence: Tensor) -> float:
         evidence: [K] in nats.
     """
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())
-
-
-class Jump(NamedTuple):
-    """Comparison of a value with earlier values."""
-
-    ratio: float
-    """Current value divided by the median of the earlier values; 1 if there are too few earlier values."""
-    sigmas: float
-    """Difference of the current value's logarithm from the median of the earlier logarithms, in robust standard
-    deviations (from the median absolute deviation); 0 if there are too few earlier values."""
-
-
-def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
-    """Compare a positive value with earlier values, by median and median absolute deviation of their logarithms.
-
-    Args:
-        value: the current value.
-        history: the earlier values.
-        floor: values below this are raised to it before the comparison.
-        least: number of earlier values below which there is no comparison.
-    """
-    if len(history) < least:
-        return Jump(1.0, 0.0)
-    logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
-    median = logs[1:].quantile(0.5)
-    spread = 1.4826 * (logs[1:] - median).abs().quantile(0.5)
-    distance = logs[0] - median
-    return Jump(distance.exp().item(), (distance / spread.clamp(min=0.1)).item())  # 10 %: few values estimate it badly

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -210,17 +210,20 @@ class Policy(nn.Module):
         return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
 
     @torch.no_grad()
-    def alternative_logprobs(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
+    def alternative_logprobs(
+        self, tokens: Tensor, mask: Tensor, *, temperature: float, end_tokens: Sequence[int]
+    ) -> Tensor:
         """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats.
 
-        The arguments are the ones of ``token_stats``.
+        The arguments are the ones of ``token_stats``, and the tokens that end a completion.
         """
         wanted, hidden = self._predicting(tokens, mask)
         rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
+        ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         found = []
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
             logits = soft_capped(fp32_logits(part, self._head), self._logit_cap)
-            found.append(alternative_logprobs(logits / (temperature * self._divisor), targets))
+            found.append(alternative_logprobs(logits / (temperature * self._divisor), targets, ends))
         return torch.cat(found)
 
     @property

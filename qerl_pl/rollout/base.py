@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.finite import require_finite
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
@@ -77,29 +78,29 @@ def check_groups(
     log-probabilities.
 
     Raises:
-        RuntimeError: a number is wrong; the message names the engine, the prompt, the completion and the expected
+        CheckFailed: a number is wrong; the message names the engine, the prompt, the completion and the expected
             number.
     """
     if len(groups) != len(prompts):
-        raise RuntimeError(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
+        raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
         if len(group) != sampling.num_completions:
-            raise RuntimeError(
+            raise CheckFailed(
                 f"{engine} returned {len(group)} completions for prompt {index}; expected {sampling.num_completions}"
             )
         for number, completion in enumerate(group):
             count, where = len(completion.tokens), f"completion {number} of prompt {index}"
             if not 1 <= count <= sampling.max_tokens:
-                raise RuntimeError(
+                raise CheckFailed(
                     f"{engine} returned {count} tokens as {where}; expected 1 to {sampling.max_tokens}, the token that "
                     "ends it included"
                 )
             if len(completion.logprobs) != count:
-                raise RuntimeError(
+                raise CheckFailed(
                     f"{engine} returned {count} tokens and {len(completion.logprobs)} log-probabilities as {where}"
                 )
             if not math.isfinite(sum(completion.logprobs)):
-                raise RuntimeError(f"{engine} returned a log-probability that is nan or infinite in {where}")
+                raise CheckFailed(f"{engine} returned a log-probability that is nan or infinite in {where}")
 
 
 class RolloutEngine(Protocol):
@@ -185,7 +186,7 @@ class RolloutEngine(Protocol):
         ``expected_fingerprint``.
 
         Raises:
-            RuntimeError: the engine has its own copy of the base's weights, and the copy differs from the policy's
+            CheckFailed: the engine has its own copy of the base's weights, and the copy differs from the policy's
                 base.
         """
         ...

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.types import Prompt
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -119,7 +120,7 @@ class DynamicSampling:
             This rank's groups to train on; None if it has none.
 
         Raises:
-            RuntimeError: there are fewer than ``batch_size`` groups with a signal, and ``when_short`` is "error".
+            CheckFailed: there are fewer than ``batch_size`` groups with a signal, and ``when_short`` is "error".
         """
         shares, rank = ranks.gather_values(signal.tolist()), ranks.rank()
         found = sorted(
@@ -127,7 +128,7 @@ class DynamicSampling:
         )
         places = found[:batch_size]
         if len(places) < batch_size and self.when_short == "error":
-            raise RuntimeError(
+            raise CheckFailed(
                 f"dynamic sampling found {len(places)} groups with a signal among {sum(map(len, shares))}, and a batch "
                 f"needs {batch_size}: the problems are too easy or too hard for the policy; change the data, raise "
                 "model.dynamic_sampling.max_refills, or set when_short to smaller"

@@ -137,7 +137,7 @@ class TransformersEngine:
         """Compute log-probabilities as ``Policy.alternative_logprobs`` does, with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
-            return policy.alternative_logprobs(tokens, sampled, temperature=temperature)
+            return policy.alternative_logprobs(tokens, sampled, temperature=temperature, end_tokens=self._end_tokens)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy the adapter, so that later updates of the trainer do not change what the engine samples from."""

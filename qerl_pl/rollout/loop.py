@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.common import ranks
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Experience, Prompt
@@ -21,6 +22,7 @@ from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
 from qerl_pl.rollout.collate import collate
 from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
+from qerl_pl.rollout.ends import check_ends
 from qerl_pl.rollout.scored import ScoredBatch
 
 
@@ -80,6 +82,8 @@ class RolloutLoop:
         self.max_unscored_share = max_unscored_share
         self.progress = Progress()
         """Progress of the run, which rewards may read; the module sets it before each rollout."""
+        self.end_tokens: Sequence[int] = ()
+        """Tokens that end a completion; the module sets them when the engine starts."""
         self.observers: list[Callable[[Rollout], None]] = []
         """Functions that are called with each training rollout before the update, while the engine is awake and holds
         the adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise
@@ -115,7 +119,8 @@ class RolloutLoop:
                 there are observers, "check".
 
         Raises:
-            RuntimeError: too many rows could not be scored, or dynamic sampling did not fill the batch.
+            CheckFailed: too many rows could not be scored, dynamic sampling did not fill the batch, or completions do
+                not end as the engine says.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
@@ -158,7 +163,7 @@ class RolloutLoop:
         unscored = 1 - ranks.gather(table.scored.float()).mean().item()
         if unscored > self.max_unscored_share:
             reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
-            raise RuntimeError(
+            raise CheckFailed(
                 f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
                 f"({self.max_unscored_share:.1%}), most often because {next(filter(None, reasons))}: look at the "
                 "answers of these prompts, or raise the limit"
@@ -191,7 +196,10 @@ class RolloutLoop:
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]
             groups = self.engine.generate(tokens, sampling, seeds if any(prompt.copy for prompt in prompts) else seed)
-            check_groups(groups, prompts, sampling, engine=type(self.engine).__name__)
+            engine = type(self.engine).__name__
+            check_groups(groups, prompts, sampling, engine=engine)
+            ends = {"end_tokens": self.end_tokens, "tokenizer": self.tokenizer}
+            check_ends(groups, prompts, sampling, **ends, engine=engine)
         with watch.phase("reward"):
             texts = self.tokenizer.batch_decode([list(prompt.tokens) for prompt in prompts], skip_special_tokens=False)
             size = sampling.num_completions

@@ -68,6 +68,19 @@ class ScoredBatch:
             found &= has_signal(scores, ~scores.isnan())
         return found
 
+    def group_numbers(self) -> dict[str, list[float]]:
+        """Return numbers of each group by name: mean length, share of finished completions, mean reward (of groups
+        with a score only) and share of distinct completions."""
+        size, rows = self.group_size, self.completions
+        groups = [rows[first : first + size] for first in range(0, len(rows), size)]
+        rewards = zip(self.rewards, self.scored, strict=True)
+        return {
+            "mean length of completions": [sum(len(row.tokens) for row in group) / size for group in groups],
+            "share of finished completions": [sum(row.finished for row in group) / size for group in groups],
+            "mean reward": [reward[scored].double().mean().item() for reward, scored in rewards if scored.any()],
+            "share of distinct completions": [len({row.tokens for row in group}) / size for group in groups],
+        }
+
     def select(self, groups: Tensor) -> ScoredBatch:
         """Return a batch of the N groups with the given indices, [N] int64."""
         rows = (groups.unsqueeze(1) * self.group_size + torch.arange(self.group_size)).flatten()

@@ -41,8 +41,62 @@ def each(change: Callable[[Completion], Completion]) -> Callable[..., Any]:
 def altered(completion: Completion, share: float = 0.02) -> Completion:
     """Some tokens are others; log-probabilities are of those that were sampled."""
     draw = random.Random(hash(completion.tokens))
-    tokens = tuple(draw.randrange(5, 200) if draw.random() < share else token for token in completion.tokens)
-    return replace(completion, tokens=tokens)
+    tokens = (draw.randrange(5, 200) if draw.random() < share else token for token in completion.tokens[:-1])
+    return replace(completion, tokens=(*tokens, completion.tokens[-1]))  # it ends as before
+
+
+def shorter_limit(engine: Any, policy: Policy) -> Any:
+    """Completions are cut at a quarter of the limit, and reported as finished."""
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+        limit = max(1, sampling.max_tokens // 4)
+        groups = engine.generate(prompts, replace(sampling, max_tokens=limit), seed, **more)
+        return [[replace(row, finished=True) for row in group] for group in groups]
+
+    return Instead(engine, generate=generate)
+
+
+def further(completion: Completion) -> Completion:
+    """The completion goes on after its end."""
+    return replace(completion, tokens=(*completion.tokens, 5), logprobs=(*completion.logprobs, -0.1))
+
+
+def shortest(*, in_order: bool) -> Callable[..., Any]:
+    """Of twice as many completions the shorter half is kept, shortest first or in the order in which they were
+    drawn."""
+
+    def fault(engine: Any, policy: Policy) -> Any:
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
+            size = sampling.num_completions
+            if size == 1:
+                return engine.generate(prompts, sampling, seed, **more)
+            groups = engine.generate(prompts, replace(sampling, num_completions=2 * size), seed, **more)
+            chosen = [
+                sorted(range(2 * size), key=lambda i, group=group: len(group[i].tokens))[:size] for group in groups
+            ]
+            return [
+                [group[place] for place in (sorted(places) if in_order else places)]
+                for group, places in zip(groups, chosen, strict=True)
+            ]
+
+        return Instead(engine, generate=generate)
+
+    return fault
+
+
+def some_rows_exchanged(groups: Groups, engine: Any, prompts: Sequence[Sequence[int]]) -> Groups:
+    """The first completion of every other group belongs to the group before."""
+    firsts = [group[0] for group in groups]
+    return [[firsts[index - index % 2], *group[1:]] for index, group in enumerate(groups)]
+
+
+def altered_and_scored(share: float) -> Callable[..., Any]:
+    """Some tokens are others, and the log-probabilities are those of the new tokens."""
+    return changed_output(
+        lambda groups, engine, prompts: rescored(
+            engine, prompts, [[altered(row, share) for row in group] for group in groups]
+        )
+    )
 
 
 def growing_gap(engine: Any, policy: Policy) -> Any:
@@ -266,11 +320,26 @@ OF_ANY_ENGINE: dict[str, Callable[..., Any]] = {
         lambda groups, engine, prompts: [[groups[0][0]] * len(groups[0]), *groups[1:]]
     ),
     "a constant seed": constant_seed,
+    "the second half of each group copied from the first": changed_output(
+        lambda groups, engine, prompts: [group[: len(group) // 2] * 2 for group in groups]
+    ),
+    "every second completion copied from the one before": changed_output(
+        lambda groups, engine, prompts: [[group[i - i % 2] for i in range(len(group))] for group in groups]
+    ),
+    "a limit of a quarter of the tokens, reported as finished": shorter_limit,
+    "finished completions reported as cut": each(lambda row: replace(row, finished=False)),
+    "completions that go on after their end": each(further),
+    "shortest half of twice as many, sorted": shortest(in_order=False),
+    "shortest half of twice as many, in order": shortest(in_order=True),
+    "one completion of every second group from another": changed_output(some_rows_exchanged),
+    "6 % of the tokens altered, scored afterwards": altered_and_scored(0.06),
     "old adapter for later completions": old_where_several,
     "adapter changed while sampling": changed_while_sampling,
     "temperature 1.5, scored at 1": other_sampling(temperature=1.5),
     "temperature 0.5, scored at 1": other_sampling(temperature=0.5),
+    "temperature 1.3, scored at 1": other_sampling(temperature=1.3),
     "greedy, scored at 1": other_sampling(temperature=0),
+    "top_k 5, scored over all": other_sampling(top_k=5),
     "top_p 0.8, scored over all": other_sampling(top_p=0.8),
     "temperature 1.3": honest(temperature=1.3),
     "top_p 0.8": honest(top_p=0.8),

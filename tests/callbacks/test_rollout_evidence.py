@@ -7,7 +7,7 @@ import math
 import pytest
 
 from callbacks.rollout_evidence import RolloutEvidence
-from qerl_pl.policy.evidence import ALTERNATIVES
+from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import load_last
@@ -50,9 +50,10 @@ def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_p
 def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     run("fit", tmp_path, "--trainer.max_steps", "4")
     state = load_last(tmp_path)["callbacks"]["RolloutEvidence"]
-    assert len(state["gaps"]) == 4
+    assert len(state["gaps"]["evidence/gap"]) == 4
+    assert len(state["numbers"]["mean reward"]) == 4, "one a group"
     assert len(state["seen"]) == 4 * 16
-    assert len(state["evidence"]["other_sampling"]) == len(ALTERNATIVES)
+    assert len(state["evidence"]["other_sampling"]) == len(SHARES) * len(ALTERNATIVES)
     curves = read_curves(tmp_path)
     assert max(curves["evidence/gap"].values) < 1e-5, "with noise on both sides"
     other = RolloutEvidence()

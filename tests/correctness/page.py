@@ -19,6 +19,10 @@ PAGE = ROOT / "docs" / "correctness.md"
 ENGINES = ("transformers", "vllm")
 CHECKS = {  # what an error says -> which check it comes from
     "differ from the trainer's": "gap",
+    "have a probability in the trainer": "gap",
+    "more than chance explains": "numbers",
+    "depends on their place": "order",
+    "finished; ": "ends",
     "no draws from the distribution": "other sampling",
     "repeat others of the same prompt": "copies",
     "does not hold the current policy": "canary, checksums",

@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.token_file import read_tokens
@@ -151,7 +152,7 @@ def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_fro
 ):
     more = ("--trainer.max_steps", str(at + 2), "--trainer.limit_val_batches", "0", *how)
     spoil = ("--trainer.callbacks+", "tests.integration.toy.SpoilGradient", "--trainer.callbacks.at", str(at))
-    with pytest.raises(FloatingPointError, match=found) as error:
+    with pytest.raises(CheckFailed, match=found) as error:
         run("fit", tmp_path / "a", *more, *spoil, "--trainer.callbacks.factor", factor)
     file = tmp_path / "a" / "faults" / f"rollout_{at:06}_rank_0.jsonl"
     assert str(file) in str(error.value)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.sizes import in_bytes
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
@@ -194,11 +195,11 @@ def place(model: nn.Module, linears: Mapping[str, FrozenLinear], device: torch.d
         device: device that vLLM computes on.
 
     Raises:
-        RuntimeError: a linear that vLLM has not read was not filled by ``give``.
+        CheckFailed: a linear that vLLM has not read was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):
-            raise RuntimeError(
+            raise CheckFailed(
                 f"vLLM has converted {name} with a kernel that is not this project's, before it had its weights; set "
                 "decoding_kernel to 'humming'"
             )
@@ -244,7 +245,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
         are not compared.
 
     Raises:
-        RuntimeError: a linear differs from the trainer's, or has changed since it was loaded.
+        CheckFailed: a linear differs from the trainer's, or has changed since it was loaded.
     """
     same = {}
     for name, layer, _, parts in fused_linears(worker.get_model(), linears):
@@ -260,7 +261,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
     if same and not all(found := torch.stack([*same.values()]).tolist()):
         wrong = [name for name, is_same in zip(same, found, strict=True) if not is_same]
         listed = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
-        raise RuntimeError(
+        raise CheckFailed(
             f"the rollout engine does not compute with the trainer's base: {len(wrong)} of {len(same)} linears differ "
             f"from what was loaded: {listed}"
         )

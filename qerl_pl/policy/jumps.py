@@ -1,0 +1,69 @@
+"""Compare numbers of a rollout with those of earlier rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from scipy.stats import ttest_ind
+from torch import Tensor
+
+FAR = 8.0
+
+
+class Jump(NamedTuple):
+    """Comparison of a value with earlier values."""
+
+    ratio: float
+    """Current value divided by the median of the earlier values; 1 if there are too few earlier values."""
+    sigmas: float
+    """Difference of the current value's logarithm from the median of the earlier logarithms, in robust standard
+    deviations (from the median absolute deviation); 0 if there are too few earlier values."""
+
+
+def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
+    """Compare a positive value with earlier values, by median and median absolute deviation of their logarithms.
+
+    Args:
+        value: the current value.
+        history: the earlier values.
+        floor: values below this are raised to it before the comparison.
+        least: number of earlier values below which there is no comparison.
+    """
+    if len(history) < least:
+        return Jump(1.0, 0.0)
+    logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
+    median = logs[1:].quantile(0.5)
+    spread = 1.4826 * (logs[1:] - median).abs().quantile(0.5)
+    distance = logs[0] - median
+    return Jump(distance.exp().item(), (distance / spread.clamp(min=0.1)).item())  # 10 %: few values estimate it badly
+
+
+def change(now: Sequence[float], before: Sequence[float]) -> float:
+    """Return the probability, by Welch's t test, that two samples of group means differ as much as these although their
+    groups are of one distribution.
+
+    Each sample gets the other's mean as one further value, so that a few equal values are no certainty.
+    """
+    first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
+    first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
+    if torch.equal(first.var() + second.var(), torch.zeros((), dtype=torch.float64)):
+        return 1.0  # equal constants
+    return float(ttest_ind(first.numpy(), second.numpy(), equal_var=False).pvalue)
+
+
+def far_share(log_ratio: Tensor) -> float:
+    """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than ``FAR``.
+
+    By Chebyshev's inequality at most E[r^2] / log(FAR)^2 of the tokens have such a log-ratio r: below 1e-4 for a
+    correct engine, whose r is 0.02 in root mean square; each altered token usually is one.
+    """
+    return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
+
+
+def high_gap(row_gaps: Tensor) -> float:
+    """Return the gap that a thirty-second of the rows reach, at least two, given the mean |log-ratio| of each row
+    [B]."""
+    return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

@@ -1,0 +1,82 @@
+"""Compare some completions of a rollout with the trainer's model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common import ranks
+from qerl_pl.common.batching import micro_batches
+from qerl_pl.noise.norm_noise import NormNoise
+from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.common import padded
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.scored import ScoredBatch
+
+
+def measure_some(
+    policy: Policy,
+    batch: ScoredBatch,
+    noise: NormNoise,
+    *,
+    temperature: float,
+    max_model_len: int,
+    micro_batch_tokens: int,
+    max_tokens: int,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose some completions of this rank, and compute their log-probabilities under the policy as it is sampled from
+    and under the alternatives of ``evidence``. Every rank must call this.
+
+    Args:
+        policy: the trainer's policy.
+        batch: completions of this rank.
+        noise: noise of the rollout, which the norms have during the call.
+        temperature: sampling temperature.
+        max_model_len: tokens of the longest prompt and completion together.
+        micro_batch_tokens: most tokens in one forward pass.
+        max_tokens: limit on the tokens of all chosen prompts and completions of all ranks; each rank may exceed its
+            share by at most one row.
+        seed: seed of the choice.
+
+    Returns:
+        log(trainer / sampler) of the N tokens of the chosen completions, [N] fp64 nats; the number of each token's row
+        among the chosen ones, [N] int64; and the evidence of the chosen rows of all ranks for K other ways of sampling,
+        [len(SHARES) * K] fp64 nats.
+    """
+    prompts, completions = batch.prompts, batch.completions
+    generator = torch.Generator().manual_seed(seed)
+    limit, chosen, total = max_tokens / ranks.num_ranks(), [], 0
+    for row in torch.randperm(len(completions), generator=generator).tolist():
+        chosen.append(row)
+        total += len(prompts[row].tokens) + len(completions[row].tokens)
+        if total >= limit:
+            break
+    starts = torch.tensor([len(prompts[row].tokens) for row in chosen])
+    lengths = torch.tensor([len(completions[row].tokens) for row in chosen])
+    tokens, real = padded(
+        [prompts[row].tokens + completions[row].tokens for row in chosen], left=False, device=torch.device("cpu")
+    )
+    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
+    found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
+    oracle, device = TransformersEngine(), policy.causal_lm.device
+    oracle.start(policy, max_model_len=max_model_len)
+    try:
+        oracle.set_norm_noise(noise)
+        for rows in micro_batches(starts + lengths, micro_batch_tokens):
+            width = int((starts + lengths)[rows].max())
+            mask = sampled[rows, :width]
+            values = oracle.alternative_logprobs(
+                tokens[rows, :width].to(device), mask.to(device), temperature=temperature
+            )
+            row, column = mask.nonzero(as_tuple=True)
+            found[rows[row], column] = values.double().cpu()
+    finally:
+        oracle.close()
+    reported = torch.tensor([value for row in chosen for value in completions[row].logprobs], dtype=torch.float64)
+    rows = torch.arange(len(chosen)).repeat_interleave(lengths)
+    ratios = found[sampled] - reported.unsqueeze(1)  # [N, 1 + K]
+    of_rows = ratios.new_zeros(len(chosen), len(ALTERNATIVES)).index_add(0, rows, ratios[:, 1:])
+    evidence = torch.tensor(ranks.gather_values(in_shares(of_rows.T).tolist()), dtype=torch.float64).sum(dim=0)
+    return ratios[:, 0], rows, evidence
