@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -67,7 +68,10 @@ def read(path: Path, map_location: Any) -> dict[str, Any]:
             raise Damaged("it does not end with the checksum that was written")
         if _digest(file, size) != trailer[len(MARK) :]:
             raise Damaged("its bytes are not what was written")
-    found = torch.load(path, map_location=map_location, weights_only=True)
+    try:
+        found = torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message advises to load code, too
+        raise Damaged("it holds other objects than tensors and plain values, which are never loaded") from error
     if not isinstance(found, dict):
         raise Damaged(f"it holds a {type(found).__name__}; expected a checkpoint's dict")
     return found

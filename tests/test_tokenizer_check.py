@@ -55,6 +55,13 @@ def test_a_base_without_a_usable_tokenizer_is_refused(base, file, text, said):
     assert "\n" not in str(refused.value)
 
 
+def test_a_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(base):
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1_000_000}))
+    with pytest.raises(ValueError, match=r"config\.json describes no model .* `num_hidden_layers` \(1000000\)"):
+        check_base(base)
+
+
 def test_an_embedding_smaller_than_the_tokenizer_is_refused(base):
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "vocab_size": 260}))

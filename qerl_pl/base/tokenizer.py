@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from qerl_pl.common.clock import CLOCK, template_clock
@@ -47,6 +47,12 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
             f"{path} has no tokenizer ({' or '.join(' with '.join(names) for names in FILES)}); copy it from the "
             "model's original folder"
         )
+    if (file := folder / "config.json").is_file():
+        try:
+            AutoConfig.from_pretrained(path, trust_remote_code=False)  # which AutoTokenizer reads, too
+        except Exception as error:  # validators of configurations raise errors of their own
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(f"{file} describes no model that transformers knows: {said}") from error
     try:
         tokenizer = read_tokenizer(path)
     except Exception as error:  # the tokenizers library raises plain Exception for malformed files

@@ -8,6 +8,7 @@ modules in config.json and hf_quant_config.json are redundant and are not read.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -165,6 +166,11 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
         elif quantised == FP8 and kind == "F8_E4M3":
             found.fp8.append(module)
         elif quantised - {"weight"} or kind in ("U8", "I8", "I32") or kind.startswith("F8"):
+            if quantised == {"weight"}:
+                raise ValueError(
+                    f"{checkpoint.path}: {module}.weight is {kind} {checkpoint.shape(f'{module}.weight')} and has no "
+                    "scales; expected floating point, or codes with their scales"
+                )
             raise ValueError(f"{checkpoint.path}: {module} {_fault(quantised)}")
     return found
 
@@ -193,8 +199,11 @@ def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
 
 
 def _tensor_scales(checkpoint: Checkpoint, stored: Stored, group: Sequence[str]) -> set[float]:
-    leaf = {name: "weight_global_scale" if stored.packed[name] == COMPRESSED else "weight_scale_2" for name in group}
-    return {checkpoint.read(f"{name}.{leaf[name]}").double().item() for name in group}
+    return {checkpoint.read(f"{name}.{_tensor_scale(stored.packed[name])}").double().item() for name in group}
+
+
+def _tensor_scale(leaves: set[str]) -> str:
+    return "weight_global_scale" if leaves == COMPRESSED else "weight_scale_2"
 
 
 def _check_packed(checkpoint: Checkpoint, module: str, leaves: set[str]) -> None:
@@ -204,6 +213,9 @@ def _check_packed(checkpoint: Checkpoint, module: str, leaves: set[str]) -> None
         raise ValueError(
             f"{checkpoint.path}: {module} has codes {codes} and block scales {scales}; expected [N, K/2] and [N, K/16]"
         )
+    whole = checkpoint.shape(f"{module}.{_tensor_scale(leaves)}")
+    if math.prod(whole) != 1:
+        raise ValueError(f"{checkpoint.path}: {module} has tensor scales {whole}; expected one number")
 
 
 def _is_weight_only(config: Mapping) -> bool:

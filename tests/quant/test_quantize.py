@@ -301,3 +301,33 @@ def test_half_a_checkpoint_is_refused_and_nothing_is_written(
         quantize_checkpoint(path, tmp_path / "out")
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda scale: 0 * scale, "weight_global_scale is 0; expected a finite number above 0"),
+        (lambda scale: -scale, "weight_global_scale is -.*; expected a finite number above 0"),
+        (lambda scale: scale.repeat(2), "weight_global_scale"),
+    ],
+)
+def test_a_tensor_scale_that_is_no_positive_number_is_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
+    file = tmp_path / "out" / "model-00002-of-00003.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("weight_global_scale"))
+    save_file({**tensors, name: change(tensors[name])}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
+
+
+def test_a_config_whose_groups_are_not_those_of_the_weights_is_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    file.write_text(file.read_text().replace('"group_size": 16', '"group_size": 32'))
+    with pytest.raises(ValueError, match="group_size of nvfp4-pack-quantized is 32; its weights have one scale for 16"):
+        load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
