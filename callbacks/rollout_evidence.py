@@ -21,6 +21,7 @@ from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
+from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.evidence import (
     ALTERNATIVES,
     accumulated,
@@ -67,6 +68,9 @@ class RolloutEvidence(Callback):
 
     - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
       copies: the engine copies completions, or its seed does not change.
+    - ``evidence/branches`` is evidence in nats that an engine chooses among completions by length or reward
+      (``qerl_pl.policy.branches``): they go the ways of earlier completions of their group with short, long, good or
+      bad ends more often than their log-probabilities say.
     - ``evidence/order`` is evidence in nats that the length or the mean log-probability of completions depends on their
       place in the group, as when the engine chooses among them, or samples some with another policy.
     - After the update, the trainer's log-probabilities of all rows, which the update has computed, are compared with
@@ -84,7 +88,7 @@ class RolloutEvidence(Callback):
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row.
-        false_alarm: bound on the probability that a correct rollout stops the run, for each of the three tests of
+        false_alarm: bound on the probability that a correct rollout stops the run, for each of the four tests of
             evidence, and warns, for each of the four numbers. That of evidence holds for any model and any numerical
             difference between trainer and engine; that of the numbers for groups enough that means are normal.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
@@ -183,6 +187,7 @@ class RolloutEvidence(Callback):
         index = pl_module.rollout_index
         self._check_order(pl_module, rollout.evaluation)
         self._check_copies(pl_module, rollout)
+        self._check_branches(pl_module, rollout.evaluation)
         if is_due(index, self.every):
             log_ratio, rows, evidence = measure_some(
                 pl_module.policy,
@@ -216,6 +221,22 @@ class RolloutEvidence(Callback):
                 f"length or log-probability of the completions up to rollout {index} depends on their place in the "
                 f"group (chance: below {chance:.1g} per rollout), so they are no independent draws: the engine sorts "
                 "or chooses completions, or samples some of a group in another way"
+            )
+
+    def _check_branches(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
+        size, index = batch.group_size, pl_module.rollout_index
+        rows = [(row.tokens, row.logprobs) for row in batch.completions]
+        rewards = batch.table.total.nan_to_num().tolist()
+        numbers = [[len(tokens), reward] for (tokens, _), reward in zip(rows, rewards, strict=True)]
+        starts = range(0, len(rows), size)
+        evidence = branch_evidence(*([each[start : start + size] for start in starts] for each in (rows, numbers)))
+        evidence = torch.tensor(ranks.gather_values(evidence.tolist()), dtype=torch.float64).sum(dim=0)
+        chance = self._chance("branches", evidence, pl_module)
+        if chance < self.false_alarm:
+            raise CheckFailed(
+                f"the completions up to rollout {index} go the ways of others of their group that were short, long, "
+                f"good or bad more often than their probabilities say (chance: below {chance:.1g} per rollout): the "
+                "engine chooses among completions, or copies them"
             )
 
     def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:

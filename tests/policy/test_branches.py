@@ -1,0 +1,65 @@
+"""A choice among completions shows in the ways that they go, and draws go every way as often as they may."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from qerl_pl.policy.branches import branch_evidence
+from qerl_pl.policy.evidence import log_false_alarm
+
+END = 0
+MOST = 12
+
+
+def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
+    """A completion by a small Markov chain: tokens 1 to 3, whose probabilities depend on prompt, place and the last
+    token, until an end token."""
+    tokens, logprobs = [], []
+    for place in range(MOST):
+        chain = random.Random(f"{prompt} {place} {tokens[-1:]}")
+        weights = [chain.random() ** 6 for _ in range(4)]
+        token = rng.choices(range(4), weights)[0]
+        tokens.append(token)
+        logprobs.append(math.log(weights[token] / sum(weights)))
+        if token == END:
+            break
+    return tokens, logprobs
+
+
+def evidence_of(rng: random.Random, choose, *, groups: int = 32, size: int = 8) -> float:
+    """Log of the probability that draws give this evidence or more."""
+    found = [choose([draw(rng, prompt) for _ in range(2 * size)])[:size] for prompt in range(groups)]
+    numbers = [[[len(tokens), float(tokens[0])] for tokens, _ in group] for group in found]
+    return log_false_alarm(branch_evidence(found, numbers))
+
+
+def test_draws_raise_alarms_no_more_often_than_stated():
+    rng = random.Random(1)
+    chances = torch.tensor([evidence_of(rng, lambda rows: rows, groups=8) for _ in range(300)])
+    for level in (0.3, 0.1, 0.01):
+        assert (chances < math.log(level)).double().mean() <= level
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda rows: sorted(rows, key=lambda row: len(row[0])),
+        lambda rows: sorted(rows, key=lambda row: -len(row[0])),
+        lambda rows: sorted(rows, key=lambda row: -row[0][0]),
+        lambda rows: [row for row, _ in zip(rows[:4], rows, strict=False) for _ in range(2)],
+    ],
+    ids=["shortest", "longest", "best", "copied"],
+)
+def test_a_choice_is_seen_in_one_rollout(choose):
+    assert evidence_of(random.Random(2), choose) < math.log(1e-6)
+
+
+def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
+    certain = [[([1, 2, END], [0.0, 0.0, 0.0])] * 8] * 4
+    assert log_false_alarm(branch_evidence(certain, [[[3.0]] * 8] * 4)) == 0.0
+    apart = [[([index, END], [-9.0, 0.0]) for index in range(8)] for _ in range(4)]
+    assert log_false_alarm(branch_evidence(apart, [[[2.0]] * 8] * 4)) > -1.0
