@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import warnings
 from pathlib import Path
 
@@ -34,15 +35,24 @@ _with_place = warnings.formatwarning
 
 
 def quieten() -> None:
-    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES``, and print this program's own warnings in one
-    line."""
+    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES`` and tracebacks of errors that are reported
+    later, and print this program's own warnings in one line."""
     warnings.formatwarning = _in_one_line
+    threading.excepthook = _unless_kept
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     for name, patterns in MESSAGES.items():
         logger = logging.getLogger(name)
         if not any(isinstance(known, _Without) for known in logger.filters):
             logger.addFilter(_Without(patterns))
+
+
+def _unless_kept(failed: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread's error, unless the thread keeps an error of the system, such as a full disk, for
+    the main thread, which raises it at its next use of the thread, as that of TensorBoard's writer."""
+    if isinstance(failed.exc_value, OSError) and getattr(failed.thread, "exception", None) is failed.exc_value:
+        return
+    threading.__excepthook__(failed)
 
 
 def _in_one_line(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from qerl_pl.policy.evidence import in_shares
 
 ODDS = (2.0, 8.0)
+CERTAIN = 0.99
+"""Probability of all seen branches together above which the next token tells almost nothing, and is left out."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Branch:
     """A token after a prefix that completions of a group share."""
 
@@ -23,6 +25,8 @@ class _Branch:
     sums: list[float] = field(default_factory=list)
     """Sum of each number over the completions that go on with this token."""
     following: dict[int, _Branch] = field(default_factory=dict)
+    mass: float = 0.0
+    """Probability of all tokens that follow, together."""
 
 
 def branch_evidence(
@@ -58,34 +62,36 @@ def _of_group(
     root, evidence = _Branch(sums=[0.0] * len(numbers[0])), [0.0] * (len(numbers[0]) * 2 * len(ODDS))
     for (tokens, logprobs), own in zip(group, numbers, strict=True):
         branch = root
-        for token in tokens if root.count else ():
-            if not branch.following:
-                break  # no earlier completion has this prefix
-            place = 0
-            for number, total in enumerate(root.sums):
-                mean = total / root.count
-                for sign in (1, -1):
-                    inside = [
-                        each
-                        for each in branch.following.values()
-                        if sign * (each.sums[number] / each.count - mean) <= 0
-                    ]
-                    mass = min(1.0, sum(each.probability for each in inside))
-                    is_inside = branch.following.get(token) in inside if token in branch.following else False
-                    for odds in ODDS:
-                        evidence[place] += is_inside * math.log(odds) - math.log1p((odds - 1) * mass)
-                        place += 1
+        for token in tokens:
+            if branch.following and branch.mass <= CERTAIN:
+                means = [total / root.count for total in root.sums]
+                for place, ratio in enumerate(_log_ratios(branch, token, means)):
+                    evidence[place] += ratio
             if token not in branch.following:
-                break
+                break  # no earlier completion goes on with this token
             branch = branch.following[token]
         _add(root, tokens, logprobs, own)
     return evidence
 
 
+def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
+    """Compute the log-likelihood ratios of a token after a prefix for each number, direction and odds."""
+    taken = branch.following.get(token)
+    for number, mean in enumerate(means):
+        for sign in (1, -1):
+            inside = [each for each in branch.following.values() if sign * (each.sums[number] / each.count - mean) <= 0]
+            mass = min(1.0, sum(each.probability for each in inside))
+            for odds in ODDS:
+                yield (taken in inside) * math.log(odds) - math.log1p((odds - 1) * mass)
+
+
 def _add(root: _Branch, tokens: Sequence[int], logprobs: Sequence[float], own: Sequence[float]) -> None:
     branches, branch = [root], root
     for token, logprob in zip(tokens, logprobs, strict=True):
-        branch = branch.following.setdefault(token, _Branch(math.exp(logprob), sums=[0.0] * len(own)))
+        if token not in branch.following:
+            branch.following[token] = _Branch(math.exp(logprob), sums=[0.0] * len(own))
+            branch.mass += math.exp(logprob)
+        branch = branch.following[token]
         branches.append(branch)
     for branch in branches:
         branch.count += 1

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
+import train
 from callbacks.rollout_evidence import RolloutEvidence
+from qerl_pl.common.check_failed import EXIT_STATUS
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import with_arguments
-from tests.integration.conftest import load_last
+from tests.integration.conftest import arguments, load_last
 
 AT = 1
 
@@ -23,6 +26,8 @@ AT = 1
         ("log-probabilities NaN", "log-probability that is nan"),
         ("one completion copied over its group", "repeat others of the same prompt"),
         ("top_p 0.8, scored over all", "top_p 0.8 explains them best"),
+        ("the second half of each group copied from the first", "repeat others of the same prompt"),
+        ("one completion of every second group from another", "differ from the trainer's|have a probability in"),
         ("old adapter for later completions", "does not compute with the current policy"),
     ],
 )
@@ -31,6 +36,23 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
     with pytest.raises(RuntimeError, match=said):
         run("fit", tmp_path, "--trainer.max_steps", "4", *sabotage, f"--trainer.callbacks.at={AT}")
     assert load_last(tmp_path)["global_step"] == AT, "nothing was learned from it"
+
+
+@pytest.mark.slow
+def test_a_check_that_ends_a_run_says_so_without_a_traceback_and_leaves_a_run_that_goes_on(
+    run, bases, tmp_path, capsys
+):
+    fault = "--trainer.callbacks.fault=completions that go on after their end"
+    sabotage = ("--trainer.callbacks+=tests.correctness.faults.RolloutFault", fault, f"--trainer.callbacks.at={AT}")
+    status = train.exit_status(arguments("fit", bases["nvfp4"], tmp_path, "--trainer.max_steps", "4", *sabotage))
+    said = capsys.readouterr().err
+    assert status == EXIT_STATUS
+    assert re.search(r"^stopped: .*it goes on after the end token \d+ in place \d+", said, re.MULTILINE)
+    assert "Traceback" not in said
+    assert load_last(tmp_path)["global_step"] == AT
+    assert read_curves(tmp_path)["train/reward"].steps == list(range(AT))
+    run("fit", tmp_path, "--trainer.max_steps", "4", "--ckpt_path", "last")
+    assert load_last(tmp_path)["global_step"] == 4
 
 
 @pytest.mark.slow

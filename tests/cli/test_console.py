@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import threading
 import warnings
 from pathlib import Path
 
@@ -24,6 +27,7 @@ def own_filters():
     with warnings.catch_warnings():
         yield
     warnings.formatwarning = format_of_before
+    threading.excepthook = threading.__excepthook__
     for name, filters in before.items():
         logging.getLogger(name).filters = filters
 
@@ -60,3 +64,24 @@ def test_own_warnings_are_a_line_and_others_keep_their_place():
     own = str(Path(progress.__file__))
     assert warnings.formatwarning("too short", UserWarning, own, 3) == "warning: too short\n"
     assert "lib.py:3: UserWarning: too short" in warnings.formatwarning("too short", UserWarning, "/x/lib.py", 3)
+
+
+class Writer(threading.Thread):
+    """Fails as TensorBoard's thread that writes curves does on a full disk."""
+
+    exception: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.exception = error
+            raise
+
+
+def test_an_error_that_a_thread_keeps_for_the_main_thread_has_no_traceback_and_others_have(capsys):
+    quieten()
+    for thread, said in ((Writer(), False), (threading.Thread(target=lambda: 1 / 0), True)):
+        thread.start()
+        thread.join()
+        assert ("Traceback" in capsys.readouterr().err) == said

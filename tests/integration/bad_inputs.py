@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import random
 import shutil
 import signal
@@ -21,11 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 import train
+from qerl_pl.__main__ import main as main_of_commands
 from qerl_pl.tools.tiny import make_tiny
 
 TOY = Path(__file__).with_name("toy.yaml")
-SECONDS = 60
+SECONDS = 30
 MOST_LINES = 10
 WRONG = ("nan", ".nan", "-1", "-.inf", "abc", "[1, 2]", "{a: 1}")
 SETTINGS = (
@@ -64,14 +70,16 @@ YAML = (
     "run_dir: ''\n",
     "model: {engine: {class_path: nowhere.Engine}}\n",
     "\x00",
+    "",
+    "model: &a [1, 2]\n" + "".join(f"x{n}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)),
 )
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 CONTENT = (b"", b"{", b"{}", b"[]", b"null", b"\xff\xfe", b"3")
 CONFIG = {
     "model_type": ("gemma3", "qwen2_moe", None, 3),
     "vocab_size": (3, -1, "x", None),
-    "num_hidden_layers": (0, -2, 99, 1.5),
-    "hidden_size": (0, 7, "64"),
+    "num_hidden_layers": (0, -2, 99, 1.5, 10**6),
+    "hidden_size": (0, 7, "64", 10**9),
     "num_attention_heads": (0, 3, None),
     "num_key_value_heads": (0, 3),
     "rms_norm_eps": (float("nan"), -1.0, "x", 1e9),
@@ -79,11 +87,79 @@ CONFIG = {
 }
 
 
+TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "lacks a row": lambda tensor: tensor[:-1].contiguous(),
+    "is int8": lambda tensor: tensor.to(torch.int8),
+    "holds NaN": lambda tensor: tensor * torch.nan,
+    "has one more axis": lambda tensor: tensor.unsqueeze(0),
+}
+"""Changes of one tensor of the base."""
+STUDY = "output: {out}\narms: {{a: {{}}, b: {{}}}}\nseeds: [1, 2]\n"
+STUDIES = (
+    STUDY.replace("b:", "a:"),
+    STUDY.replace("1, 2", "x"),
+    STUDY.replace("1, 2", "-1"),
+    STUDY.replace("{out}", "$name"),
+    STUDY + "gpu_memory: .nan\n",
+    STUDY + "jobs: 1.5\n",
+    STUDY + "attempts: yes\n",
+)
+COMMANDS = (
+    "quantize --model {base} --output {folder}/file",
+    "quantize --model {base} --output {folder}/out --samples 0",
+    "quantize --model {base} --output {folder}/out --length -1",
+    "report {folder} --json {folder}",
+    "report {folder} --json /dev/null",
+    "report {folder} --html {folder}/pipe",
+    "report {folder} --follow --port 99999999",
+    "report {folder} --completions -1",
+    "report {letters}",
+    "score --reward math --input {folder}/rows --output {folder}",
+    "score --reward math --input {folder}/rows --output /dev/null",
+    "score --reward math --input {folder}/rows --output {folder}/pipe",
+    "score --reward math --input {letters} --output {folder}/scored",
+    "study {folder}/study.yaml --minutes nan",
+    "study {letters}",
+    "tiny --output {folder}/tiny --seed -1",
+    "tiny --output {folder}/file",
+    "pretrain --output {folder}/new --learning-rate nan",
+    "pretrain --output {folder}/new --minutes -1",
+    "problems --output {folder}/problems --train -1",
+    "problems --output {folder}/file",
+    "chat {folder}/run --temperature nan",
+    "chat {folder}/run --max-tokens 0",
+    "export --run {folder}/run --output {folder}/file",
+    "plan -c gsm8k --gpu-memory nan",
+    "plan -c gsm8k --json {folder}",
+    "plan -c {letters}",
+    "fit -c {letters}",
+)
+
+
+def draw_command(drawn: random.Random, base: Path, folder: Path) -> tuple[str, list[str]]:
+    """Name and arguments of a faulty call of one of the other commands, or of a faulty study."""
+    (folder / "run").mkdir()
+    for name in ("file", "run/config.yaml"):
+        (folder / name).write_text("{}\n")
+    (folder / "rows").write_text('{"completion": "1", "answer": "1"}\n')
+    (folder / "study.yaml").write_text(STUDY.format(out=folder / "out"))
+    os.mkfifo(folder / "pipe")
+    if drawn.random() < 0.25:
+        text = drawn.choice(STUDIES).format(out=folder / "out")
+        (folder / "study.yaml").write_text(text)
+        return f"study {text!r}", ["study", str(folder / "study.yaml"), "--dry-run"]
+    words = drawn.choice(COMMANDS)
+    places = {"base": base, "folder": folder, "letters": "a" * 5000}
+    return words, [word.format(**places) for word in words.split()]
+
+
 def draw(seed: int, base: Path, folder: Path) -> tuple[str, list[str]]:
     """Name and arguments of one case; its files are written to ``folder``."""
     drawn = random.Random(seed)
     arguments = ["fit", "-c", str(TOY), "--run_dir", str(folder / "run"), "--model.base", str(base)]
-    kind = drawn.choice(("setting", "yaml", "file", "config", "command"))
+    kind = drawn.choice(("setting", "yaml", "file", "config", "tensor", "command", "other command", "other command"))
+    if kind == "other command":
+        return draw_command(drawn, base, folder)
     if kind == "setting":
         name, value = drawn.choice(SETTINGS), drawn.choice(WRONG)
         if (name, value) in HARMLESS:
@@ -105,6 +181,13 @@ def draw(seed: int, base: Path, folder: Path) -> tuple[str, list[str]]:
             content = b"{"
         (own / name).write_bytes(content)
         return f"{name} is {content!r}", arguments
+    if kind == "tensor":
+        file, how = own / "model.safetensors", drawn.choice(sorted(TENSORS))
+        tensors = load_file(file)
+        name = drawn.choice(sorted(tensors))
+        save_file({**tensors, name: TENSORS[how](tensors[name])}, file, metadata={"format": "pt"})
+        quantize = ["quantize", "--model", str(own), "--output", str(folder / "out")]
+        return f"{name} {how}", drawn.choice((arguments, quantize))
     name = drawn.choice(sorted(CONFIG))
     value = drawn.choice(CONFIG[name])
     config = json.loads((own / "config.json").read_text())
@@ -134,7 +217,7 @@ def outcome(run: Callable[[], int | str]) -> tuple[str, str]:
         signal.signal(signal.SIGALRM, before)
     if status == 0:
         return "ran", ""
-    text = str(status)
+    text = said.getvalue() if isinstance(status, int) else status
     return ("raw" if "Traceback" in text else "long" if text.count("\n") > MOST_LINES else "refused"), text
 
 
@@ -145,7 +228,8 @@ def try_cases(seeds: range, base: Path, folder: Path) -> list[dict[str, object]]
         own = folder / str(seed)
         own.mkdir()
         name, arguments = draw(seed, base, own)
-        word, said = outcome(lambda arguments=arguments: train.exit_status(arguments))
+        run = train.exit_status if arguments[0] == "fit" and len(arguments) > 3 else main_of_commands
+        word, said = outcome(lambda run=run, arguments=arguments: run(arguments))
         if word == "refused" and (own / "run" / "completions").exists():
             word = "late"
         found.append({"seed": seed, "case": name, "outcome": word, "said": said[:400]})
