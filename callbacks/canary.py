@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from qerl_pl.common import ranks
+from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.due import is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
@@ -186,14 +187,14 @@ class SyncCanary(Callback):
             among_ranks: whether every rank is here, so that all can use the same strength.
 
         Raises:
-            RuntimeError: the engine does not hold the policy, or does not compute with it.
+            CheckFailed: the engine does not hold the policy, or does not compute with it.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
         dtype = dtype_held(held, policy, noise)
         if dtype is None:
             fault = describe_fault(held, policy, noise, before=self._held_before)
-            raise RuntimeError(f"the rollout engine does not hold the current policy: {fault}")
+            raise CheckFailed(f"the rollout engine does not hold the current policy: {fault}")
         self._held_before = held
         if not (due.samples or due.scores):
             return {}, strength
@@ -225,7 +226,7 @@ class SyncCanary(Callback):
                 "change the trainer's own by"
                 for what in wrong
             )
-            raise RuntimeError(
+            raise CheckFailed(
                 "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
                 f"and norms. These of its log-probabilities are too far from the trainer's: {found}"
             )
