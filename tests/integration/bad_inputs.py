@@ -1,8 +1,9 @@
 """Bad input from a seeded generator: python -m tests.integration.bad_inputs [--number 300] [--seed 0].
 
-Every case starts the toy run with one thing wrong, in this process, and prints one JSON line: ``refused`` (a message of
-at most ten lines), ``ran``, ``raw`` (an exception that is no message), ``long`` (a longer message) or ``timeout``. All
-but the first mean that something is to be mended; so the command ends with status 1 if there was one.
+Every case starts the toy run or another command with one thing wrong, in this process, and prints one JSON line:
+``refused`` (a message of at most ten lines), ``ran``, ``raw`` (an exception that is no message), ``long`` (a longer
+message) or ``timeout``. All but the first mean that something is to be mended; so the command ends with status 1 if
+there was one.
 """
 
 from __future__ import annotations
