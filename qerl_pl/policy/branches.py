@@ -40,7 +40,8 @@ def branch_evidence(
     least) the mean of the group so far. The log-probabilities that the engine reported for them give the probability M
     of E. In the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of a token is o / (1 +
     (o - 1) M) in E and 1 / (1 + (o - 1) M) outside. E depends on earlier completions only, so the product of these
-    ratios is a martingale as those of ``evidence`` are, whatever the numbers are.
+    ratios is a martingale as those of ``evidence`` are, whatever the numbers are. It is one as far as the engine gives
+    equal prefixes equal probabilities; rounding errors of the probabilities have either sign and add up little.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.

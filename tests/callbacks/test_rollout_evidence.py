@@ -42,12 +42,12 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, said):
 def test_a_check_that_ends_a_run_says_so_without_a_traceback_and_leaves_a_run_that_goes_on(
     run, bases, tmp_path, capsys
 ):
-    fault = "--trainer.callbacks.fault=completions that go on after their end"
+    fault = "--trainer.callbacks.fault=a limit of a quarter of the tokens, reported as finished"
     sabotage = ("--trainer.callbacks+=tests.correctness.faults.RolloutFault", fault, f"--trainer.callbacks.at={AT}")
     status = train.exit_status(arguments("fit", bases["nvfp4"], tmp_path, "--trainer.max_steps", "4", *sabotage))
     said = capsys.readouterr().err
     assert status == EXIT_STATUS
-    assert re.search(r"^stopped: .*it goes on after the end token \d+ in place \d+", said, re.MULTILINE)
+    assert re.search(r"^stopped: .* as finished; its last token \d+ is no end token", said, re.MULTILINE)
     assert "Traceback" not in said
     assert load_last(tmp_path)["global_step"] == AT
     assert read_curves(tmp_path)["train/reward"].steps == list(range(AT))
