@@ -160,6 +160,9 @@ class RolloutEvidence(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the evidence, gaps, numbers and completion digests of past rollouts."""
+        if "numbers" not in state_dict:
+            rank_zero_warn("the checkpoint is of an earlier version, whose evidence about rollouts is not continued")
+            return
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
