@@ -10,13 +10,13 @@ from pathlib import Path
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def output_file(text: str) -> Path:
+def output_file(text: str | Path) -> Path:
     """Check that a path can be that of a file.
 
     Raises:
         ArgumentTypeError: it is a folder, a device or the like, or one of its parents is a file.
     """
-    path = Path(text)
+    text, path = str(text), Path(text)  # jsonargparse checks the result once more
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
     if path.exists() and not path.is_file():

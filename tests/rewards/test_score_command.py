@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -105,7 +106,12 @@ def test_an_answer_has_the_digits_of_the_file_as_in_training(files, tmp_path, mo
 def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
     assert score((tmp_path / "none.jsonl", files[1]), "--reward", "gsm8k") == 1
     assert "none.jsonl" in capsys.readouterr().err
-    assert score((files[0], tmp_path / "no" / "scores.jsonl"), "--reward", "gsm8k") == 1
+    assert score((files[0], tmp_path / "new" / "scores.jsonl"), "--reward", "gsm8k") == 0
+    assert (tmp_path / "new" / "scores.jsonl").exists(), "its folder is made, as for every output"
+    for output in (tmp_path, Path("/dev/null")):
+        with pytest.raises(SystemExit):
+            score((files[0], output), "--reward", "gsm8k")
+        assert "is a folder" in (said := capsys.readouterr().err) or "is no regular file" in said
     with pytest.raises(SystemExit):
         score(files, "--reward", "gsm9k")
     assert "gsm9k" in capsys.readouterr().err
