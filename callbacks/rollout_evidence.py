@@ -232,7 +232,8 @@ class RolloutEvidence(Callback):
         rewards = batch.table.total.nan_to_num().tolist()
         numbers = [[len(tokens), reward] for (tokens, _), reward in zip(rows, rewards, strict=True)]
         starts = range(0, len(rows), size)
-        evidence = branch_evidence(*([each[start : start + size] for start in starts] for each in (rows, numbers)))
+        groups = [rows[start : start + size] for start in starts]
+        evidence = branch_evidence(groups, [numbers[start : start + size] for start in starts])
         evidence = torch.tensor(ranks.gather_values(evidence.tolist()), dtype=torch.float64).sum(dim=0)
         chance = self._chance("branches", evidence, pl_module)
         if chance < self.false_alarm:
@@ -271,12 +272,12 @@ class RolloutEvidence(Callback):
             log_ratio.new_zeros(size).index_add(0, rows, each) for each in (log_ratio.abs(), torch.ones_like(log_ratio))
         )
         of_rows = sums[counts > 0] / counts[counts > 0]
-        found = ranks.gather_values(
+        parts: list[list[Any]] = ranks.gather_values(
             [of_rows.tolist(), log_ratio.abs().sum().item(), far_share(log_ratio) * len(log_ratio), len(log_ratio)]
         )
-        row_gaps = torch.tensor([gap for part in found for gap in part[0]], dtype=torch.float64)
-        num_tokens = max(1, sum(part[3] for part in found))
-        gap, far = (sum(part[place] for part in found) / num_tokens for place in (1, 2))
+        row_gaps = torch.tensor([gap for part in parts for gap in part[0]], dtype=torch.float64)
+        num_tokens = max(1, sum(part[3] for part in parts))
+        gap, far = (sum(part[place] for part in parts) / num_tokens for place in (1, 2))
         values = {"gap": gap, "high_gap": high_gap(row_gaps)} if len(row_gaps) else {}
         log_at(
             pl_module.trainer.loggers,

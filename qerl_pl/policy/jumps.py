@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import ttest_ind
@@ -51,7 +51,8 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     if torch.equal(first.var() + second.var(), torch.zeros((), dtype=torch.float64)):
         return 1.0  # equal constants
-    return float(ttest_ind(first.numpy(), second.numpy(), equal_var=False).pvalue)
+    result: Any = ttest_ind(first.numpy(), second.numpy(), equal_var=False)
+    return float(result.pvalue)
 
 
 def far_share(log_ratio: Tensor) -> float:

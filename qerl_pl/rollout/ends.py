@@ -46,7 +46,8 @@ def check_ends(
             count = len(tokens)
             said = f"{engine} returned {where} with {count} tokens as {'' if completion.finished else 'not '}finished"
             places = [place + 1 for place, token in enumerate(tokens) if token in ends]
-            end = min([*places, *([] if stopped_at is None else [stopped_at])], default=None)
+            places_of_ends: list[int] = [*places, *([] if stopped_at is None else [stopped_at])]
+            end = min(places_of_ends) if places_of_ends else None
             if end is not None and end < count:
                 what = f"the end token {tokens[end - 1]}" if end in places else "a stop string"
                 raise CheckFailed(f"{said}; it goes on after {what} in place {end}, and nothing may follow")
