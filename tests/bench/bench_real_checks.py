@@ -1,10 +1,11 @@
 """What every check reads in healthy runs of pretrained models: python -m tests.bench.bench_real_checks
 
-Each model trains on GSM8K through the program, with every check in every rollout. One JSON line per model, format and
-seed has the alarm (there should be none) and, over the rollouts, the values that the checks compare with their limits:
-the strength of the probe adapter, the difference of engine and trainer under it, what it changes and what rounding
-errors change; the same of scores; the ledger's parts; the evidence; the gradient's norm over its running median;
-planned and measured memory; the size of the KV cache. ``--curves FILE`` keeps all values of all rollouts too.
+Each model trains on GSM8K through the program, with every check in every rollout, or as ``--every`` says. One JSON
+line per model, format and seed has the alarm (there should be none) and, over the rollouts, the values that the
+checks compare with their limits: the strength of the probe adapter, the difference of engine and trainer under it,
+what it changes and what rounding errors change; the same of scores; the ledger's parts; the evidence; the gradient's
+norm over its running median; planned and measured memory; the size of the KV cache. ``--curves FILE`` keeps all
+values of all rollouts too.
 
     python -m tests.bench.bench_real_checks --models models/qwen2.5-coder-0.5b --problems gsm8k_train.jsonl
 
@@ -34,10 +35,9 @@ from tests.bench.harness import DTYPE, emit
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
 from tests.integration.conftest import ROOT
 
-EVERY = {  # arguments with which a check is made in every rollout
-    "callbacks.canary.SyncCanary": {"sample_every": 1, "score_every": 1},
-    "callbacks.rollout_evidence.RolloutEvidence": {"every": 1},
-    "callbacks.ledger.MismatchLedger": {"every": 1},
+EVERY = {  # arguments with the rollouts from one check to the next
+    "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
+    "callbacks.ledger.MismatchLedger": ("every",),
 }
 
 
@@ -52,10 +52,11 @@ class Plan(Callback):
 
 
 def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Make the settings that differ from configs/tasks/gsm8k_verl.yaml."""
+    """Make the settings that differ from the task's."""
     callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
     for callback in callbacks:
-        callback.setdefault("init_args", {}).update(EVERY.get(callback["class_path"], {}))
+        schedule = dict.fromkeys(EVERY.get(callback["class_path"], ()), args.every)
+        callback.setdefault("init_args", {}).update(schedule)
     callbacks += [aqn(10)] if args.noise else []
     callbacks += [{"class_path": "tests.bench.bench_real_checks.Plan"}]
     engine = {"max_num_seqs": args.prompts * args.completions} if args.engine == "vllm" else {}
@@ -127,7 +128,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=Path, required=True, help="GSM8K's training problems, JSON lines")
     parser.add_argument("--formats", nargs="+", default=["bf16", "nvfp4"], help="bf16, or a value of model.quantize")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_boxed")
     parser.add_argument("--rollouts", type=int, default=200)
+    parser.add_argument("--every", type=int, default=1, help="rollouts from one check to the next (evidence: always)")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="longest completion")
@@ -144,12 +147,18 @@ def main(argv: list[str] | None = None) -> None:
             changes = folder / "changes.yaml"
             changes.write_text(yaml.safe_dump(settings(args, model, fmt, seed, folder)))
             begin = time.perf_counter()
-            alarm = heard_in(["fit", "-c", str(ROOT / "configs/tasks/gsm8k_verl.yaml"), "-c", str(changes)], None)
+            task = ROOT / "configs" / "tasks" / f"{args.task}.yaml"
+            alarm = heard_in(["fit", "-c", str(task), "-c", str(changes)], None)
             seconds = time.perf_counter() - begin
             if not list((folder / "run").glob("events.*")):
                 raise SystemExit(f"the run of {model} did not start: {alarm['said']}")
             curves = read_curves(folder / "run")
-        shape = {"prompts": args.prompts, "completions": args.completions, "max_tokens": args.tokens}
+        shape = {
+            "prompts": args.prompts,
+            "completions": args.completions,
+            "max_tokens": args.tokens,
+            "every": args.every,
+        }
         about = {"format": fmt, "seed": seed, "noise": args.noise, "engine": args.engine, "alarm": alarm}
         emit(f"real_checks/{model.stem}", shape, args.dtype, **about, run_s=seconds, **readings(curves))
         if args.curves:
