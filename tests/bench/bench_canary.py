@@ -75,7 +75,9 @@ def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[s
         tokens, own = fixed_tokens(policy.config.vocab_size, NUM_TOKENS), 1000 + seed
         with trainers_engine(policy, noise, max_model_len=2 * NUM_TOKENS) as oracle:
             strength = find_strength(oracle, policy, tokens, policy.dtype, seed=own)
-            gaps = score_gaps(loop, oracle, policy, tokens, policy.dtype, seed=own, strength=strength, scores=True)
+            gaps = score_gaps(
+                loop, oracle, policy, policy.dtype, tokens=tokens, seed=own, strength=strength, scores=True
+            )
         found = {what: gap.nats for what, gap in gaps.items()}
         return found | ({"what that adapter changes": gaps[PROBE].change} if PROBE in gaps else {})
 

@@ -58,7 +58,7 @@ def gaps(loop: RolloutLoop, policy: Policy, noise: NormNoise, num_tokens: int = 
     with trainers_engine(policy, noise, max_model_len=num_tokens + 1) as oracle:
         strength = find_strength(oracle, policy, tokens, policy.dtype, seed=5)
         assert strength
-        found = score_gaps(loop, oracle, policy, tokens, policy.dtype, seed=5, strength=strength, scores=True)
+        found = score_gaps(loop, oracle, policy, policy.dtype, tokens=tokens, seed=5, strength=strength, scores=True)
     loop.sync(policy.adapter_state(), noise)
     return found
 
@@ -223,9 +223,9 @@ class TestStrength:
             strength = find_strength(oracle, policy, tokens, dtype, seed=0)
             assert strength in STRENGTHS
             for seed in range(4):
-                found = score_gaps(loop, oracle, policy, tokens, dtype, seed=seed, strength=strength, scores=False)[
-                    comparison.PROBE
-                ]
+                found = score_gaps(
+                    loop, oracle, policy, dtype, tokens=tokens, seed=seed, strength=strength, scores=False
+                )[comparison.PROBE]
                 assert found.nats < 0.1 * found.change, "samples in batches with a cache, scores of packed rows"
 
     def test_the_search_is_repeatable_and_has_no_result_if_rounding_hides_every_change(self, bases):
