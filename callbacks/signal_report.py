@@ -61,6 +61,11 @@ class SignalReport(Callback):
 
     Both are of the rollouts of this start of the run, and of the groups that rank 0 sampled. The command line adds it
     to every run.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.signal_report.SignalReport
     """
 
     def __init__(self) -> None:

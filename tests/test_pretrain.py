@@ -392,13 +392,18 @@ def test_a_start_that_is_no_policy_of_this_size_is_refused(made, tmp_path, capsy
         (["--steps", "0"], "steps is 0; expected more than 0"),
         (["--rare", "1.5"], "rare is 1.5; expected a probability"),
         (["--left-out", "1"], "left_out is 1.0; expected a probability"),
-        (["--samples", "0"], "--samples is 0; expected at least 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_any_work(tmp_path, capsys, flags, message):
     assert command(pretrain(tmp_path / "policy", *flags)) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_samples_are_refused_by_the_parser(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command(pretrain(tmp_path / "policy", "--samples", "0"))
+    assert "argument --samples: it is 0; expected 1 or more" in capsys.readouterr().err
 
 
 def test_samples_of_a_policy_that_knows_a_problem_by_heart_are_right_and_of_another_wrong(policy):

@@ -49,11 +49,11 @@ def test_a_name_of_5000_letters_is_refused_in_one_short_line(command, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["trainer: {}", "[1]", "model: {base: 1}", "a: !!python/object/apply:os.getcwd []", "{"]
+    "text", ["trainer: {}", "[1]", "model: {base: 1}", "model: {base: b}", "a: !!python/object/apply:os.getcwd []", "{"]
 )
 def test_a_config_that_no_run_wrote_is_refused_in_a_line(tmp_path, text):
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml") as refused:
-        read_run_config(file)
+        read_run_config(file, "data")
     assert len(str(refused.value).splitlines()) == 1

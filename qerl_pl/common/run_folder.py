@@ -27,19 +27,25 @@ def run_named_after(files: Sequence[Path]) -> str:
     return f"runs/{'_'.join(names) or 'default'}"
 
 
-def read_run_config(file: Path) -> dict[str, Any]:
+def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
     """Read a run's config.yaml.
 
+    Args:
+        file: the file.
+        sections: sections that it must have besides ``model``.
+
     Raises:
-        ValueError: it is no YAML of plain values, or has no section ``model`` with a base and a dtype.
+        ValueError: it is no YAML of plain values, or lacks model.base or a section.
     """
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as YAML of plain values: {' '.join(str(error).split())}") from error
     model = found.get("model") if isinstance(found, dict) else None
-    if not isinstance(model, dict) or not all(isinstance(model.get(name), str) for name in ("base", "dtype")):
-        raise ValueError(f"{file} has no model.base and model.dtype: it is not the config.yaml that a run wrote")
+    if not isinstance(model, dict) or not isinstance(model.get("base"), str):
+        raise ValueError(f"{file} has no model.base: it is not the config.yaml that a run wrote")
+    if lacking := [name for name in sections if not isinstance(found.get(name), dict)]:
+        raise ValueError(f"{file} has no section {lacking[0]}: it is not the config.yaml that a run wrote")
     return found
 
 

@@ -35,7 +35,7 @@ _LONGEST = 200  # characters of a mark, and of the white space after it
 
 
 class Thoughts(NamedTuple):
-    """Where a text's thoughts are."""
+    """Position of the thoughts in a text."""
 
     end: int
     """Position after the last mark that closes thoughts; 0 if there is none."""

@@ -86,8 +86,10 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
         ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
     """
     config_file, path = run_files(run, checkpoint)
-    config: dict[str, Any] = read_run_config(config_file)
+    config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]
+    if model.get("dtype") not in DTYPES:
+        raise ValueError(f"{config_file}: model.dtype is {model.get('dtype')!r}; expected one of {', '.join(DTYPES)}")
     found = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(found)
     lora = lora_settings(identity)  # taken from the checkpoint, because a later start may have changed config.yaml

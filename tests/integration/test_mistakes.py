@@ -20,8 +20,8 @@ MINE = """
 from lightning.pytorch import Callback
 
 
-def one_list(prompts):
-    return [0.0 for _ in prompts]
+def one_list(question):
+    return [0.0 for _ in question]
 
 
 def reads_a_column(prompts, completions):
@@ -163,7 +163,10 @@ MISTAKES = {
         r"there is no module nowhere .*in the working directory",
     ),
     "no callback": (added("collections.OrderedDict"), r"OrderedDict does not correspond to a subclass of Callback"),
-    "signature of a reward": (reward("mine.one_list"), r"expected two parameters, the prompts and the completions"),
+    "signature of a reward": (
+        reward("mine.one_list"),
+        r"takes \(question\); expected two parameters named prompts and completions",
+    ),
     "column that a reward reads": (reward("mine.reads_a_column"), r"failed on .*KeyError: 'level' \(mine\.py, line 10"),
     "too few scores": (reward("mine.too_few"), r"returned 1 scores for 6 rows; expected one per row"),
     "column": ({"data": {"source": TABLE}}, r"rows\.jsonl:1: no column 'question'; the row has 'problem', 'answer'"),

@@ -122,7 +122,7 @@ def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monk
     (tmp_path / "own_score.py").write_text(
         "def by_id(prompts, completions):\n    return [prompt.row['id'] for prompt in prompts]\n\n\n"
         "def by_level(prompts, completions):\n    return [prompt.row['level'] for prompt in prompts]\n\n\n"
-        "def alone(prompts):\n    return []\n"
+        "def alone(question):\n    return []\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert score(files, "--reward", "own_score.by_id") == 0
@@ -130,7 +130,7 @@ def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monk
     capsys.readouterr()
     for name, said in (
         ("own_score.by_level", "KeyError: 'level' (own_score.py, line 6"),
-        ("own_score.alone", "expected two parameters"),
+        ("own_score.alone", "completions"),
         ("own_score.by_lever", "there is no 'by_lever' in own_score; did you mean by_level?"),
         ("numeric", "in short: gsm8k, math, dapo"),
     ):
