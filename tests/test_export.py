@@ -33,7 +33,8 @@ IDENTITY = {
 def make_run(folder: Path, base: str, weight: torch.Tensor, **model: str) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base, **model}}))
-    state = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": weight}
+    linear = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {f"{linear}.lora_A.weight": weight, f"{linear}.lora_B.weight": torch.zeros(8, len(weight))}
     parts = {"state_dict": state, "identity": IDENTITY, "optimizer_states": [], "global_step": 12}
     SafeCheckpointIO().save_checkpoint(parts, folder / "checkpoints" / "last.ckpt")
     return folder
@@ -105,7 +106,7 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path, capsys):
 
 
 def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):
-    run = make_run(tmp_path / "run", "base", torch.ones(100, 1000))
+    run = make_run(tmp_path / "run", "base", torch.ones(4, 25000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a write beyond it fails, as on a full disk
     try:
