@@ -400,10 +400,14 @@ def test_settings_that_cannot_be_are_refused_before_any_work(tmp_path, capsys, f
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_samples_are_refused_by_the_parser(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "option", ["--measure-problems", "--reach-problems", "--samples", "--batch-rows", "--save-steps"]
+)
+def test_numbers_below_1_are_refused_by_the_parser(tmp_path, capsys, option):
     with pytest.raises(SystemExit):
-        command(pretrain(tmp_path / "policy", "--samples", "0"))
-    assert "argument --samples: it is 0; expected 1 or more" in capsys.readouterr().err
+        command(pretrain(tmp_path / "policy", option, "0"))
+    assert f"argument {option}: it is 0; expected 1 or more" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_samples_of_a_policy_that_knows_a_problem_by_heart_are_right_and_of_another_wrong(policy):

@@ -96,7 +96,7 @@ def pretrain_options() -> CommandParser:
         "--measure-problems", type=at_least(1), default=64, help="per number of operations (default: 64)"
     )
     parser.add_argument(
-        "--reach-problems", type=at_least(0), default=512, help="tried for the reach set (default: 512)"
+        "--reach-problems", type=at_least(1), default=512, help="tried for the reach set (default: 512)"
     )
     parser.add_argument(
         "--samples", type=at_least(1), default=64, help="completions of each, n of pass@n (default: 64)"

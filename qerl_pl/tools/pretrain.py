@@ -47,9 +47,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = _settings(options)
         check_operations(options.rl_operations)
-        for name in ("measure_problems", "reach_problems", "samples", "batch_rows", "save_steps"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
         if is_made(options.output, settings):
             print(f"{options.output} already holds this policy: nothing to do")
             print(json.loads((options.output / RECORD).read_text(encoding="utf-8"))["verdict"])
