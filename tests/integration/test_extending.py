@@ -34,6 +34,7 @@ def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPat
     """The files in a folder, with the quickstart's base."""
     for name, text in files().items():
         (tmp_path / name).write_text(text)
+        sys.modules.pop(Path(name).stem, None)  # of another test
     subprocess.run([sys.executable, "make_problems.py"], cwd=tmp_path, check=True)
     shutil.copytree(bases["nvfp4"], tmp_path / "models" / "tiny-0-nvfp4")
     monkeypatch.syspath_prepend(tmp_path)
