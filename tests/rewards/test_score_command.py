@@ -130,7 +130,7 @@ def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monk
     capsys.readouterr()
     for name, said in (
         ("own_score.by_level", "KeyError: 'level' (own_score.py, line 6"),
-        ("own_score.alone", "completions"),
+        ("own_score.alone", "takes (question); expected two parameters named prompts and completions"),
         ("own_score.by_lever", "there is no 'by_lever' in own_score; did you mean by_level?"),
         ("numeric", "in short: gsm8k, math, dapo"),
     ):
