@@ -45,7 +45,14 @@ class BlockStream:
         embed.to("meta")
         self.hidden = self._run()  # of some families the decoder multiplies by a constant
 
-    def second_moments(self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str]) -> dict[str, Tensor]:
+    def second_moments(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        linears: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         """Measure the mean of x x^T over the inputs x of some linears of a block, without replacing the stored hidden
         states.
 
@@ -53,16 +60,17 @@ class BlockStream:
             name: name of the block, e.g. "model.layers.3".
             tensors: the block's weights by full name.
             linears: full names of the linears.
+            dtype: dtype of products and sums, fp32 or fp64.
 
         Returns:
-            [K, K] fp32 on the device, by the name of the linear.
+            [K, K] of ``dtype`` on the device, by the name of the linear.
         """
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
 
         def add_to(linear: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                x = inputs[0].flatten(0, -2).float()  # [T, K]
+                x = inputs[0].flatten(0, -2).to(dtype)  # [T, K]
                 sums[linear] = torch.addmm(sums[linear], x.T, x) if linear in sums else x.T @ x
 
             return hook

@@ -65,15 +65,7 @@ class OutputFolder:
         Raises:
             OSError: the file cannot be written, e.g. on a full disk; finished files are kept.
         """
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        with replacing(self.partial / file) as temporary:
-            try:
-                # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
-                # should give files with equal bytes.
-                save_file(tensors, temporary, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(f"{temporary} cannot be written: {error}") from error
-            allow_reading(temporary)
+        write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
@@ -106,6 +98,24 @@ class OutputFolder:
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with replacing(path) as temporary:
+        try:
+            # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
+            # should give files with equal bytes.
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"}
+            )
+        except SafetensorError as error:
+            raise OSError(f"{temporary} cannot be written: {error}") from error
+        allow_reading(temporary)
 
 
 def carried_files(source: Path) -> list[Path]:

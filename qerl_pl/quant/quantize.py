@@ -6,7 +6,7 @@ into one matrix with a single tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. If
 there is calibration data, each block's weights are rounded, and their errors measured, for the hidden states that the
-already packed previous blocks compute from it.
+already packed previous blocks, with the adapter if one is written, compute from it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.base.family import FAMILIES, PROJECTIONS, Family
 from qerl_pl.base.layers import head_dims
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.common.phases import phase
+from qerl_pl.common.seeding import derive_seed
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
@@ -34,8 +35,10 @@ from qerl_pl.quant.layer_errors import PICTURE, LayerReport, draw_report, report
 from qerl_pl.quant.layouts import packed_weight, quantization_config
 from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.output import OutputFolder
+from qerl_pl.quant.residual import fresh_factors, residual_factors
 from qerl_pl.quant.rounding import Rounding, pack_group
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
+from qerl_pl.quant.start_folder import StartFolder, adapter_tensors, with_adapter
 from qerl_pl.quant.writers import WRITERS, Writer
 
 LARGEST_WEIGHT = 1e6  # the sum of squares of a layer of larger weights could overflow fp32
@@ -51,6 +54,7 @@ def quantize_checkpoint(
     method: Method = "rtn",
     ignore: Sequence[str] = ("lm_head",),
     calibration: Calibration | None = None,
+    residual: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
     """Quantise a dense checkpoint: write a copy of it in which linears are packed.
@@ -68,6 +72,8 @@ def quantize_checkpoint(
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
             inputs' mean squares, and output errors are reported for all methods.
+        residual: rank of an adapter near the quantisation errors (``residual_factors``) that is written to the output's
+            folder ``start``, for ``model.lora.start``; requires calibration data. None: none is written.
         device: device on which blocks are quantised.
 
     Returns:
@@ -87,8 +93,7 @@ def quantize_checkpoint(
     check_complete(checkpoint, skeleton)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
-    if method in ("awq", "gptq"):
-        _check_calibrated(method, calibration, files[0].groups(groups))
+    _check_calibrated(method, residual, calibration, outside=files[0].groups(groups))
     settings = {
         "format": format,
         "method": method,
@@ -96,8 +101,10 @@ def quantize_checkpoint(
         "base": str(model.resolve()),
         "ignore": list(ignore),
         "calibration": calibration and {"source": calibration.source, "shape": list(calibration.tokens.shape)},
+        **({} if residual is None else {"residual": residual}),
     }
     folder = OutputFolder(output, settings)
+    start = StartFolder(folder.partial, rank=residual)
     stream = None if calibration is None else BlockStream(skeleton, checkpoint, calibration.tokens, device)
     sizes = [sum(map(checkpoint.num_weights, file.tensors)) for file in files]
     with folder, phase(f"quantize ({format}, {method})", total=sum(sizes), unit="weights") as progress:
@@ -105,12 +112,15 @@ def quantize_checkpoint(
             if file.name not in folder.done:
                 tensors = {name: checkpoint.read(name) for name in file.tensors}
                 check_weights(tensors)
-                packed = pack_file(file, tensors, file.groups(groups), writer, method, skeleton, stream, device)
-                folder.add(file.name, *packed)
-            if stream is not None and file.block is not None:
-                stream.advance(file.block, dense_tensors(folder.read(file.name), shapes, writer))
+                packed = pack_file(file, tensors, groups, writer, method, skeleton, stream, device, residual)
+                start.add(file.name, packed[2])  # before the file, with which the block counts as finished
+                folder.add(file.name, *packed[:2])
+            if stream is not None and file.block is not None and any(later.name not in folder.done for later in files):
+                weights = dense_tensors(folder.read(file.name), shapes, writer)
+                stream.advance(file.block, with_adapter(weights, start.read(file.name)))
             progress.update(size)
         layers = [LayerReport(**layer) for layer in folder.reports("layers")]
+        start.finish(base=output)
         draw_report(layers, folder.partial / PICTURE)
         folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
     return layers
@@ -119,49 +129,75 @@ def quantize_checkpoint(
 def pack_file(
     file: OutputFile,
     tensors: Mapping[str, Tensor],
-    groups: Sequence[Sequence[str]],
+    groups: Mapping[str, list[str]],
     writer: Writer,
     method: Method,
     skeleton: PreTrainedModel,
     stream: BlockStream | None,
     device: torch.device | str,
-) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
+    rank: int | None,
+) -> tuple[dict[str, Tensor], dict[str, list[dict]], dict[str, Tensor]]:
     """Compute the tensors of one file of the packed checkpoint.
 
     Args:
         file: description of the file.
         tensors: tensors of the dense checkpoint that belong in the file.
-        groups: linears to pack, in groups that share a tensor scale.
+        groups: linears to pack, of all files, in groups that share a tensor scale, as from ``fused_groups``.
         writer: describes how the format is written.
         method: rounding method.
         skeleton: the model on the meta device.
         stream: calibration data at the input of the file's decoder block; None without calibration data.
         device: device to compute on.
+        rank: rank of the adapter near the quantisation errors, which requires a stream; None: there is none.
 
     Returns:
-        The tensors, on the CPU, and reports: "layers" of the packed linears, "folds" of scales that AWQ applied.
+        The tensors, on the CPU; reports: "layers" of the packed linears, "folds" of scales that AWQ applied; and the
+        adapter's tensors, on the CPU. A linear that stays dense gets an adapter whose product is 0.
     """
-    fmt, moments, folds = writer.fmt, {}, []
-    written = dict(tensors)
+    fmt, moments, folds, adapter = writer.fmt, {}, [], {}
+    in_file = file.groups(groups)
+    exact = torch.float32 if rank is None else torch.float64
+    written, adapted = dict(tensors), {}
     if file.block is not None:
         written = {name: tensor.to(device) for name, tensor in tensors.items()}
         if stream is not None:
-            moments = stream.second_moments(file.block, written, [group[0] for group in groups])
+            moments = stream.second_moments(file.block, written, [group[0] for group in in_file], dtype=exact)
+            adapted = {} if rank is None else adapted_linears(file.block, stream, FAMILIES[skeleton.config.model_type])
         if method == "awq":
             config = skeleton.config
             family, head_dim = FAMILIES[config.model_type], head_dims(config)[0]
             folds = fold_block(file.block, written, moments, fmt, family=family, head_dim=head_dim)
     layers = []
-    for group in groups:
+    for group in in_file:
         weights = {name: written.pop(f"{name}.weight").to(device) for name in group}
         moment = moments.get(group[0])
         for name, packed in pack_group(weights, fmt, _ROUNDING[method], moment).items():
             layers.append(asdict(report_layer(name, weights[name], packed, fmt, moment)))
+            if rank is not None and name in adapted:
+                assert moment is not None
+                error = weights[name].double() - fmt.dequantize(packed, torch.float32)
+                factors = residual_factors(error, moment, rank, generator=_generator(name))
+                adapter |= adapter_tensors(name, *(factor.cpu() for factor in factors))
             written |= {name + suffix: tensor for suffix, tensor in writer.tensors(packed, skeleton.dtype).items()}
-    return {name: tensor.cpu() for name, tensor in written.items()}, {
-        "layers": layers,
-        "folds": list(map(asdict, folds)),
+    for name, shape in adapted.items():
+        if rank is not None and f"{name}.weight" in written:
+            adapter |= adapter_tensors(name, *fresh_factors(shape, rank, generator=_generator(name)))
+    reports = {"layers": layers, "folds": list(map(asdict, folds))}
+    return {name: tensor.cpu() for name, tensor in written.items()}, reports, adapter
+
+
+def adapted_linears(block: str, stream: BlockStream, family: Family) -> dict[str, tuple[int, int]]:
+    """Return the shapes [N, K] of a decoder block's linears that an adapter adapts by default, by name."""
+    targets = family.targets(PROJECTIONS)
+    return {
+        f"{block}.{name}": (module.out_features, module.in_features)
+        for name, module in stream.blocks[block][1].named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
     }
+
+
+def _generator(linear: str) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed(0, linear))
 
 
 def dense_tensors(
@@ -192,9 +228,15 @@ def check_weights(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} holds {largest:.3g}; expected weights of at most {LARGEST_WEIGHT:g}")
 
 
-def _check_calibrated(method: Method, calibration: Calibration | None, outside: Sequence[Sequence[str]]) -> None:
-    if calibration is None:
-        raise ValueError(f"method {method} needs calibration data: give --calibration")
-    if outside:
+def _check_calibrated(
+    method: Method, residual: int | None, calibration: Calibration | None, *, outside: Sequence[Sequence[str]]
+) -> None:
+    if residual is not None and residual < 1:
+        raise ValueError(f"the rank of the residual is {residual}; expected at least 1")
+    second_order = method in ("awq", "gptq")
+    if calibration is None and (second_order or residual is not None):
+        what = f"method {method}" if second_order else f"a residual of rank {residual}"
+        raise ValueError(f"{what} needs calibration data: give --calibration")
+    if outside and second_order:
         names = [name for group in outside for name in group]
         raise ValueError(f"method {method} packs decoder blocks only; add {names} to ignore")

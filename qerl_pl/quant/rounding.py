@@ -46,7 +46,7 @@ def pack_weight(
     nearest = quantize(weight, fmt, global_scale, name=name)
     if rounding == "rtn":
         return nearest
-    importance = None if second_moment is None else second_moment.diagonal()
+    importance = None if second_moment is None else second_moment.diagonal().float()
     scale = search_scales(weight, fmt, nearest.block_scale, global_scale, importance)
     if rounding == "gptq":
         assert second_moment is not None
@@ -93,4 +93,4 @@ def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor
         second_moment: [K, K] mean of x x^T.
     """
     error = rounded.sub_(weight)
-    return (error @ second_moment).mul_(error).sum(1)
+    return (error @ second_moment.to(error.dtype)).mul_(error).sum(1)

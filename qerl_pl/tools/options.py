@@ -145,6 +145,13 @@ def quantize_options() -> CommandParser:
         "--length", type=at_least(1), default=2048, help="tokens per calibration sequence (default: 2048)"
     )
     parser.add_argument(
+        "--residual",
+        type=at_least(1),
+        metavar="RANK",
+        help="also write OUTPUT/start, an adapter of this rank near the quantisation errors, for model.lora.start; "
+        "needs --calibration",
+    )
+    parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         help="where the weights are computed (default: cuda if there is a GPU, else cpu)",

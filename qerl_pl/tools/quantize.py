@@ -13,6 +13,7 @@ from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
 from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.start_folder import START
 from qerl_pl.quant.text_part import NOT_USED, has_vision
 from qerl_pl.tools.options import quantize_options
 
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         method=arguments.method,
         ignore=arguments.ignore,
         calibration=calibration,
+        residual=arguments.residual,
         device=device,
     )
     if has_vision(read_json(model / CONFIG)):
@@ -56,4 +58,6 @@ def run(arguments: argparse.Namespace) -> None:
     if calibration is not None:
         worst = max(layers, key=lambda layer: layer.output_error or 0.0)
         print(f"relative output error on calibration data at most {worst.output_error:.4f} ({worst.name})")
+    if arguments.residual is not None:
+        print(f"adapter to start from: --model.lora.start {arguments.output / START}")
     print(f"{arguments.output} (per layer: {arguments.output / REPORT})")

@@ -1,0 +1,193 @@
+"""Adapters that start at the quantisation error: the best product of a rank, and the folder that is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.quant import quantize
+from qerl_pl.quant.blockwise import BlockStream
+from qerl_pl.quant.calibration import Calibration
+from qerl_pl.quant.files import Checkpoint
+from qerl_pl.quant.loading import load_base, meta_model
+from qerl_pl.quant.quantize import Method, quantize_checkpoint
+from qerl_pl.quant.residual import residual_factors
+from qerl_pl.tools.quantize import main
+from tests.quant.test_quantize import interrupted_at
+
+SHAPES = [(12, 12), (5, 17), (23, 6), (1, 7), (7, 1)]
+TOKENS = torch.randint(0, 38, (16, 64), generator=torch.Generator().manual_seed(0))
+CALIBRATION = Calibration(TOKENS, "random tokens")
+
+
+def drawn(shape: tuple[int, int], *, tokens: int = 60, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """A residual, and inputs [T, K] with correlated channels of very different sizes."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    residual = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mix = torch.randn(shape[1], shape[1], generator=generator, dtype=torch.float64)
+    inputs = torch.randn(tokens, shape[1], generator=generator, dtype=torch.float64) @ mix
+    inputs[:, 0] *= 1000
+    return residual.to(dtype), inputs
+
+
+def moment_of(inputs: Tensor) -> Tensor:
+    return inputs.T @ inputs / len(inputs)
+
+
+def output_error(error: Tensor, inputs: Tensor) -> float:
+    return (inputs @ error.double().T).square().sum(1).mean().item()
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_product_of_this_rank_has_a_smaller_output_error(shape: tuple[int, int], rank: int) -> None:
+    """By Eckart and Young, what remains of the outputs E X at best are the singular values after the first ones."""
+    residual, inputs = drawn(shape)
+    a, b = residual_factors(residual, moment_of(inputs), rank)
+    assert (a.shape, b.shape) == ((rank, shape[1]), (shape[0], rank))
+    assert (a.dtype, b.dtype) == (torch.float32, torch.float32)
+    singular = torch.linalg.svdvals(inputs @ residual.T)
+    least, most = (singular[start:].square().sum().item() / len(inputs) for start in (rank, 0))
+    assert output_error(residual - b.double() @ a.double(), inputs) == pytest.approx(least, rel=1e-5, abs=1e-11 * most)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_identity_moments_give_the_plain_singular_value_decomposition(shape: tuple[int, int]) -> None:
+    residual, _ = drawn(shape)
+    a, b = residual_factors(residual, torch.eye(shape[1]), 2)
+    u, s, v = torch.linalg.svd(residual, full_matrices=False)
+    plain = u[:, :2] * s[:2] @ v[:2]
+    torch.testing.assert_close(b.double() @ a.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.norm(dim=1)[: min(shape)], b.norm(dim=0)[: min(shape)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_full_rank_leaves_no_error_and_factors_that_can_be_trained(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    residual, inputs = drawn(shape, dtype=dtype)
+    for moment in (moment_of(inputs), torch.zeros(shape[1], shape[1])):
+        a, b = residual_factors(residual, moment, min(shape) + 2)
+        torch.testing.assert_close(b @ a, residual.float(), rtol=1e-5, atol=1e-5)
+        assert a.norm(dim=1).min() > 0, "a row of zeros with a column of zeros has no gradient"
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_input_has_a_larger_error_whatever_was_measured(shape: tuple[int, int], tokens: int) -> None:
+    residual, inputs = drawn(shape, tokens=tokens)
+    inputs[:, -1] = 0
+    never_seen = torch.randn(50, shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for moment in (moment_of(inputs), torch.zeros(shape[1], shape[1]), -1e-9 * torch.eye(shape[1])):
+        a, b = residual_factors(residual, moment, 2)
+        after, before = (never_seen @ error.T for error in (residual - b.double() @ a.double(), residual))
+        assert (after.norm(dim=1) <= before.norm(dim=1) + 1e-5).all()
+
+
+def test_a_residual_of_zero_gives_a_fresh_adapter_and_a_rank_of_zero_is_refused() -> None:
+    a, b = residual_factors(torch.zeros(6, 8), torch.eye(8), 3, generator=torch.Generator().manual_seed(0))
+    assert not b.any()
+    assert 0 < a.abs().max() <= 8**-0.5
+    with pytest.raises(ValueError, match="rank of the residual is 0; expected at least 1"):
+        residual_factors(torch.zeros(6, 8), torch.eye(8), 0)
+
+
+def test_moments_in_fp64_are_positive_where_one_channel_is_a_million_times_the_others(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    path = make_checkpoint(dtype=torch.float32)
+    checkpoint, block = Checkpoint(path), "model.layers.0"
+    tensors = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith(f"{block}.")}
+    tensors[f"{block}.mlp.up_proj.weight"][3] *= 1e6
+    name = f"{block}.mlp.down_proj"
+    moment = BlockStream(meta_model(path), checkpoint, TOKENS, "cpu").second_moments(
+        block, tensors, [name], dtype=torch.float64
+    )[name]
+    scale = moment.diagonal().sqrt()
+    assert moment.dtype == torch.float64
+    assert scale.max() > 1e5 * scale.median()
+    assert torch.linalg.eigvalsh(moment / torch.outer(scale, scale)).min() > 0
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+def test_the_start_halves_the_distance_to_the_dense_model(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, method: Method
+) -> None:
+    path = make_checkpoint(dtype=torch.float32)
+    ignore = ["lm_head", "model.layers.1.mlp.down_proj"]
+    dense = logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    out = tmp_path / "out"
+    quantize_checkpoint(path, out, method=method, calibration=CALIBRATION, ignore=ignore, residual=16)
+    packed = load_base(out, dtype=torch.float32, device="cpu")
+    without = (logits(packed) - dense).square().mean()
+    for name, module in list(packed.named_modules()):
+        if type(module).__name__ == "FrozenLinear":  # which stock PEFT does not know
+            adapter = load_file(out / "start" / "adapter_model.safetensors")
+            a, b = (adapter[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+            module.register_forward_hook(lambda _, inputs, output, a=a, b=b: output + inputs[0] @ a.T @ b.T)
+    assert (logits(packed) - dense).square().mean() < 0.5 * without
+
+
+def test_the_folder_is_one_that_peft_reads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path, out = make_checkpoint(dtype=torch.float32), tmp_path / "out"
+    ignore = ["lm_head", r"re:model\.layers\.1\."]
+    quantize_checkpoint(path, out, calibration=CALIBRATION, ignore=ignore, residual=4)
+    written = load_file(out / "start" / "adapter_model.safetensors")
+    config = json.loads((out / "start" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 4, str(out.resolve()))
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), str(out / "start"), is_trainable=True
+    )
+    named = {name.replace(".default", ""): tensor for name, tensor in adapted.named_parameters() if "lora_" in name}
+    assert named.keys() == written.keys()
+    assert all(torch.equal(named[name], tensor) for name, tensor in written.items())
+    assert {name.split(".")[4] for name, tensor in written.items() if "lora_B" in name and tensor.any()} == {"0"}
+    assert not (out / "start.parts").exists()
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_stopped_run_continues_with_the_same_adapter(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    path, straight, out = make_checkpoint(), tmp_path / "straight", tmp_path / "out"
+    settings = {"calibration": CALIBRATION, "residual": 3}
+    quantize_checkpoint(path, straight, **settings)
+    monkeypatch.setattr(quantize, "pack_file", interrupted_at(f"model-0000{at}-of-00003.safetensors"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(path, out, **settings)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="unfinished run with other settings"):
+        quantize_checkpoint(path, out, calibration=CALIBRATION, residual=4)
+    quantize_checkpoint(path, out, **settings)
+    files = {file.relative_to(straight) for file in straight.rglob("*") if file.is_file()}
+    assert {file.relative_to(out) for file in out.rglob("*") if file.is_file()} == files
+    for file in files - {Path("start/adapter_config.json")}:  # it names its base by path
+        assert (out / file).read_bytes() == (straight / file).read_bytes(), file
+
+
+def test_the_command_says_what_the_residual_needs_and_where_it_is(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("abcdefgh" * 40)
+    command = ["--device", "cpu", "--model", str(make_checkpoint()), "--output", str(out), "--residual", "2"]
+    assert main(command) == 2
+    assert "a residual of rank 2 needs calibration data: give --calibration" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    assert main([*command, "--calibration", str(text), "--samples", "4", "--length", "32"]) == 0
+    assert f"--model.lora.start {out / 'start'}" in capsys.readouterr().out
