@@ -1,0 +1,384 @@
+"""How near 4-bit copies of a pretrained model are to it, by quantiser and start: python -m tests.bench.bench_four_bits
+
+    python -m tests.bench.bench_four_bits --models models/qwen2.5-coder-0.5b --train gsm8k_train.jsonl \\
+        --test gsm8k_test.jsonl --variants rtn mse awq gptq rtn+32 gptq+32 --calibrations gsm8k_train.jsonl policy
+
+A variant is METHOD, METHOD/LINEAR, in which all linears of this name (e.g. down_proj) stay dense, or METHOD/lastN, in
+which the last N blocks do, each with or without +RANK: the rank of an adapter that starts at the quantisation error
+(``qerl quantize --residual``). A calibration is a text or JSON lines file, or "policy": completions that the dense
+policy samples at temperature 1 for training problems. A variant that reads no calibration data is measured once.
+
+The dense policy samples completions of test problems at temperature 1, and each variant is given the same tokens. One
+JSON line per variant has, over all sampled tokens, in nats: KL(dense, variant) from whole distributions, entropy,
+the mean of |log-probability - the dense policy's|, and the share of equal most likely tokens. A mean is a pair with its
+standard error, which counts completions and not tokens as independent. ``kl_over_first`` is the difference to the first
+variant, paired. With ``--accuracy``, all test problems are answered greedily by the rollout engine, and the line has
+the accuracy by the answer in a box (strict) and by any answer (lenient), and the differences to the dense policy,
+paired. The first line of a model has the dense policy's own values.
+
+Everything runs in one process. For each variant the model is quantised one block at a time, loaded once, and used by
+one batched pass over all completions and, with ``--accuracy``, by one start of the engine; ``parts_s`` has the seconds
+of each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from datamodules.gsm8k import GSM8K
+from datamodules.prompts import PromptDataModule
+from qerl_pl.base.folder import base_folder
+from qerl_pl.base.quantization import Method
+from qerl_pl.base.tokenizer import read_tokenizer
+from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.policy.logprobs import fp32_logits, soft_capped
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import DTYPES, Policy, load_policy
+from qerl_pl.quant.calibration import Calibration, read_calibration
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.quant.start_folder import START
+from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.decode import completion_texts
+from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.bench.harness import DEVICE, DTYPE, RANK, emit, now
+
+SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
+VERDICTS = {"strict": NumericAnswer("boxed"), "lenient": NumericAnswer("any", "last_number")}
+VARIANT = re.compile(r"(?P<method>rtn|mse|awq|gptq)(/(last(?P<last>\d+)|(?P<linear>\w+)))?(\+(?P<rank>\d+))?")
+POLICY = "policy"
+PROMPT_TOKENS = 512  # longest prompt
+LOGIT_BYTES = 2**28  # of the logits that exist at a time
+
+
+class Variant(NamedTuple):
+    """One way to quantise."""
+
+    name: str
+    method: Method
+    rank: int | None
+    linear: str | None
+    last: int
+
+    def ignored(self, num_blocks: int) -> list[str]:
+        """Return what stays dense, as ``quantize_checkpoint`` takes it."""
+        dense = "|".join(str(num_blocks - 1 - index) for index in range(self.last))
+        return [
+            "lm_head",
+            *([rf"re:.*\.{self.linear}$"] if self.linear else []),
+            *([rf"re:.*\.layers\.({dense})\."] if dense else []),
+        ]
+
+
+class Sample(NamedTuple):
+    """Completions as right-padded rows."""
+
+    tokens: Tensor
+    """[B, S] int64, prompts and completions."""
+    mask: Tensor
+    """[B, S] bool, True for tokens of completions."""
+
+
+class Statistics(NamedTuple):
+    """Values of each of N tokens, [N] fp64, in nats; those of a dense policy against itself have no divergence."""
+
+    kl: Tensor
+    entropy: Tensor
+    logprob_difference: Tensor
+    argmax_equal: Tensor
+
+
+def variant_of(name: str) -> Variant:
+    """Parse a variant."""
+    found = VARIANT.fullmatch(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no variant; expected e.g. rtn, gptq+32, rtn/down_proj or mse/last4"
+        )
+    rank = found["rank"] and int(found["rank"])
+    return Variant(name, cast(Method, found["method"]), rank or None, found["linear"], int(found["last"] or 0))
+
+
+def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
+    """Compute the mean over tokens, and its standard error if rows are independent and tokens of a row are not.
+
+    Args:
+        values: [N] fp64.
+        rows: [N] int64, the row of each token.
+    """
+    mean = values.mean()
+    sums = torch.zeros(int(rows.max()) + 1, dtype=values.dtype).index_add_(0, rows, values - mean)
+    sums = sums[rows.unique()]
+    correction = len(sums) / max(1, len(sums) - 1)
+    return mean.item(), math.sqrt(correction * sums.square().sum().item()) / len(values)
+
+
+def compare(
+    dense: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], targets: Tensor, *, divisor: float, cap: float | None
+) -> Statistics:
+    """Compare two distributions of each token.
+
+    Args:
+        dense: hidden states [N, H] and head [V, H] of the first distribution.
+        other: the same of the second.
+        targets: [N] int64, the sampled tokens.
+        divisor: of the logits.
+        cap: the model's soft cap of logits.
+    """
+    rows = max(1, LOGIT_BYTES // (4 * len(dense[1])))
+    found: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(targets), rows):
+        part = slice(start, start + rows)
+        p, q = (
+            (soft_capped(fp32_logits(hidden[part], head), cap) / divisor).log_softmax(-1)
+            for hidden, head in (dense, other)
+        )
+        chosen = targets[part, None]
+        equal = p.argmax(-1) == q.argmax(-1)
+        moved = (q.gather(1, chosen) - p.gather(1, chosen)).abs()[:, 0]
+        entropy = -(q.exp() * q).sum(-1)
+        found.append(((p.exp() * p.sub_(q)).sum(-1), entropy, moved, equal))
+    return Statistics(*(torch.cat(column).double().cpu() for column in zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def hidden_states(policy: Policy, sample: Sample, *, batch_tokens: int) -> Tensor:
+    """Compute the hidden states [N, H] from which the sample's N tokens are predicted."""
+    rows = max(1, batch_tokens // sample.tokens.shape[1])
+    device = policy.causal_lm.device
+    parts = zip(sample.tokens.split(rows), sample.mask.split(rows), strict=True)
+    return torch.cat([policy._predicting(tokens.to(device), mask.to(device))[1] for tokens, mask in parts])
+
+
+def rows_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Sample:
+    """Make rows of prompts and their completions."""
+    pairs = [(prompt.tokens, row.tokens) for prompt, group in zip(prompts, groups, strict=True) for row in group]
+    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    tokens, mask = (torch.zeros(len(pairs), longest, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    for index, (prompt, completion) in enumerate(pairs):
+        end = len(prompt) + len(completion)
+        tokens[index, :end] = torch.tensor([*prompt, *completion])
+        mask[index, len(prompt) : end] = True
+    return Sample(tokens, mask)
+
+
+@contextmanager
+def engine_of(policy: Policy, args: argparse.Namespace) -> Iterator[RolloutEngine]:
+    """Start an engine with the policy's adapter."""
+    cache = int(args.kv_cache_gib * 2**30)
+    engine = VLLMEngine(max_num_seqs=256, kv_cache_bytes=cache) if args.engine == "vllm" else TransformersEngine()
+    engine.start(policy, max_model_len=PROMPT_TOKENS + max(args.tokens, args.answer_tokens))
+    engine.load_adapter(policy.adapter_state())
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def own_text(engine: RolloutEngine, prompts: Sequence[Prompt], args: argparse.Namespace) -> Calibration:
+    """Sample calibration data from the policy: prompts with completions, one after another."""
+    wanted, found = args.calibration_samples * args.calibration_length, []
+    for start in range(0, len(prompts), 32):
+        some = prompts[start : start + 32]
+        sampling = Sampling(num_completions=1, max_tokens=args.tokens, temperature=1.0)
+        groups = engine.generate([prompt.tokens for prompt in some], sampling, 1)
+        for prompt, [completion] in zip(some, groups, strict=True):
+            found += [*prompt.tokens, *completion.tokens]
+        if len(found) >= wanted:
+            break
+    else:
+        raise SystemExit(f"the training problems give {len(found)} tokens; {wanted} are wanted")
+    return Calibration(torch.tensor(found[:wanted]).view(-1, args.calibration_length), POLICY)
+
+
+def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *, tokens: int) -> dict[str, Tensor]:
+    """Answer problems greedily: 1 or 0 of each, [number of problems] fp64."""
+    groups = engine.generate(
+        [prompt.tokens for prompt in prompts], Sampling(num_completions=1, max_tokens=tokens, temperature=0.0), 0
+    )
+    rows = [group[0] for group in groups]
+    texts = completion_texts(tokenizer, rows, stop=())
+    rows = [replace(row, text=text) for row, text in zip(rows, texts, strict=True)]
+    return {name: torch.tensor(judge(prompts, rows), dtype=torch.float64) for name, judge in VERDICTS.items()}
+
+
+def accuracies(own: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Any]:
+    """Compare verdicts with those of the dense policy: pairs of mean and standard error."""
+
+    def summary(values: Tensor) -> list[float]:
+        return [values.mean().item(), values.std().item() / len(values) ** 0.5]
+
+    return {
+        name: {
+            "accuracy": summary(right),
+            "over_dense": summary(right - dense[name]),
+            "verdicts_differ": int((right != dense[name]).sum()),
+        }
+        for name, right in own.items()
+    }
+
+
+class Bench:
+    """The dense policy's sample of one model, against which variants are measured."""
+
+    def __init__(self, args: argparse.Namespace, model: Path) -> None:
+        self.args, self.name, self.folder = args, model.name.removesuffix(".gguf"), Path(base_folder(str(model), None))
+        self.data = PromptDataModule(
+            GSM8K(str(args.train), str(args.test)),
+            str(self.folder),
+            max_prompt_tokens=PROMPT_TOKENS,
+            system_prompt=SYSTEM,
+            val_batch_size=10**6,
+        )
+        self.data.setup("fit")
+        self.problems = next(iter(self.data.test_dataloader()))[: args.problems]
+        self.tokenizer = read_tokenizer(str(self.folder))
+        self.first: Tensor | None = None
+        policy, seconds = self.policy(self.folder, None), {}
+        with engine_of(policy, args) as engine:
+            begin = now()
+            prompts = self.problems[: args.prompts]
+            sampling = Sampling(num_completions=args.completions, max_tokens=args.tokens, temperature=1.0)
+            self.sample = rows_of(prompts, engine.generate([prompt.tokens for prompt in prompts], sampling, 0))
+            seconds["sample"] = now() - begin
+            self.calibrations = {source: self.calibration(source, engine) for source in args.calibrations}
+            self.dense_verdicts, seconds["accuracy"] = self.answered(engine)
+        begin = now()
+        self.rows, columns = self.sample.mask.nonzero(as_tuple=True)
+        self.targets = self.sample.tokens[self.rows, columns].to(DEVICE)
+        self.dense = hidden_states(policy, self.sample, batch_tokens=args.batch_tokens), policy._head
+        seconds["score"] = now() - begin
+        self.line({"variant": "dense", "calibration": None}, policy, seconds, self.dense_verdicts)
+
+    def policy(self, folder: Path, rank: int | None) -> Policy:
+        """Load a policy, with the adapter that the quantiser wrote if there is one."""
+        lora = LoraSettings(rank=rank or RANK, alpha=rank or RANK)
+        policy = load_policy(str(folder), dtype=DTYPES[self.args.dtype], lora=lora, seed=0, device=DEVICE)
+        if rank is not None:
+            policy.load_adapter_state(load_file(folder / START / "adapter_model.safetensors"))
+        return policy.eval()
+
+    def calibration(self, source: str, engine: RolloutEngine) -> Calibration:
+        """Read or sample calibration data."""
+        args = self.args
+        if source == POLICY:
+            return own_text(engine, self.data.some_train_prompts(4096), args)
+        return read_calibration(source, self.folder, samples=args.calibration_samples, length=args.calibration_length)
+
+    def answered(self, engine: RolloutEngine) -> tuple[dict[str, Tensor], float]:
+        """Answer all problems, if asked to; returns verdicts and seconds."""
+        begin = now()
+        if not self.args.accuracy:
+            return {}, 0.0
+        found = verdicts(engine, self.problems, self.tokenizer, tokens=self.args.answer_tokens)
+        return found, now() - begin
+
+    def measure(self, variant: Variant, source: str | None) -> None:
+        """Quantise, load, compare and print."""
+        seconds: dict[str, float] = {}
+        with tempfile.TemporaryDirectory() as name:
+            folder, begin = Path(name) / "packed", now()
+            layers = quantize_checkpoint(
+                self.folder,
+                folder,
+                method=variant.method,
+                ignore=variant.ignored(self.num_blocks),
+                calibration=None if source is None else self.calibrations[source],
+                residual=variant.rank,
+                device=DEVICE,
+            )
+            seconds["quantize"], begin = now() - begin, now()
+            policy = self.policy(folder, variant.rank)
+            seconds["load"] = now() - begin
+            packed = sum(math.prod(layer.shape) for layer in layers)
+            about = {"variant": variant.name, "calibration": source, "packed_weights": packed}
+            own: dict[str, Tensor] = {}
+            if self.args.accuracy:
+                begin = now()
+                with engine_of(policy, self.args) as engine:
+                    seconds["engine"] = now() - begin
+                    own, seconds["accuracy"] = self.answered(engine)
+            self.line(about, policy, seconds, own)
+
+    def line(self, about: dict[str, Any], policy: Policy, seconds: dict[str, float], own: dict[str, Tensor]) -> None:
+        """Compare a policy with the dense one, and print."""
+        begin = now()
+        hidden = hidden_states(policy, self.sample, batch_tokens=self.args.batch_tokens)
+        found = compare(
+            self.dense, (hidden, policy._head), self.targets, divisor=policy._divisor, cap=policy._logit_cap
+        )
+        seconds["compare"] = now() - begin
+        means = {name: mean_and_error(values, self.rows) for name, values in found._asdict().items()}
+        if about["variant"] == "dense":
+            self.num_blocks, self.entropy = policy.num_layers, found.entropy
+        else:
+            self.first = found.kl if self.first is None else self.first
+            means["kl_over_first"] = mean_and_error(found.kl - self.first, self.rows)
+            means["entropy_over_dense"] = mean_and_error(found.entropy - self.entropy, self.rows)
+        args = self.args
+        shape = {
+            "prompts": args.prompts,
+            "completions": args.completions,
+            "max_tokens": args.tokens,
+            "tokens": len(self.targets),
+            "calibration_tokens": [args.calibration_samples, args.calibration_length],
+        }
+        results = accuracies(own, self.dense_verdicts)
+        emit(
+            f"four_bits/{self.name}",
+            shape,
+            args.dtype,
+            output=args.output,
+            **about,
+            **means,
+            **results,
+            parts_s=seconds,
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of dense models")
+    parser.add_argument("--train", type=Path, required=True, help="GSM8K's training problems, JSON lines")
+    parser.add_argument("--test", type=Path, required=True, help="GSM8K's test problems, JSON lines")
+    variants = [variant_of(name) for name in ("rtn", "mse", "awq", "gptq", "rtn+32", "mse+32", "gptq+32")]
+    parser.add_argument("--variants", type=variant_of, nargs="+", default=variants)
+    parser.add_argument("--calibrations", nargs="+", default=[POLICY], help='"policy", or .txt or .jsonl files')
+    parser.add_argument("--calibration-samples", type=int, default=64)
+    parser.add_argument("--calibration-length", type=int, default=256, help="tokens of a calibration sample")
+    parser.add_argument("--prompts", type=int, default=64, help="test problems whose completions are compared")
+    parser.add_argument("--completions", type=int, default=1, help="of each of these problems")
+    parser.add_argument("--tokens", type=int, default=512, help="longest sampled completion")
+    parser.add_argument("--accuracy", action="store_true", help="also answer all test problems greedily")
+    parser.add_argument("--answer-tokens", type=int, default=1024, help="longest greedy completion")
+    parser.add_argument("--problems", type=int, help="number of test problems (default: all)")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--kv-cache-gib", type=float, default=8.0)
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="of a pass, with padding")
+    parser.add_argument("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
+    parser.add_argument("--output", type=Path, help="file to append the lines to")
+    args = parser.parse_args(argv)
+    for model in args.models:
+        bench = Bench(args, model)
+        for variant in args.variants:
+            reads = variant.method != "rtn" or variant.rank is not None
+            for source in args.calibrations if reads else [None]:
+                bench.measure(variant, source)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What the benchmark of quantisers computes from hidden states, and what its variants leave dense."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.bench import bench_four_bits
+from tests.bench.bench_four_bits import compare, mean_and_error, variant_of
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_tokens_are_compared_by_whole_distributions(monkeypatch: pytest.MonkeyPatch, cap: float | None) -> None:
+    monkeypatch.setattr(bench_four_bits, "LOGIT_BYTES", 4 * 11 * 3)  # three tokens at a time
+    (dense, other), heads, targets = drawn(2, 7, 5), drawn(2, 11, 5), torch.arange(7)
+    found = compare((dense, heads[0]), (other, heads[1]), targets, divisor=1.5, cap=cap)
+
+    def logprobs(hidden: Tensor, head: Tensor) -> Tensor:
+        logits = hidden.double() @ head.double().T
+        return ((logits if cap is None else cap * (logits / cap).tanh()) / 1.5).log_softmax(-1)
+
+    p, q = logprobs(dense, heads[0]), logprobs(other, heads[1])
+    kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found.kl, kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.entropy, torch.distributions.Categorical(logits=q).entropy(), rtol=1e-4, atol=1e-5)
+    moved = (p - q)[torch.arange(7), targets].abs()
+    torch.testing.assert_close(found.logprob_difference, moved, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found.argmax_equal.bool(), p.argmax(-1) == q.argmax(-1))
+    assert not compare((dense, heads[0]), (dense, heads[0]), targets, divisor=1.0, cap=cap).kl.any()
+
+
+def test_the_standard_error_counts_rows_and_not_their_tokens() -> None:
+    of_rows = drawn(50).double()
+    alone, repeated = torch.arange(50), torch.arange(50).repeat_interleave(9)
+    expected = of_rows.mean().item(), of_rows.std().item() / 50**0.5
+    assert mean_and_error(of_rows, alone) == pytest.approx(expected)
+    assert mean_and_error(of_rows[repeated], repeated) == pytest.approx(expected)
+
+
+def test_variants_are_read_and_leave_dense_what_they_name() -> None:
+    names = [f"model.layers.{block}.mlp.{linear}" for block in range(12) for linear in ("up_proj", "down_proj")]
+
+    def dense(variant: str) -> set[str]:
+        patterns = [entry[3:] for entry in variant_of(variant).ignored(12) if entry.startswith("re:")]
+        return {name for name in names if any(re.match(pattern, name) for pattern in patterns)}
+
+    assert dense("gptq+32") == set()
+    assert dense("rtn/down_proj") == set(names[1::2])
+    assert dense("mse/last2+8") == set(names[-4:])
+    assert variant_of("awq/last2+8")[1:3] == ("awq", 8)
+    for wrong in ("int4", "rtn+", "rtn/", "gptq+x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no variant; expected"):
+            variant_of(wrong)
