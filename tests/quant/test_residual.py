@@ -11,8 +11,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant import quantize
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
@@ -21,7 +23,9 @@ from qerl_pl.quant.loading import load_base, meta_model
 from qerl_pl.quant.quantize import Method, quantize_checkpoint
 from qerl_pl.quant.residual import residual_factors
 from qerl_pl.tools.quantize import main
+from tests.families import tiny_config
 from tests.quant.test_quantize import interrupted_at
+from tests.rollout.conftest import save_dense
 
 SHAPES = [(12, 12), (5, 17), (23, 6), (1, 7), (7, 1)]
 TOKENS = torch.randint(0, 38, (16, 64), generator=torch.Generator().manual_seed(0))
@@ -178,6 +182,27 @@ def test_a_stopped_run_continues_with_the_same_adapter(
     assert {file.relative_to(out) for file in out.rglob("*") if file.is_file()} == files
     for file in files - {Path("start/adapter_config.json")}:  # it names its base by path
         assert (out / file).read_bytes() == (straight / file).read_bytes(), file
+
+
+@torch.no_grad()
+def logprobs(base: Path, lora: LoraSettings) -> Tensor:
+    tokens = TOKENS[:4]
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    return (
+        load_policy(str(base), dtype=torch.float32, lora=lora, seed=0).token_stats(tokens, mask, temperature=1).logprobs
+    )
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3", "qwen3_5_text"])
+def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path: Path, architecture: str) -> None:
+    """Also where q_proj, k_proj and v_proj are one linear, and where blocks have other linears."""
+    dense, packed = tmp_path / "dense", tmp_path / "packed"
+    save_dense(dense, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict()))
+    quantize_checkpoint(dense, packed, calibration=CALIBRATION, residual=8)
+    whole, without = (logprobs(base, LoraSettings()) for base in (dense, packed))
+    start = logprobs(packed, LoraSettings(start=str(packed / "start")))
+    assert (start - whole).square().mean() < 0.8 * (without - whole).square().mean()
 
 
 def test_the_command_says_what_the_residual_needs_and_where_it_is(
