@@ -160,11 +160,18 @@ def main(argv: list[str] | None = None) -> None:
             "every": args.every,
         }
         about = {"format": fmt, "seed": seed, "noise": args.noise, "engine": args.engine, "alarm": alarm}
-        emit(f"real_checks/{model.stem}", shape, args.dtype, **about, run_s=seconds, **readings(curves))
+        emit(
+            f"real_checks/{model.name.removesuffix('.gguf')}",
+            shape,
+            args.dtype,
+            **about,
+            run_s=seconds,
+            **readings(curves),
+        )
         if args.curves:
             values = {tag: [curve.steps, curve.values] for tag, curve in curves.items()}
             with args.curves.open("a") as file:
-                file.write(json.dumps({"model": model.stem, **about, "curves": values}) + "\n")
+                file.write(json.dumps({"model": name, **about, "curves": values}) + "\n")
 
 
 if __name__ == "__main__":
