@@ -146,11 +146,15 @@ class SyncCanary(Callback):
     def _check_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         index, first = pl_module.rollout_index, self._is_first
         due = Due(samples=is_due(index, self.sample_every), scores=index % self.score_every == 0)
-        pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+        rows: list[tuple[int, ...]] = []
+        if due.samples or due.scores or first:  # the same text for any number of ranks
+            pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+            own = [prompt.tokens + completion.tokens for prompt, completion in pairs]
+            rows = ranks.gather_groups(own, rollout.evaluation.group_size)
         gaps, self._strength = self._check(
             pl_module,
             pl_module.norm_noise,
-            [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs],
+            rows,
             Due(samples=due.samples or first, scores=due.scores or first),
             seed=derive_seed(SEED, "canary/rollout", index),
             strength=self._strength,

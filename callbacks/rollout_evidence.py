@@ -209,16 +209,14 @@ class RolloutEvidence(Callback):
 
     def _check_order(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
         rows = batch.completions
-        numbers = [
-            [float(len(row.tokens)) for row in rows],
-            [math.fsum(row.logprobs) / len(row.tokens) for row in rows],
-        ]
-        values = torch.tensor(numbers, dtype=torch.float64).view(2, batch.num_groups, batch.group_size)
-        rank, index = pl_module.global_rank, pl_module.rollout_index
-        generator = torch.Generator().manual_seed(derive_seed(pl_module.settings.seed, f"order/{rank}", index))
+        index = pl_module.rollout_index
+        numbers = ranks.gather_groups(
+            [(float(len(row.tokens)), math.fsum(row.logprobs) / len(row.tokens)) for row in rows], batch.group_size
+        )
+        values = torch.tensor(numbers, dtype=torch.float64).T.reshape(2, -1, batch.group_size)
+        generator = torch.Generator().manual_seed(derive_seed(pl_module.settings.seed, "order", index))
         uniforms = torch.rand(values.shape, generator=generator, dtype=torch.float64)
-        evidence = torch.tensor(ranks.gather_values(order_evidence(values, uniforms).tolist()), dtype=torch.float64)
-        chance = self._chance("order", evidence.sum(dim=0), pl_module)
+        chance = self._chance("order", order_evidence(values, uniforms), pl_module)
         if chance < self.false_alarm:
             raise CheckFailed(
                 f"length or log-probability of the completions up to rollout {index} depends on their place in the "

@@ -25,6 +25,10 @@ def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Complet
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
 
 
+EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
+"""Thoughts and answers with few characters in common."""
+
+
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
@@ -43,8 +47,13 @@ def check_format_can_be_met(
             continue
         for prompt in prompts[:1]:
             opened = "" if opening_at_the_end(prompt.text) else OPEN
-            seen = as_sampled(f"{opened}It follows.{CLOSE}<answer>{prompt.answer}</answer>")
-            if think_answer_format([prompt], [Completion((), (), True, text=seen)]) == [0.0]:
+            texts = [
+                f"{opened}{thought}{CLOSE}<answer>{answer}</answer>"
+                for thought, answer in (*EXAMPLES, ("So.", prompt.answer))
+            ]
+            seen, *others = map(as_sampled, texts)  # a stop string may occur in one of them
+            rows = [Completion((), (), True, text=text) for text in (seen, *others)]
+            if not any(think_answer_format([prompt] * len(rows), rows)):
                 raise ValueError(
                     f"reward {term.name!r} can only give 0: of a completion in its format, rewards would see {seen!r}; "
                     "change data.stop or the reward"

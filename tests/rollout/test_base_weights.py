@@ -18,6 +18,7 @@ from qerl_pl.quant import formats, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.selection import fused_groups
 from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
 from qerl_pl.rollout.vllm import VLLMEngine, memory
 from qerl_pl.rollout.vllm import setup as vllm_setup
@@ -87,7 +88,7 @@ def test_an_engine_of_its_own_copy_agrees_with_a_trainer_in_tile_order(started, 
     torch.testing.assert_close(torch.tensor(started.score([tokens])[0]), scores, atol=1e-4, rtol=0)
     base_weights.lend(model, policy.packed_linears())
     lent = [each for each in base_weights.fused_linears(model, policy.packed_linears()) if each.layer.trainers_weight]
-    assert len(lent) == len({name.rpartition(".")[0] for name in tiles})
+    assert len(lent) == len(fused_groups(tiles, present=policy.packed_linears().keys()))
 
 
 def test_two_copies_are_logged(started, caplog):
@@ -127,7 +128,7 @@ def packed(outputs: int, inputs: int) -> FrozenLinear:
 
 def test_the_trainers_linears_become_views_of_the_engines_weights():
     """As vLLM would fuse them; one that vLLM would pad, and a group with such a number of outputs, stay."""
-    shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (128, 128), "out": (256, 128)}
+    shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (160, 128), "out": (256, 128)}
     linears = {f"a.{name}": packed(*shape) for name, shape in shapes.items()}
     dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
     for _ in range(2):
@@ -208,15 +209,15 @@ class Read(LinearBase):
 
 
 def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainers_weight():
-    linears = {"out": packed(256, 128), "small": packed(128, 128)}
+    linears = {"out": packed(256, 128), "small": packed(96, 128)}
     codes, scales = linears["out"].codes.clone(), linears["out"].block_scale.clone()
     base_weights.put_in_tile_order(linears)
     model = nn.Module()
-    model.out, model.small = out, small = Read(256, 128), Read(128, 128)
+    model.out, model.small = out, small = Read(256, 128), Read(96, 128)
     unread = base_weights.unread(model, linears)
     assert unread == {"out": ["out"]}, "the other one is in row order"
     base_weights.lend(model, linears, unread=unread)
-    assert [each.weight_packed.untyped_storage().nbytes() for each in (out, small)] == [1, 128 * 64]
+    assert [each.weight_packed.untyped_storage().nbytes() for each in (out, small)] == [1, 96 * 64]
     assert (out.weight_packed.shape, out.weight_scale.shape) == (codes.shape, scales.shape)
     with pytest.raises(RuntimeError, match="converted out with a kernel that is not this project's"):
         base_weights.place(model, linears, torch.device("cpu"))
