@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from qerl_pl.base.hub import hub_answers, is_hub_name
 from qerl_pl.common.clock import CLOCK, template_clock
 from qerl_pl.quant.files import Checkpoint
 
@@ -84,16 +85,20 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: the processor's file is not JSON.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    # The hub is asked only for one of its models, and only if it answers at once: its client retries for a minute.
+    local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
     if not tokenizer.chat_template:
         named = {file.stem: file.read_text(encoding="utf-8") for file in sorted(Path(path, TEMPLATES).glob("*.jinja"))}
-        tokenizer.chat_template = next(filter(None, (_template_in(path, name) for name in OF_PROCESSOR)), named or None)
+        tokenizer.chat_template = next(
+            filter(None, (_template_in(path, name, local) for name in OF_PROCESSOR)), named or None
+        )
     return tokenizer
 
 
-def _template_in(path: str | Path, name: str) -> Any:
+def _template_in(path: str | Path, name: str, local: bool) -> Any:
     """Return the chat template, or the templates by name, in a processor's file; None if there is none."""
-    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
     try:
