@@ -38,6 +38,7 @@ def model_file(name: str) -> Path:
     return file
 
 
+@pytest.mark.timeout(1200)
 def test_the_smallest_model_through_a_whole_run_on_a_cpu(run, tmp_path, monkeypatch):
     """Dequantised, quantised to NVFP4, trained with noise and every check, resumed, exported, and served by stock vLLM
     and PEFT; SmolLM2-135M has the widths (576, 1536) and the norms of a real model."""
