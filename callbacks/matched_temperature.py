@@ -15,6 +15,9 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import Mean, over_ranks
 from qerl_pl.module import QeRLModule
+from qerl_pl.tools.curves import read_curves
+
+SURPRISAL = "rollout/surprisal"
 
 
 class MatchedTemperature(Callback):
@@ -28,8 +31,9 @@ class MatchedTemperature(Callback):
     validations does not change.
 
     Args:
-        curve: JSON file with a list of nats per token, one per rollout; rollouts beyond its end use the last value.
-            ``python -m qerl_pl study STUDY.yaml --analyse`` writes one per arm, analysis/surprisal/ARM.json.
+        curve: folder of a run, whose ``rollout/surprisal`` is followed, or a JSON file with a list of nats per token,
+            one per rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml
+            --analyse`` writes one such file per arm, analysis/surprisal/ARM.json.
         gain: the gain in this formula; a higher one corrects faster.
         limits: lowest and highest temperature.
 
@@ -98,8 +102,13 @@ class MatchedTemperature(Callback):
 
 
 def _read(path: Path) -> list[float]:
+    if path.is_dir():
+        curves = read_curves(path)
+        if SURPRISAL not in curves:
+            raise ValueError(f"curve {path} is the folder of a run that did not log {SURPRISAL}")
+        return curves[SURPRISAL].values
     if not path.is_file():
-        raise ValueError(f"curve {path} does not exist; expected a JSON list of nats per rollout")
+        raise ValueError(f"curve {path} does not exist; expected a run's folder, or a JSON list of nats per rollout")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

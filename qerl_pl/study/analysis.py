@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,13 +14,11 @@ from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
 from qerl_pl.study import state
+from qerl_pl.study.decision import holm, pairs_to_accept
 from qerl_pl.study.readouts import SURPRISAL, Curves, curves_of, entropy_at, equal_reward, readouts
-from qerl_pl.study.statistics import Comparison, Estimate, compare, holm, interquartile_mean, seeds_needed
+from qerl_pl.study.statistics import Comparison, Estimate, compare, mean, seeds_needed, smallest_size
 from qerl_pl.study.study_file import Run, Study
 
-Key = tuple[str, int]
-"""Values of the options that the study pools (the stratum, e.g. a base model), and the seed. Runs of two arms with
-equal keys are a pair."""
 TINY_DIFFERENCE = 0.02  # the table has the number of seeds that would show this difference in accuracy
 
 
@@ -29,24 +28,19 @@ class Group(NamedTuple):
 
     arm: str
     point: str
-    """Values of the grid's options as text, without the options whose values are pooled (``Analysis.strata``)."""
-    runs: dict[Key, dict[str, float]]
-    """Readouts."""
-    curves: dict[Key, Curves]
+    """Values of the grid's options as text."""
+    runs: dict[int, dict[str, float]]
+    """Readouts by seed. Runs of two arms with equal seeds are a pair."""
+    curves: dict[int, Curves]
 
     @property
     def name(self) -> str:
         """Arm and point."""
         return f"{self.arm} {self.point}".strip()
 
-    def strata(self, readout: str) -> list[list[float]]:
-        """Return a measured quantity (readout) of these runs, ordered by seed, in one list per value of the options
-        that the study pools, such as a base model. Values that are not finite are left out."""
-        found: dict[str, list[float]] = {}
-        for (stratum, _), values in sorted(self.runs.items()):
-            if math.isfinite(values.get(readout, math.nan)):
-                found.setdefault(stratum, []).append(values[readout])
-        return list(found.values())
+    def values(self, readout: str) -> list[float]:
+        """Return a measured quantity (readout) of these runs, ordered by seed, NaN where a run has none."""
+        return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
 
 
 class Judged(NamedTuple):
@@ -70,31 +64,21 @@ def gather(study: Study) -> list[Group]:
     for run in study.runs():
         if not state.is_finished(study, run):
             continue
-        point, stratum = _place(study, run)
+        point = ",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in run.point.items())
         group = groups.setdefault((run.arm, point), Group(run.arm, point, {}, {}))
         curves = curves_of(run)
-        group.curves[stratum, run.seed] = curves
-        group.runs[stratum, run.seed] = readouts(study, run, curves)
+        group.curves[run.seed] = curves
+        group.runs[run.seed] = readouts(study, run, curves)
     if not groups:
         raise ValueError(f"no run in {study.output} is finished: there is nothing to analyse yet")
     level = equal_reward([curves for group in groups.values() for curves in group.curves.values()])
     for group in groups.values():
-        for key, curves in group.curves.items():
+        for seed, curves in group.curves.items():
             entropy = None if level is None else entropy_at(curves, level)
             if entropy is not None:
-                group.runs[key]["entropy at equal reward"] = entropy
+                group.runs[seed]["entropy at equal reward"] = entropy
     arms = list(study.arms)
     return sorted(groups.values(), key=lambda group: arms.index(group.arm))
-
-
-def _place(study: Study, run: Run) -> tuple[str, str]:
-    """Return the values of the grid's options in a run as two texts: those by which runs are compared, and those that
-    are pooled (the stratum)."""
-    strata = study.analysis.strata
-    parts = ([], [])
-    for key, value in run.point.items():
-        parts[key in strata].append(f"{key.rsplit('.', 1)[-1]}={value}")
-    return ",".join(parts[0]), ",".join(parts[1])
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
@@ -114,15 +98,21 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
     return [Judged(one, other, readout, each, p) for (one, other, each), p in zip(found, adjusted, strict=True)]
 
 
-def differences(one: Group, other: Group, readout: str) -> list[list[float]]:
-    """Compute the differences of a readout in pairs of runs, ``one`` minus ``other``, in one list per stratum; a run
-    whose partner is missing, and a pair with a value that is not finite, are left out."""
-    found: dict[str, list[float]] = {}
-    for key in sorted(one.runs.keys() & other.runs.keys()):
-        difference = one.runs[key].get(readout, math.nan) - other.runs[key].get(readout, math.nan)
-        if math.isfinite(difference):
-            found.setdefault(key[0], []).append(difference)
-    return list(found.values())
+def differences(one: Group, other: Group, readout: str) -> list[float]:
+    """Compute the differences of a readout in pairs of runs with equal seeds, ``one`` minus ``other``; a run whose
+    partner is missing is left out."""
+    seeds = sorted(one.runs.keys() & other.runs.keys())
+    return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
+
+
+def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
+    """Give each run whose deciding readout is NaN or infinite the lowest finite value of any run, in place, so that a
+    run that collapsed counts against its arm. The analysis names these runs."""
+    finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
+    for group in groups:
+        for values in group.runs.values():
+            if finite and not math.isfinite(values.get(readout, 0.0)):
+                values[readout] = min(finite)
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
@@ -136,21 +126,22 @@ def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
     return [judged for name in names for judged in compared(study, groups, name)]
 
 
-def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> str:
+def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
     """Format the whole analysis as Markdown.
 
     Args:
         study: the study.
         groups: finished runs by arm, from ``gather``.
         judged: comparisons of arms, from ``all_compared``.
+        collapsed: lines about readouts that are not finite, from ``not_finite``.
     """
     runs = study.runs()
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
     lines = [
         "# " + study.output.name,
         "",
-        f"{len(runs) - len(left)} of {len(runs)} runs are finished. Interquartile means over seeds with 95 % intervals "
-        "(stratified bootstrap); differences are means over pairs of equal seeds.",
+        f"{len(runs) - len(left)} of {len(runs)} runs are finished. Means over seeds with Student's 95 % intervals; "
+        "differences are means over pairs of equal seeds, with the values that the sign-flip test does not reject.",
         "",
         _times([run for run in runs if run.name not in left]),
     ]
@@ -158,8 +149,8 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged]) -> s
         lines += ["", f"Left out, {len(left)} runs that are not finished:", ""]
         lines += [f"- {name}: {text.splitlines()[0] if text else 'not finished'}" for name, text in left.items()]
     names = names_of(groups)
-    rows = [[name, *(_shown(interquartile_mean(group.strata(name))) for group in groups)] for name in names]
-    lines += _not_finite(groups)
+    rows = [[name, *(_shown(mean(group.values(name))) for group in groups)] for name in names]
+    lines += collapsed
     counts = ["seeds", *(str(len(group.runs)) for group in groups)]
     lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
     lines += _best_points(study, groups)
@@ -184,14 +175,17 @@ def _times(runs: Sequence[Run]) -> str:
     )
 
 
-def _not_finite(groups: Sequence[Group]) -> list[str]:
+def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
     """Name the runs of which a readout is NaN or infinite, and these readouts."""
     found = []
     for group in groups:
-        for (stratum, seed), values in sorted(group.runs.items()):
+        for seed, values in sorted(group.runs.items()):
             if lost := [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]:
-                found.append(f"- {' '.join(filter(None, [group.name, stratum]))}, seed {seed}: {', '.join(lost)}")
-    head = f"{len(found)} runs have readouts that are not finite; means and comparisons of these leave them out:"
+                found.append(f"- {group.name}, seed {seed}: {', '.join(lost)}")
+    head = (
+        f"{len(found)} runs have readouts that are not finite. In the deciding one, {study.analysis.metric}, they get "
+        "the lowest value of all runs; means and comparisons of others leave them out:"
+    )
     return ["", head, "", *found] if found else []
 
 
@@ -203,7 +197,7 @@ def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
         means = {
             group.point: sum(values) / len(values)
             for group in groups
-            if group.arm == arm and (values := [each for stratum in group.strata(metric) for each in stratum])
+            if group.arm == arm and (values := [each for each in group.values(metric) if math.isfinite(each)])
         }
         if len(means) > 1:
             best = max(means, key=means.__getitem__)
@@ -225,22 +219,31 @@ def _comparisons(found: Sequence[Judged]) -> list[str]:
         "seen from",
         f"seeds for {TINY_DIFFERENCE}",
     ]
+    in_readout = Counter(each.readout for each in found)
     rows = []
-    for one, other, readout, (difference, p, spread, seen), adjusted in found:
-        seeds = None if math.isnan(spread) else seeds_needed(TINY_DIFFERENCE, spread)
+    for one, other, readout, (difference, p, spread), adjusted in found:
+        number = in_readout[readout]
+        seeds = None if math.isnan(spread) else seeds_needed(TINY_DIFFERENCE, spread, number)
         rows.append(
             [
                 *(readout, f"{one.name} - {other.name}", _shown(difference), str(difference.num)),
-                *(_number(value) for value in (p, adjusted, spread, seen)),
+                *(_number(value) for value in (p, adjusted, spread, seen_from(difference.num, spread, number))),
                 "-" if math.isnan(spread) else str(seeds or "> 10000"),
             ]
         )
     return [
         *_table(head, rows),
         "",
-        "p: sign-flip permutation test, two-sided. Holm: over the comparisons of one readout. seen from: the true "
-        "difference that so many pairs show with 80 % probability (paired t test, 5 %).",
+        "p: sign-flip permutation test, two-sided; the interval has all differences that it does not reject at 5 % "
+        f"and is infinite below {pairs_to_accept(1)} pairs. Holm: over the comparisons of one readout. seen from: the "
+        "true difference that is accepted with 80 % probability in Holm's first step, for normal differences.",
     ]
+
+
+def seen_from(pairs: int, spread: float, comparisons: int) -> float:
+    """Compute the smallest true difference that the deciding test is likely to see: accepted, with Holm's adjustment
+    over ``comparisons``, with a probability of 80 %; NaN if so few pairs can accept nothing."""
+    return smallest_size(pairs, comparisons) * spread if spread == spread else math.nan
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
@@ -248,18 +251,22 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
 
     surprisal/ARM_POINT.json has the sampling entropy per rollout, in nats per token, averaged over the arm's runs.
     """
+    collapsed = not_finite(study, groups)
+    rank_collapsed_last(groups, study.analysis.metric)
     judged = all_compared(study, groups)
-    text = tables(study, groups, judged)
+    text = tables(study, groups, judged, collapsed)
     write_whole(folder / "analysis.md", text)
     names = names_of(groups)
     rows = io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
-    writer.writerow(["arm", "point", "stratum", "seed", *names])
+    writer.writerow(["arm", "point", "seed", *names])
     for group in groups:
-        for (stratum, seed), values in sorted(group.runs.items()):
-            writer.writerow([group.arm, group.point, stratum, seed, *(values.get(name, "") for name in names)])
+        for seed, values in sorted(group.runs.items()):
+            writer.writerow([group.arm, group.point, seed, *(values.get(name, "") for name in names)])
     write_whole(folder / "readouts.csv", rows.getvalue())
-    write_whole(folder / "comparisons.jsonl", "".join(json.dumps(_record(each)) + "\n" for each in judged))
+    numbers = Counter(each.readout for each in judged)
+    records = [_record(each, numbers[each.readout]) for each in judged]
+    write_whole(folder / "comparisons.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     for group in groups:
         curves = [each[SURPRISAL].values for each in group.curves.values() if SURPRISAL in each]
         if curves:
@@ -269,12 +276,15 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     return text
 
 
-def _record(judged: Judged) -> Mapping[str, Any]:
+def _record(judged: Judged, comparisons: int) -> Mapping[str, Any]:
     comparison = judged.comparison
     found: dict[str, Any] = {"readout": judged.readout, "one": judged.one.name, "other": judged.other.name}
     found |= comparison.difference._asdict() | {"p": comparison.p, "p_holm": judged.adjusted}
-    found |= {"sd": comparison.spread, "seen_from": comparison.seen}
-    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
+    seen = seen_from(comparison.difference.num, comparison.spread, comparisons)
+    found |= {"sd": comparison.spread, "seen_from": seen}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
+    }
 
 
 def _shown(estimate: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""Draw a study's pictures: curves with their spread over seeds, pass@k, and the differences between arms."""
+"""Draw a study's pictures: curves with their spread over seeds, and the differences between arms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from qerl_pl.common.files import replacing
 from qerl_pl.study.analysis import Group, compared
-from qerl_pl.study.statistics import interquartile_mean
 from qerl_pl.study.study_file import Study
 
 
@@ -23,9 +22,7 @@ def draw(study: Study, groups: Sequence[Group], folder: Path) -> list[Path]:
 
     figures = {
         "curves.png": _curves(plt, study, groups),
-        "entropy_by_reward.png": _entropy_by_reward(plt, groups),
         "differences.png": _differences(plt, study, groups),
-        "pass_at_k.png": _pass_at_k(plt, study, groups) if study.evaluations else None,
     }
     found = []
     for name, figure in figures.items():
@@ -68,21 +65,6 @@ def _together(group: Group, tag: str) -> tuple[list[int], np.ndarray]:
     return steps, np.array([[run[step] for step in steps] for run in runs])
 
 
-def _entropy_by_reward(plt: Any, groups: Sequence[Group]) -> Any:
-    """Plot entropy against reward, both means over an arm's seeds, one point per step."""
-    figure, axis = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
-    for group in groups:
-        (steps, reward), (others, entropy) = _together(group, "train/reward"), _together(group, "policy/entropy")
-        both = sorted(set(steps) & set(others))
-        if both:
-            at = [reward.mean(axis=0)[steps.index(step)] for step in both]
-            axis.plot(at, [entropy.mean(axis=0)[others.index(step)] for step in both], ".-", label=group.name)
-    axis.set(xlabel="reward of the rollouts", ylabel="entropy (nats per token)")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    return figure
-
-
 def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
     """Plot the differences of arms in the readout that decides the study, with 95 % intervals; None if no pair of arms
     has finished runs."""
@@ -99,28 +81,4 @@ def _differences(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
     axis.invert_yaxis()
     axis.set_xlabel(f"difference in {study.analysis.metric}, 95 % interval")
     axis.grid(alpha=0.3, axis="x")
-    return figure
-
-
-def _pass_at_k(plt: Any, study: Study, groups: Sequence[Group]) -> Any:
-    """Plot pass@k by k: interquartile means over seeds with 95 % intervals, one line per arm, one panel per
-    evaluation."""
-    figure, axes = plt.subplots(
-        1, len(study.evaluations), figsize=(5.5 * len(study.evaluations), 4), constrained_layout=True, squeeze=False
-    )
-    for axis, name in zip(axes.flat, study.evaluations, strict=True):
-        start = f"{name}: pass@"
-        for group in groups:
-            ks = sorted(
-                {int(key.removeprefix(start)) for run in group.runs.values() for key in run if key.startswith(start)}
-            )
-            found = [interquartile_mean(group.strata(f"{start}{k}")) for k in ks]
-            if ks:
-                [line] = axis.plot(ks, [each.value for each in found], "o-", markersize=3, label=group.name)
-                lows, highs = [each.low for each in found], [each.high for each in found]
-                axis.fill_between(ks, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
-        axis.set_xscale("log", base=2)
-        axis.set(title=name, xlabel="k", ylabel="pass@k")
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize=8)
     return figure

@@ -85,7 +85,7 @@ class Runner:
 
     Args:
         study: the study.
-        runs: runs that this process executes; each job of a cluster's job array has other ones.
+        runs: runs that this process executes; those that another process works on are left to it.
         slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
         variables: environment variables of the processes.
@@ -152,9 +152,17 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Assign to a slot the first waiting run that is not locked or being trained by another process."""
+        """Assign to a slot the first waiting run that is not locked or being trained by another process, and that no
+        other run has to precede."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
+            before = self.study.run_before(run)
+            if before is not None and not state.is_finished(self.study, before):
+                if before in self.failed:
+                    self._give_up(run, f"{before.name} failed, whose files it needs")
+                else:
+                    self.waiting.append(run)
+                continue
             lock = state.lock(run)
             if lock is not None and not is_running(run.folder):  # a process whose runner was killed may still end
                 slot.run, slot.lock, slot.attempts = run, lock, 0
@@ -206,10 +214,13 @@ class Runner:
             text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n" + "\n".join(
                 lines
             )
-            state.keep(run.folder, failure=text)
-            self.failed.append(run)
             self._free(slot)
-            self._say(f"{run.name} FAILED: {text}")
+            self._give_up(run, text)
+
+    def _give_up(self, run: Run, text: str) -> None:
+        state.keep(run.folder, failure=text)
+        self.failed.append(run)
+        self._say(f"{run.name} FAILED: {text}")
 
     def _free(self, slot: Slot) -> None:
         if slot.lock is not None:

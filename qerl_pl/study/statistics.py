@@ -1,25 +1,34 @@
-"""Compute interquartile means, paired differences, and the number of seeds that shows a difference, with scipy.
+"""Compare two arms of a study: paired differences, the test that decides, its interval and its power.
 
-Intervals are 95 % bootstrap intervals. With several strata (e.g. base models), the bootstrap resamples within each
-(arXiv 2108.13264, rliable).
+One procedure gives the p-value and the interval, so that they cannot contradict each other: the two-sided sign-flip
+permutation test of the mean. Under the hypothesis that differences are symmetric about m, flipping the signs of any
+subset of the values x - m is as likely as not. A flipped mean is at least as large as the observed one exactly if the
+mean of the flipped subset of x is at most m. So the p-value of any m, and the interval of all m that are not rejected,
+follow from the means of the subsets (typical values; Hartigan, JASA 1969).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
 
-LEVEL = 0.95
-RESAMPLES = 9999
-POWER, ALPHA = 0.8, 0.05
+from qerl_pl.study.decision import ALPHA, pairs_to_accept, smallest_p
+
+POWER = 0.8
+EXACT_PAIRS = 16
+"""Largest number of pairs of which all subsets are taken; of more pairs, 2^16 random ones."""
+SIMULATED_PAIRS = 12
+"""Largest number of pairs for which power is simulated; with more, the t test has the same power within 2 %."""
 MOST_SEEDS = 10_000
 
 
 class Estimate(NamedTuple):
-    """Estimate with its 95 % interval and the number of values."""
+    """Estimate with its 95 % interval (NaN or infinite if there are too few values) and the number of values."""
 
     value: float
     low: float
@@ -32,131 +41,134 @@ class Comparison(NamedTuple):
     seeds."""
 
     difference: Estimate
+    """Mean, with the interval of all true means that the test does not reject at the 5 % level."""
     p: float
-    """P-value of a two-sided sign-flip permutation test of the mean; exact up to 13 pairs."""
+    """P-value of a two-sided sign-flip permutation test of the mean; exact up to 16 pairs."""
     spread: float
     """Standard deviation of the differences."""
-    seen: float
-    """Smallest true difference that a two-sided t test at the 5 % level detects with this number of pairs and 80 %
-    power."""
 
 
-def interquartile_mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Estimate the interquartile mean (the mean of the middle half) of all values, with a bootstrap interval.
-
-    Args:
-        strata: values of each stratum, such as a base model; the bootstrap resamples within each.
-    """
-
-    def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
-        return stats.trim_mean(np.concatenate(samples, axis=axis), 0.25, axis=axis)
-
-    return _estimate(strata, statistic)
-
-
-def mean(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Estimate the mean of all values, with a bootstrap interval that resamples within each stratum."""
-
-    def statistic(*samples: np.ndarray, axis: int = -1) -> Any:
-        return np.concatenate(samples, axis=axis).mean(axis=axis)
-
-    return _estimate(strata, statistic)
-
-
-def _estimate(strata: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> Estimate:
-    samples = [each for values in strata if len(each := _finite(values))]
-    num = sum(map(len, samples))
-    if not num:
-        return Estimate(float("nan"), float("nan"), float("nan"), 0)
-    value = float(statistic(*samples))
-    if any(len(sample) < 2 for sample in samples):
-        return Estimate(value, float("nan"), float("nan"), num)
-    if all(np.ptp(sample) == 0 for sample in samples):
-        return Estimate(value, value, value, num)
-    found = stats.bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=LEVEL,
-        vectorized=True,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    return Estimate(value, float(found.confidence_interval.low), float(found.confidence_interval.high), num)
+def mean(values: Sequence[float]) -> Estimate:
+    """Estimate a mean with Student's t interval; values that are not finite are left out."""
+    finite = _finite(values)
+    if not len(finite):
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    value = float(finite.mean())
+    if len(finite) == 1:
+        return Estimate(value, math.nan, math.nan, 1)
+    half = float(stats.sem(finite) * stats.t.ppf(1 - ALPHA / 2, len(finite) - 1))
+    return Estimate(value, value - half, value + half, len(finite))
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:
-    """Leave out values that are not finite, of runs in which a quantity was not defined or overflowed."""
     array = np.asarray(values, dtype=np.float64)
     return array[np.isfinite(array)]
 
 
-def compare(strata: Sequence[Sequence[float]]) -> Comparison:
-    """Estimate the mean of paired differences, and test whether it is 0.
+def compare(values: Sequence[float]) -> Comparison:
+    """Estimate the mean of paired differences, and test whether it is 0; differences that are not finite are left
+    out."""
+    finite = _finite(values)
+    if len(finite) < 2:
+        return Comparison(mean(finite.tolist()), math.nan, math.nan)
+    sums = _subset_sums(finite)
+    low, high = _interval(finite)
+    estimate = Estimate(float(finite.mean()), low, high, len(finite))
+    return Comparison(estimate, float(_p_values(sums[None])[0]), float(finite.std(ddof=1)))
+
+
+def _subsets(num: int) -> np.ndarray:
+    """Return the non-empty subsets of ``num`` values as rows of 0 and 1; the last row is the whole set."""
+    if num <= EXACT_PAIRS:
+        return (np.arange(1, 2**num)[:, None] >> np.arange(num) & 1).astype(np.float64)
+    rows = np.random.default_rng(0).integers(0, 2, (2**EXACT_PAIRS - 1, num))
+    rows[~rows.any(axis=1), 0] = 1
+    rows[-1] = 1
+    return rows.astype(np.float64)
+
+
+def _subset_sums(values: np.ndarray) -> np.ndarray:
+    """Sum the values of each non-empty subset: [..., N] to [..., 2^N - 1]."""
+    return values @ _subsets(values.shape[-1]).T
+
+
+def _p_values(sums: np.ndarray) -> np.ndarray:
+    """Compute the p-value of the mean 0 for each row of sums of subsets, of which the last is of the whole set.
+
+    A subset S has a flipped mean that is at least as extreme if its own sum has the other sign than the sum of all, or
+    is as far on the other side as to turn the sum around; both are counted by taking S and its complement.
+    """
+    total = sums[..., -1:]
+    turned = np.where(total >= 0, sums, -sums)
+    slack = 1e-9 * np.abs(sums).max(axis=-1, keepdims=True)
+    count = (turned <= slack).sum(axis=-1) + 1  # the empty subset: nothing is flipped
+    return np.minimum(1.0, 2 * count / (sums.shape[-1] + 1))
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    """Compute the interval of true means that the test does not reject: between two of the sorted means of subsets.
+
+    With five pairs or fewer no mean is ever rejected, and the interval is infinite.
+    """
+    subsets = _subsets(len(values))
+    means = np.sort(subsets @ values / subsets.sum(axis=1))
+    rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
+    if rejected < 1:
+        return -math.inf, math.inf
+    return float(means[rejected - 1]), float(means[-rejected])
+
+
+def power(size: float, pairs: int, comparisons: int = 1) -> float:
+    """Compute the probability that a comparison is accepted in Holm's first step: p <= 0.05 / ``comparisons``.
 
     Args:
-        strata: paired differences, one list per stratum (e.g. a base model).
+        size: true mean of the differences over their standard deviation; the differences are normal.
+        pairs: number of pairs.
+        comparisons: number of comparisons that are adjusted together.
     """
-    estimate = mean(strata)
-    values = np.concatenate([_finite(each) for each in strata] or [np.zeros(0)])
-    if len(values) < 2:
-        return Comparison(estimate, float("nan"), float("nan"), float("nan"))
-    spread = float(values.std(ddof=1))
-    p = 1.0
-    if np.any(values):
-        p = stats.permutation_test(
-            (values,),
-            np.mean,
-            permutation_type="samples",
-            n_resamples=RESAMPLES,
-            rng=np.random.default_rng(0),
-        ).pvalue
-    return Comparison(estimate, float(p), spread, smallest_difference(spread, len(values)))
+    alpha = ALPHA / comparisons
+    if smallest_p(pairs) > alpha:
+        return 0.0
+    if pairs <= SIMULATED_PAIRS:
+        return float((_p_values(_standard_sums(pairs) + size * _subsets(pairs).sum(axis=1)) <= alpha).mean())
+    shift = abs(size) * pairs**0.5
+    limit = stats.t.ppf(1 - alpha / 2, pairs - 1)
+    other = stats.nct.cdf(-limit, pairs - 1, shift) if shift < 5 else 0.0  # far out scipy gives NaN for a tail of 0
+    return float(stats.nct.sf(limit, pairs - 1, shift) + other)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values by Holm's step-down method.
-
-    Rejecting where the adjusted value is at most alpha has a family-wise error rate of at most alpha. A p-value of NaN
-    stays NaN, and does not count as a test.
-    """
-    adjusted = [float("nan")] * len(p_values)
-    order = sorted((place for place, p in enumerate(p_values) if p == p), key=p_values.__getitem__)
-    least = 0.0
-    for rank, place in enumerate(order):
-        least = max(least, min(1.0, (len(order) - rank) * p_values[place]))
-        adjusted[place] = least
-    return adjusted
+@cache
+def _standard_sums(pairs: int) -> np.ndarray:
+    """Sums of the subsets of standard normal differences, of as many simulated studies as 32 MB hold."""
+    studies = min(4000, 2**22 // 2**pairs)
+    return _subset_sums(np.random.default_rng(0).standard_normal((studies, pairs)))
 
 
-def power(difference: float, spread: float, num: int) -> float:
-    """Compute the power of a paired two-sided t test at the 5 % level for a true difference and a number of pairs."""
-    shift = abs(difference) / spread * num**0.5
-    limit = stats.t.ppf(1 - ALPHA / 2, num - 1)
-    other = stats.nct.cdf(-limit, num - 1, shift) if shift < 5 else 0.0  # far out scipy gives NaN for this tail of 0
-    return float(stats.nct.sf(limit, num - 1, shift) + other)
+@cache
+def smallest_size(pairs: int, comparisons: int = 1) -> float:
+    """Compute the smallest true difference that is accepted with a probability of 80 %, in standard deviations of the
+    differences; NaN if so few pairs can accept nothing."""
+    if pairs < pairs_to_accept(comparisons):
+        return math.nan
+    root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
+    return float(root)  # pyright: ignore[reportArgumentType] (a float, as full_output is False)
 
 
-def smallest_difference(spread: float, num: int) -> float:
-    """Compute the smallest true difference that a paired t test at the 5 % level on ``num`` pairs detects with a power
-    of 80 %."""
-    if spread == 0 or num < 2:
-        return 0.0 if spread == 0 else float("nan")
-    root: Any = optimize.brentq(lambda size: power(size * spread, spread, num) - POWER, 1e-3, 100)
-    return float(root) * spread
-
-
-def seeds_needed(difference: float, spread: float) -> int | None:
-    """Return the number of pairs with which a paired t test at the 5 % level detects a true difference with 80 %
-    probability; None if it is more than 10 000."""
+def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
+    """Return the number of pairs with which a true difference is accepted with a probability of 80 %; None if it is
+    more than 10 000."""
+    if difference == 0:
+        return None
+    least = pairs_to_accept(comparisons)
     if spread == 0:
-        return 2
-    low, high = 1, 2
-    while difference == 0 or power(difference, spread, high) < POWER:
+        return least
+    size = abs(difference) / spread
+    low, high = least - 1, least
+    while power(size, high, comparisons) < POWER:
         low, high = high, high * 2
         if high > MOST_SEEDS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, spread, middle) >= POWER else (middle, high)
+        low, high = (low, middle) if power(size, middle, comparisons) >= POWER else (middle, high)
     return high

@@ -28,8 +28,6 @@ class Analysis:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
         validation: name of the scalar that is the accuracy on held-out problems.
         metric: readout that decides the study, a measured quantity from ``qerl_pl.study.readouts``.
-        strata: options of the grid whose values are pooled, e.g. [model.base]: runs of two arms are paired if they have
-            the same value and seed, and the bootstrap resamples within each value.
         folder: folder of the analysis inside the study's output. Two studies with the same output share the runs of
             their common arms; each needs a folder of its own.
     """
@@ -37,7 +35,6 @@ class Analysis:
     comparisons: list[list[str]] | None = None
     validation: str = "val/accuracy"
     metric: str = "area under accuracy"
-    strata: list[str] = field(default_factory=list)
     folder: str = "analysis"
 
 
@@ -48,9 +45,12 @@ class Study:
     Attributes:
         output: folder of all runs and their analysis.
         arms: the compared configurations: settings by name of the arm, as in a -c file.
+            `$seed` in a text of an arm is the run's seed.
+        after: for arms that read files of another arm's runs, that arm: a run begins when the other arm's run with the
+            same seed and options is finished.
         seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
             in pairs of equal seed.
-        config: -c files or shipped names that every run reads first, e.g. [configs/word_problems.yaml].
+        config: -c files or shipped names that every run reads first, e.g. [configs/tasks/gsm8k.yaml].
         settings: further settings of every run, as in a -c file.
         grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
             combination.
@@ -70,6 +70,7 @@ class Study:
     arms: dict[str, Settings]
     seeds: list[int]
     config: list[str] = field(default_factory=list)
+    after: dict[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     evaluations: dict[str, Settings] = field(default_factory=dict)
@@ -99,8 +100,12 @@ class Study:
         for word in (str(self.output), *self.config):
             if "$" in str(word):
                 raise ValueError(f"{word!r} names a variable that the file does not define under `variables`")
-        if unknown := set(self.analysis.strata) - set(self.grid):
-            raise ValueError(f"analysis.strata names {', '.join(unknown)}; expected options of the grid")
+        for arm, other in self.after.items():
+            if not {arm, other} <= set(self.arms) or other in self.after or arm == other:
+                raise ValueError(
+                    f"after has {arm}: {other}; expected two of the arms {', '.join(self.arms)}, the second of which "
+                    "comes after no other"
+                )
         for pair in self.analysis.comparisons or []:
             if len(pair) != 2 or not set(pair) <= set(self.arms) or pair[0] == pair[1]:
                 raise ValueError(f"comparison {pair} is not of two of the arms {', '.join(self.arms)}")
@@ -118,9 +123,16 @@ class Study:
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         found = []
         for seed, point, arm in itertools.product(self.seeds, points, self.arms):
-            middle = [",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in point.items())] if point else []
-            found.append(Run(arm, point, seed, self.output.joinpath("runs", arm, *middle, f"seed-{seed}")))
+            found.append(self._run(arm, point, seed))
         return found
+
+    def run_before(self, run: Run) -> Run | None:
+        """Return the run that has to be finished before a run may begin; None if there is none."""
+        return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
+
+    def _run(self, arm: str, point: dict[str, Any], seed: int) -> Run:
+        middle = [",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in point.items())] if point else []
+        return Run(arm, point, seed, self.output.joinpath("runs", arm, *middle, f"seed-{seed}"))
 
 
 class Run(NamedTuple):
@@ -167,7 +179,14 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
         raise ValueError(f"{path} is no mapping; expected {_names(Study)}")
     content = _without_variables(content, path.name, variables or {})
     _check_keys(content, Study, path.name)
-    for key, kind in (("arms", dict), ("settings", dict), ("grid", dict), ("evaluations", dict), ("analysis", dict)):
+    for key, kind in (
+        ("arms", dict),
+        ("after", dict),
+        ("settings", dict),
+        ("grid", dict),
+        ("evaluations", dict),
+        ("analysis", dict),
+    ):
         if not isinstance(content.get(key) or {}, kind):
             raise ValueError(f"{path}: {key} is {content[key]!r}; expected a mapping")
     for key in ("seeds", "config"):
@@ -192,10 +211,12 @@ def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[st
     known = content.get("variables") or {}
     if not isinstance(known, dict):
         raise ValueError(f"{where}: variables is {known!r}; expected a mapping")
+    if "seed" in known:
+        raise ValueError(f"{where}: variables has `seed`, which is each run's seed; choose another name")
     if unknown := set(given) - set(known):
         raise ValueError(f"{where} has no variable {', '.join(sorted(unknown))}; it has: {', '.join(known) or 'none'}")
 
-    values = {**known, **given}
+    values = {**known, **given, "seed": "$seed"}  # a run's seed, see ``files_of``
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
@@ -215,7 +236,8 @@ def files_of(study: Study, run: Run) -> dict[Path, str]:
     """Make the -c files of a run: their paths and contents."""
     found = {"settings": study.settings, "arm": study.arms[run.arm]}
     found |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
-    return {run.folder / "study" / f"{name}.yaml": _dump(settings) for name, settings in found.items()}
+    texts = {name: _dump(settings).replace("$seed", str(run.seed)) for name, settings in found.items()}
+    return {run.folder / "study" / f"{name}.yaml": text for name, text in texts.items()}
 
 
 def commands_of(study: Study, run: Run) -> list[Command]:

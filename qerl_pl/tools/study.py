@@ -7,17 +7,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from qerl_pl.cli.yaml_files import fault_in_files, mapping_in
+from qerl_pl.study.decision import ALPHA, pairs_to_accept
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, program, read_study
 from qerl_pl.tools.options import study_options
-
-TASK = "task.yaml"
-"""Name of the file that ``pretrain`` writes to the folder of its policy."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
         study = read_study(options.study, options.output, _variables(options.set))
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}; expected at least 1")
-        if not 0 <= options.task < options.of:
-            raise ValueError(f"--task is {options.task} and --of {options.of}; expected 0 <= task < of")
+        if not options.analyse and (warning := _check_seeds(study, options.study.name)):
+            print(f"warning: {warning}", file=sys.stderr)
         if options.dry_run:
-            for run in study.runs()[options.task :: options.of]:
+            for run in study.runs():
                 print("\n".join(shlex.join(program(command)) for command in commands_of(study, run)))
             if fault := _fault_in_config(study, options.study.name):
                 print(f"warning: {fault}", file=sys.stderr)
@@ -49,14 +46,31 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
+def _check_seeds(study: Study, name: str) -> str | None:
+    """Return a warning if the study has too few seeds for its comparisons; None if it has enough.
+
+    Raises:
+        ValueError: there are too few, and the file names the comparisons.
+    """
+    count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
+    if not count or len(study.seeds) >= needed:
+        return None
+    text = (
+        f"{name}: with {len(study.seeds)} seeds and {count} comparisons the analysis can accept nothing, whatever the "
+        f"runs show: the sign-flip test's p-value, adjusted over the comparisons, stays above {ALPHA}. It takes "
+        f"{needed} seeds; `comparisons: []` compares nothing"
+    )
+    if study.analysis.comparisons is not None:
+        raise ValueError(text)
+    return text
+
+
 def _fault_in_config(study: Study, name: str) -> str | None:
     """Return what is wrong with the first faulty entry of the study's ``config``, which every run would be refused for;
     None if every entry names a file or a shipped configuration, without a fault."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
-            of_policy = Path(entry).name == TASK and not Path(entry).exists()
-            hint = '; make the policy first (docs/study.md, "Run the study on one GPU")' if of_policy else ""
-            return f"{name}: {fault}{hint}"
+            return f"{name}: {fault}"
     return None
 
 
@@ -73,7 +87,7 @@ def _analyse(study: Study) -> int:
 
 def _run(study: Study, options: argparse.Namespace) -> int:
     check_unchanged(study)
-    runs = study.runs()[options.task :: options.of]
+    runs = study.runs()
     if not all(is_finished(study, run) for run in runs) and (fault := _fault_in_config(study, options.study.name)):
         raise ValueError(fault)
     slots = slots_for(study, options.jobs)

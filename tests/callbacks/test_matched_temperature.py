@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from callbacks.matched_temperature import MatchedTemperature
 from qerl_pl.tools.curves import read_curves
@@ -67,3 +68,17 @@ def test_settings_out_of_their_range_are_refused(tmp_path):
         MatchedTemperature(str(path), gain=0)
     with pytest.raises(ValueError, match="limits are"):
         MatchedTemperature(str(path), limits=(2, 1))
+
+
+def test_the_curve_of_a_run_is_that_of_its_event_files(tmp_path):
+    nothing: Any = None
+    matched = MatchedTemperature(str(tmp_path))
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("train/reward", 1.0, 0)
+    with pytest.raises(ValueError, match="did not log rollout/surprisal"):
+        matched.setup(nothing, nothing, "fit")
+    with SummaryWriter(str(tmp_path), filename_suffix=".2") as writer:
+        for step, value in enumerate([0.5, 0.25]):
+            writer.add_scalar("rollout/surprisal", value, step)
+    matched.setup(nothing, nothing, "fit")
+    assert [matched._target(rollout) for rollout in range(3)] == [0.5, 0.25, 0.25]

@@ -14,9 +14,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.study import state
-from qerl_pl.study.analysis import all_compared, compared, gather, tables
+from qerl_pl.study.analysis import all_compared, compared, gather, not_finite, tables, write_files
 from qerl_pl.study.readouts import area, entropy_at, equal_reward, pass_at_k, readouts, smooth
-from qerl_pl.study.study_file import Analysis, Run, Study
+from qerl_pl.study.study_file import Run, Study
 from qerl_pl.tools.curves import Curve
 
 GAIN = {"bf16": 0.0, "nvfp4": 0.1, "nvfp4+aqn": 0.0}
@@ -72,7 +72,7 @@ def test_an_evaluation_that_was_repeated_with_other_settings_counts_alone(study)
 
 def test_readouts_are_what_the_curves_say(study):
     run = study.runs()[0]
-    values = gather(study)[0].runs["", 0]
+    values = gather(study)[0].runs[0]
     assert values["seconds per step"] == 1
     assert values["seconds of the run"] == 20
     assert values["GPU memory, GiB"] == 2
@@ -112,7 +112,8 @@ def test_a_paired_difference_is_found_although_seeds_differ_by_more(study):
     assert better.comparison.p == pytest.approx(2 / 2**6)
     assert better.adjusted == pytest.approx(4 / 2**6)
     assert same.comparison.difference.low < 0.005
-    assert better.comparison.seen < 0.02
+    text = tables(study, gather(study), [better])
+    assert "| nvfp4 - bf16 | " in text
 
 
 def test_what_is_not_finished_is_left_out_and_named(study):
@@ -126,26 +127,6 @@ def test_what_is_not_finished_is_left_out_and_named(study):
     assert "| seeds | 6 | 6 | 5 |" in text
     [judged] = [each for each in compared(study, groups, "final reward") if each.one.arm == "nvfp4+aqn"]
     assert judged.comparison.difference.num == 5
-
-
-def test_options_that_are_strata_are_taken_together(tmp_path):
-    study = Study(
-        tmp_path / "out",
-        {"bf16": {}, "nvfp4": {}},
-        [0, 1, 2],
-        grid={"model.base": ["a", "b"], "model.lr": [1]},
-        analysis=Analysis(strata=["model.base"]),
-    )
-    for run in study.runs():
-        finish(study, run)
-        state.keep(run.folder, done={"fit": 1.0})
-    groups = gather(study)
-    assert [(group.name, len(group.runs)) for group in groups] == [("bf16 lr=1", 6), ("nvfp4 lr=1", 6)]
-    assert [len(values) for values in groups[0].strata("final reward")] == [3, 3]
-    [judged] = compared(study, groups, "final reward")
-    assert judged.comparison.difference.num == 6
-    with pytest.raises(ValueError, match=r"analysis\.strata names model\.x"):
-        replace(study, analysis=Analysis(strata=["model.x"]))
 
 
 def test_the_best_point_of_a_grid_is_named_for_each_arm(tmp_path):
@@ -176,7 +157,7 @@ def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_pa
     assert {file.name for file in folder.iterdir()} == {
         *("analysis.md", "readouts.csv", "comparisons.jsonl"),
         "surprisal",
-        *("curves.png", "entropy_by_reward.png", "differences.png", "pass_at_k.png"),
+        *("curves.png", "differences.png"),
     }
     curve = json.loads((folder / "surprisal" / "nvfp4+aqn.json").read_text())
     assert curve == pytest.approx([1.25] * 11), "the mean over the seeds"
@@ -206,13 +187,49 @@ def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
 def test_a_run_with_a_readout_that_is_not_finite_is_named_and_left_out_of_this_readout(study):
     groups = gather(study)
     nvfp4 = next(group for group in groups if group.name == "nvfp4")
-    key = next(iter(nvfp4.runs))
-    nvfp4.runs[key]["gap"] = float("nan")
+    nvfp4.runs[2]["gap"] = float("nan")
+    collapsed = not_finite(study, groups)
     judged = all_compared(study, groups)
-    pairs = {
-        each.readout: each.comparison.difference.num for each in judged if "nvfp4" in (each.one.arm, each.other.arm)
-    }
+    pairs = {each.readout: each.comparison.difference.num for each in judged if each.one.arm == "nvfp4"}
     assert pairs["gap"] == pairs["final reward"] - 1
-    text = tables(study, groups, judged)
-    assert "1 runs have readouts that are not finite" in text
-    assert f"- nvfp4, seed {key[1]}: gap (nan)" in text
+    assert "1 runs have readouts that are not finite" in collapsed[1]
+    assert "- nvfp4, seed 2: gap (nan)" in tables(study, groups, judged, collapsed)
+
+
+def test_a_run_that_collapsed_counts_as_the_worst_of_all_in_the_deciding_readout(study, tmp_path):
+    metric = study.analysis.metric
+    groups = gather(study)
+    lowest = min(value for group in groups for value in group.values(metric))
+    for group in groups:
+        if group.name == "nvfp4":
+            group.runs[2][metric] = float("nan")
+    text = write_files(study, groups, tmp_path)
+    assert f"- nvfp4, seed 2: {metric} (nan)" in text
+    assert next(group for group in groups if group.name == "nvfp4").runs[2][metric] == lowest
+    [line] = [
+        line
+        for line in map(json.loads, (tmp_path / "comparisons.jsonl").read_text().splitlines())
+        if (line["readout"], line["one"]) == (metric, "nvfp4")
+    ]
+    assert line["num"] == len(study.seeds)
+
+
+def test_a_plan_that_can_accept_nothing_is_refused_before_its_runs(tmp_path, capsys):
+    path = tmp_path / "study.yaml"
+    arms = {name: {} for name in "abc"}
+    plan = {"arms": arms, "seeds": list(range(6)), "output": str(tmp_path / "out")}
+    pairs = [["b", "a"], ["c", "a"]]
+    path.write_text(yaml.safe_dump(plan | {"analysis": {"comparisons": pairs}}))
+    assert command(["study", str(path), "--dry-run"]) == 1
+    assert "study.yaml: with 6 seeds and 2 comparisons the analysis can accept nothing" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(plan))
+    assert command(["study", str(path), "--dry-run"]) == 0
+    assert "warning: study.yaml: with 6 seeds" in capsys.readouterr().err
+    for enough in (
+        {"seeds": list(range(7))},
+        {"analysis": {"comparisons": pairs[:1]}},
+        {"analysis": {"comparisons": []}},
+    ):
+        path.write_text(yaml.safe_dump(plan | enough))
+        assert command(["study", str(path), "--dry-run"]) == 0
+        assert not capsys.readouterr().err

@@ -219,3 +219,23 @@ def test_slots_follow_the_cores_where_there_is_no_gpu(tmp_path):
     assert len(slots_for(study, 5)) == 5
     assert len(slots_for(replace(study, jobs=3))) == 3
     assert len(slots_for(study)) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_a_run_that_reads_another_runs_files_begins_when_that_is_finished(tmp_path):
+    study = replace(study_of(tmp_path, "slow", "good"), after={"good": "slow"})
+    assert not work(study, jobs=4).failed
+    for run in study.runs()[1::2]:
+        before = study.run_before(run)
+        assert before is not None
+        assert (before.arm, before.seed) == ("slow", run.seed)
+        ended = (before.folder / state.STATE).stat().st_mtime
+        assert (run.folder / "starts").stat().st_mtime >= ended
+    assert study.run_before(study.runs()[0]) is None
+
+
+def test_a_run_whose_predecessor_failed_is_given_up_with_that_reason(tmp_path):
+    study = replace(study_of(tmp_path, "fails", "good", seeds=1), after={"good": "fails"})
+    runner = work(study, jobs=2)
+    assert [run.arm for run in runner.failed] == ["fails", "good"]
+    assert state.failure(study.runs()[1]) == "fails/seed-0 failed, whose files it needs"
+    assert not (study.runs()[1].folder / "starts").exists()

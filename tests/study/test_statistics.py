@@ -1,60 +1,89 @@
-"""Interquartile means, paired differences, Holm's adjustment and numbers of seeds."""
+"""The test that decides a study, its interval, its power, and Holm's adjustment."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from qerl_pl.study.statistics import (
-    compare,
-    holm,
-    interquartile_mean,
-    mean,
-    power,
-    seeds_needed,
-    smallest_difference,
-)
+from qerl_pl.study.decision import ALPHA, holm, pairs_to_accept, smallest_p
+from qerl_pl.study.statistics import compare, mean, power, seeds_needed, smallest_size
 
 
-def test_the_interquartile_mean_is_that_of_the_middle_half_over_all_strata():
-    values = [100.0, 1, 2, 3, 4, 5, 6, -100]
-    assert interquartile_mean([values]).value == pytest.approx(np.mean([2, 3, 4, 5]))
-    assert interquartile_mean([values[:3], values[3:]]).value == interquartile_mean([values]).value
-    assert interquartile_mean([values]).num == 8
+def flipped_p(values: list[float], centre: float = 0.0) -> float:
+    """The p-value of the sign-flip test by its definition: the share of sign patterns with as extreme a mean."""
+    shifted = np.asarray(values) - centre
+    seen = abs(shifted.mean())
+    signs = itertools.product((1, -1), repeat=len(values))
+    return float(np.mean([abs((shifted * each).mean()) >= seen - 1e-12 for each in signs]))
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say_and_repeat():
-    draw = np.random.default_rng(0)
-    estimates = [mean([draw.normal(3.0, 1.0, 20).tolist()]) for _ in range(60)]
-    assert 0.85 <= np.mean([each.low <= 3 <= each.high for each in estimates]) <= 1
-    assert mean([[1.0, 2, 5]]) == mean([[1.0, 2, 5]])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pairs", [2, 5, 6, 9])
+def test_the_p_value_is_that_of_the_definition_and_of_scipy(seed, pairs):
+    values = np.random.default_rng(seed).normal(0.5, 1, pairs)
+    found = compare(values.tolist())
+    assert found.p == pytest.approx(flipped_p(values.tolist()))
+    exact = stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert found.p == pytest.approx(exact.pvalue)
 
 
-def test_a_stratified_interval_does_not_count_what_strata_differ_by():
-    low, high = [0.0, 0.1, 0.2, 0.1], [10.0, 10.1, 10.2, 10.1]
-    strata, pooled = mean([low, high]), mean([low + high])
-    assert strata.value == pytest.approx(pooled.value)
-    assert strata.high - strata.low < 0.1 < 1 < pooled.high - pooled.low
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pairs", [6, 8, 10])
+def test_the_interval_has_the_means_that_the_test_does_not_reject(seed, pairs):
+    values = np.random.default_rng(seed).normal(0.5, 1, pairs).tolist()
+    low, high = compare(values).difference[1:3]
+    step = 1e-6
+    for inside in (low + step, (low + high) / 2, high - step):
+        assert flipped_p(values, inside) > ALPHA
+    for outside in (low - step, high + step, low - 1):
+        assert flipped_p(values, outside) <= ALPHA
 
 
-@pytest.mark.parametrize("strata", [[], [[]], [[1.0]], [[1.0, 2.0], [3.0]]])
-def test_what_has_no_interval_has_none(strata):
-    estimate = interquartile_mean(strata)
-    assert math.isnan(estimate.low)
-    assert math.isnan(estimate.value) == (estimate.num == 0)
-    assert interquartile_mean([[2.0, 2.0]])[:3] == (2, 2, 2)
+def test_the_interval_never_contradicts_the_p_value():
+    draw = np.random.default_rng(1)
+    for _ in range(300):
+        found = compare(draw.normal(0.7, 1, 10).tolist())
+        assert (found.p <= ALPHA) == (not found.difference.low <= 0 <= found.difference.high)
 
 
-def test_a_paired_test_of_few_seeds_is_exact():
-    found = compare([[1.0, 2.0, 0.5, 3.0, 1.5]])
-    assert found.p == pytest.approx(2 / 2**5), "only the signs as they are and all turned are as extreme"
-    assert found.difference.value == pytest.approx(1.6)
-    assert found.spread == pytest.approx(np.std([1, 2, 0.5, 3, 1.5], ddof=1))
-    assert compare([[0.0, 0.0, 0.0]]).p == 1
-    assert math.isnan(compare([[1.0]]).p)
-    assert math.isnan(compare([]).p)
+def test_five_pairs_have_no_finite_interval_because_no_test_of_them_can_reject():
+    found = compare([1.0, 2.0, 0.5, 3.0, 1.5])
+    assert found.p == 2 / 2**5
+    assert found.difference == (1.6, -math.inf, math.inf, 5)
+    assert math.isnan(compare([1.0]).p)
+    assert math.isnan(compare([]).difference.value)
+    assert compare([0.0, 0.0, 0.0]).p == 1
+
+
+@pytest.mark.parametrize("pairs", [6, 10, 20])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails"])
+def test_intervals_of_differences_hold_the_truth_as_often_as_they_say(pairs, kind):
+    draw = np.random.default_rng(2)
+    samples = draw.normal(3, 1, (400, pairs)) if kind == "normal" else 3 + draw.standard_t(3, (400, pairs))
+    if pairs > 10:
+        samples = samples[:60]  # 2^16 subsets each
+    covered = [each.low <= 3 <= each.high for values in samples for each in [compare(values.tolist()).difference]]
+    steps = 2 ** min(pairs, 16)  # possible p-values
+    level = 1 - 2 * math.floor(ALPHA / 2 * steps) / steps  # at least 95 %, as the test is discrete
+    assert np.mean(covered) == pytest.approx(level, abs=0.03 if pairs <= 10 else 0.06)
+
+
+@pytest.mark.parametrize("num", [3, 5, 10])
+def test_intervals_of_means_hold_the_truth_as_often_as_they_say(num):
+    samples = np.random.default_rng(3).normal(3, 1, (600, num))
+    covered = [each.low <= 3 <= each.high for each in (mean(values.tolist()) for values in samples)]
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.03)
+
+
+def test_values_that_are_not_finite_are_left_out():
+    assert compare([0.1, math.nan, 0.2, math.inf]) == compare([0.1, 0.2])
+    assert mean([1.0, math.nan, 3.0]) == mean([1.0, 3.0])
+    assert mean([1.0, math.inf]).num == 1
+    assert mean([]).num == 0
 
 
 def test_holm_is_the_step_down_of_its_definition():
@@ -65,24 +94,32 @@ def test_holm_is_the_step_down_of_its_definition():
     assert math.isnan(adjusted[1])
 
 
-def test_power_is_what_a_simulation_sees():
-    draw, num, difference, spread = np.random.default_rng(0), 10, 0.8, 1.0
-    samples = draw.normal(difference, spread, (20_000, num))
-    t = samples.mean(axis=1) / samples.std(axis=1, ddof=1) * num**0.5
-    assert power(difference, spread, num) == pytest.approx(np.mean(np.abs(t) > 2.262), abs=0.01)
+def test_few_seeds_can_accept_nothing():
+    assert [smallest_p(pairs) for pairs in (1, 5, 6, 10)] == [1, 0.0625, 0.03125, 2 / 1024]
+    assert pairs_to_accept(1) == 6
+    assert pairs_to_accept(5) == 8, "0.05 / 5 is below 2 / 2^7"
+    assert power(100, 7, comparisons=5) == 0
+    assert power(100, 8, comparisons=5) == 1
+    assert math.isnan(smallest_size(7, comparisons=5))
+
+
+@pytest.mark.parametrize(("pairs", "comparisons"), [(8, 1), (10, 5), (14, 1), (14, 3)])
+def test_power_is_what_the_deciding_test_accepts_in_a_simulation(pairs, comparisons):
+    size, trials = 1.1, 600 if pairs <= 10 else 60
+    samples = np.random.default_rng(4).normal(size, 1, (trials, pairs))
+    accepted = np.mean([compare(values.tolist()).p <= ALPHA / comparisons for values in samples])
+    assert power(size, pairs, comparisons) == pytest.approx(accepted, abs=0.06 if pairs <= 10 else 0.15)
 
 
 def test_the_smallest_difference_and_the_number_of_seeds_have_80_percent_power():
-    assert power(smallest_difference(0.03, 10), 0.03, 10) == pytest.approx(0.8, abs=1e-6)
-    for difference in (0.005, 0.02, 0.1):
-        num = seeds_needed(difference, 0.03)
+    assert power(smallest_size(10, 5), 10, 5) == pytest.approx(0.8, abs=0.01)
+    assert smallest_size(10, 5) == pytest.approx(1.39, abs=0.05), "by another simulation"
+    assert smallest_size(20) < smallest_size(10) < smallest_size(10, 5)
+    for difference in (0.01, 0.02, 0.1):
+        num = seeds_needed(difference, 0.03, 3)
         assert num is not None
-        assert power(difference, 0.03, num) >= 0.8
-        assert num == 2 or power(difference, 0.03, num - 1) < 0.8
+        assert power(difference / 0.03, num, 3) >= 0.8
+        assert num == pairs_to_accept(3) or power(difference / 0.03, num - 1, 3) < 0.8
     assert seeds_needed(1e-9, 1.0) is None
-    assert seeds_needed(0.02, 0.0) == 2
-
-
-def test_values_that_are_not_finite_are_left_out():
-    assert compare([[0.1, float("nan"), 0.2, float("inf")]]) == compare([[0.1, 0.2]])
-    assert mean([[1.0, float("nan"), 3.0], [float("-inf")]]) == mean([[1.0, 3.0]])
+    assert seeds_needed(0.0, 1.0) is None
+    assert seeds_needed(0.02, 0.0, 2) == pairs_to_accept(2) == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.program import ROOT
 
 CONTENT = {
     "output": "out",
-    "config": ["configs/word_problems.yaml"],
+    "config": ["configs/quickstart.yaml"],
     "settings": {"trainer": {"max_steps": 4}},
     "arms": {"bf16": None, "nvfp4": {"model": {"base_format": "nvfp4"}}},
     "grid": {"model.optimizer.init_args.lr": [0.001, 0.002]},
@@ -50,7 +49,7 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
     folder = "out/runs/nvfp4/lr=0.001/seed-3"
     common = [
         "-c",
-        "configs/word_problems.yaml",
+        "configs/quickstart.yaml",
         "-c",
         f"{folder}/study/settings.yaml",
         "-c",
@@ -145,11 +144,6 @@ def test_a_missing_or_broken_file_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            "models/words-0/task.yaml",
-            'there is no file models/words-0/task.yaml; make the policy first (docs/study.md, "Run the study on one '
-            'GPU")\n',
-        ),
         ("mine.yaml", "there is no file mine.yaml\n"),
         ("gsm8", "'gsm8' is neither a file nor a shipped configuration; did you mean gsm8k? "),
         ("broken.yaml", "broken.yaml, line 1: this is not YAML: "),
@@ -158,7 +152,7 @@ def test_a_missing_or_broken_file_is_an_error(tmp_path):
 def test_a_study_with_a_missing_or_faulty_file_starts_no_run(tmp_path, capsys, monkeypatch, entry, message):
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text("model: [")
-    path = written(tmp_path / "study.yaml", config=["word_problems", entry])
+    path = written(tmp_path / "study.yaml", config=["quickstart", entry], analysis={"comparisons": []})
     assert command(["study", str(path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -183,12 +177,6 @@ def test_a_finished_study_no_longer_needs_its_files(tmp_path, capsys, monkeypatc
     assert "8 of 8 runs are finished" in capsys.readouterr().out
 
 
-def test_the_page_links_to_the_section_that_a_missing_policy_names():
-    page = (ROOT / "docs" / "study.md").read_text()
-    assert "](#run-the-study-on-one-gpu)" in page
-    assert "\n## Run the study on one GPU\n" in page
-
-
 def test_arms_are_compared_with_the_first_unless_the_file_says_otherwise():
     arms = {name: {} for name in "abc"}
     assert Study(Path("out"), arms, [0]).comparisons == [("b", "a"), ("c", "a")]
@@ -202,8 +190,7 @@ SHIPPED = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
 def test_every_command_of_a_shipped_study_parses(path, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["train.py"])
-    # The policy's own file is made with the policy.
-    study = replace(read_study(path, tmp_path), config=["configs/word_problems.yaml"])
+    study = read_study(path, tmp_path)
     for run in study.runs()[: len(study.arms)]:
         write_files(study, run)
         parts = commands_of(study, run)
@@ -214,12 +201,26 @@ def test_every_command_of_a_shipped_study_parses(path, tmp_path, capsys, monkeyp
             assert str(run.folder) in capsys.readouterr().out
 
 
-def test_array_jobs_share_the_runs_and_a_dry_run_starts_nothing(tmp_path, capsys):
-    path, shares = written(tmp_path / "study.yaml", output=str(tmp_path / "out")), []
-    for task in range(3):
-        assert command(["study", str(path), "--dry-run", "--task", str(task), "--of", "3"]) == 0
-        shares += [line for line in capsys.readouterr().out.splitlines() if " fit " in line]
-    assert len(shares) == len(set(shares)) == 8
+def test_a_dry_run_prints_the_commands_and_starts_nothing(tmp_path, capsys):
+    path = written(tmp_path / "study.yaml", output=str(tmp_path / "out"))
+    assert command(["study", str(path), "--dry-run"]) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if " fit " in line]) == 8
     assert not (tmp_path / "out").exists()
-    assert command(["study", str(path), "--task", "3", "--of", "3"]) == 1
-    assert "expected 0 <= task < of" in capsys.readouterr().err
+
+
+def test_a_text_of_an_arm_may_have_the_runs_seed(tmp_path):
+    curve = {"trainer": {"curve": "studies/$name/seed-$seed"}}
+    path = written(tmp_path / "study.yaml", arms={"a": None, "b": curve}, variables={"name": "x"}, grid={})
+    study = read_study(path)
+    texts = [files_of(study, run)[run.folder / "study" / "arm.yaml"] for run in study.runs()]
+    assert [yaml.safe_load(text) for text in texts if "curve" in text] == [
+        {"trainer": {"curve": f"studies/x/seed-{seed}"}} for seed in CONTENT["seeds"]
+    ]
+    with pytest.raises(ValueError, match="choose another name"):
+        read_study(written(path, variables={"seed": "1"}))
+
+
+@pytest.mark.parametrize("after", [{"a": "c"}, {"a": "a"}, {"a": "b", "b": "a"}])
+def test_an_order_of_arms_that_cannot_be_is_refused(tmp_path, after):
+    with pytest.raises(ValueError, match="expected two of the arms a, b"):
+        read_study(written(tmp_path / "study.yaml", arms={"a": None, "b": None}, after=after))
