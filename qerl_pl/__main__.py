@@ -22,8 +22,6 @@ TRAINING = {
 COMMANDS = {
     "init": "write a small configuration, a reward and problems of your own, to start from",
     "tiny": "make a small warm-started policy for the quickstart and for tests",
-    "pretrain": "make a policy from scratch on generated word problems, and measure it",
-    "problems": "write generated word problems as JSON Lines",
     "quantize": "write a 4-bit copy of a checkpoint",
     "study": "run a grid of arms and seeds, and compare them",
     "plan": "predict the GPU memory of a run, and what to change if it does not fit",
@@ -33,7 +31,7 @@ COMMANDS = {
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }
-QUICK = ("init", "problems")
+QUICK = ("init",)
 """Commands that import nothing that takes seconds."""
 MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict", "new": "init"}
 """Maps names that other programs have for a command, such as ``train``, to this program's name for it. They are used in

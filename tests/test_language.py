@@ -53,9 +53,7 @@ DIALECT = {
     r"\b(?:other|every|each|own|this|that) rooms?\b|\brooms\b": "package",
     rf"\b(?:{COUNTED}) an? (?:{UNIT})\b": "per step, per token, ...",
 }
-ALLOWED = {
-    ("qerl_pl/tasks/word_problems.py", "cards"),  # things that a word problem counts
-}
+ALLOWED = {}
 """File and match that are meant as they stand."""
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MATHS = ("losses", "advantages", "correction", "covariance", "entropy_control", "objective", "published")
 TORCH_ONLY = ("common/types", "policy/evidence", "policy/logprobs", *(f"objective/{name}" for name in MATHS))
-STDLIB_ONLY = ("common/seeding", "noise/schedule", "tasks/arithmetic", "tasks/quantities", "tasks/word_problems")
+STDLIB_ONLY = ("common/seeding", "noise/schedule", "tasks/arithmetic")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -16,10 +16,10 @@ from datamodules.arithmetic import Arithmetic
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import check_base
 from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
-from qerl_pl.pretraining.policy import CHAT_TEMPLATE
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.common import end_tokens
+from qerl_pl.tools.new_policy import CHAT_TEMPLATE
 from qerl_pl.tools.tiny import VOCAB_SIZE, make_tiny, make_tokenizer
 
 CONFIG = {"vocab_size": VOCAB_SIZE}

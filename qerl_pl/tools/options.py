@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.common.program import CommandParser, called_as
-from qerl_pl.pretraining.sizes import SHAPES
 from qerl_pl.tools.paths import (
     at_least,
     existing_base,
@@ -35,18 +34,6 @@ again, the command continues the study: finished runs are not touched, and inter
 checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 3 if the time was up; 128 plus the number of a
 signal.
 """
-PRETRAIN = """\
-Train a policy on generated word problems, from scratch or (--start) from another such policy, and measure it.
-
-The policy is a model of the Qwen2 architecture with a small tokenizer of its own, in Hugging Face format, trained on
-problems with worked solutions (docs/word_problems.md). At the end, its pass rates are measured: reinforcement learning
-has room to improve it on problems with pass@1 of 5 to 20 % and pass@64 above 50 %. The folder holds the policy,
-pretrain.json (settings and measurements), task.yaml (a configuration with the problems that have room) and reach.jsonl
-(problems that no sample solved).
-
-Given again after an interruption, the same command continues. Exit status: 0 if the policy is made; 1 after an error; 3
-if the command was stopped by --minutes, Ctrl-C or SIGTERM.
-"""
 
 
 def tiny_options() -> CommandParser:
@@ -54,63 +41,6 @@ def tiny_options() -> CommandParser:
     parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and demonstrations (default: 0)")
-    return parser
-
-
-def pretrain_options() -> CommandParser:
-    """Make the parser of `pretrain`."""
-    parser = CommandParser(
-        prog=called_as("pretrain"), description=PRETRAIN, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
-    parser.add_argument("--start", type=Path, help="policy from which training starts (default: random weights)")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of weights and problems (default: 0)")
-    parser.add_argument("--size", choices=list(SHAPES), default="10m", help="parameters (default: 10m)")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
-    parser.add_argument("--batch-size", type=int, default=512, help="problems per step (default: 512)")
-    parser.add_argument(
-        "--operations", type=int, nargs=2, default=(2, 5), metavar=("FEWEST", "MOST"), help="trained on (default: 2 5)"
-    )
-    parser.add_argument(
-        "--rare", type=float, default=0.02, help="share of problems with more operations (default: 0.02)"
-    )
-    parser.add_argument(
-        "--left-out", type=float, default=0.0, help="share of a solution's lines that is left out (default: 0)"
-    )
-    parser.add_argument(
-        "--rl-operations",
-        type=int,
-        nargs=2,
-        default=(3, 6),
-        metavar=("FEWEST", "MOST"),
-        help="that RL is to train on, if they have room (default: 3 6)",
-    )
-    parser.add_argument("--learning-rate", type=finite(above=0), help="default: by size")
-    parser.add_argument(
-        "--micro-batch-tokens",
-        type=int,
-        default=131072,
-        help="most in one forward pass; fewer need less memory (default: 131072)",
-    )
-    parser.add_argument(
-        "--measure-problems", type=at_least(1), default=64, help="per number of operations (default: 64)"
-    )
-    parser.add_argument(
-        "--reach-problems", type=at_least(1), default=512, help="tried for the reach set (default: 512)"
-    )
-    parser.add_argument(
-        "--samples", type=at_least(1), default=64, help="completions of each, n of pass@n (default: 64)"
-    )
-    parser.add_argument(
-        "--batch-rows", type=at_least(1), default=2048, help="completions sampled at once (default: 2048)"
-    )
-    parser.add_argument("--workers", type=at_least(0), help="processes that draw problems (default: by cores)")
-    parser.add_argument(
-        "--save-seconds", type=finite(least=0), default=60.0, help="most between two saves (default: 60)"
-    )
-    parser.add_argument("--save-steps", type=at_least(1), default=1000, help="most between two saves (default: 1000)")
-    parser.add_argument("--minutes", type=finite(least=0), help="save and stop after so long (default: never)")
-    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     return parser
 
 
@@ -173,8 +103,6 @@ def study_options() -> CommandParser:
     parser.add_argument(
         "--minutes", type=finite(above=0), help="stop at the next checkpoints after so long (default: never)"
     )
-    parser.add_argument("--task", type=int, default=0, help="of array jobs: which one this is, from 0 (default: 0)")
-    parser.add_argument("--of", type=int, default=1, help="of array jobs: how many there are (default: 1)")
     parser.add_argument(
         "--analyse",
         action="store_true",
@@ -284,7 +212,6 @@ def chat_options() -> CommandParser:
 
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "tiny": tiny_options,
-    "pretrain": pretrain_options,
     "quantize": quantize_options,
     "study": study_options,
     "plan": plan_options,

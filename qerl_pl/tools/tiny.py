@@ -26,9 +26,9 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.common.phases import counted, phase
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.pretraining import policy
-from qerl_pl.pretraining.policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
+from qerl_pl.tools import new_policy
+from qerl_pl.tools.new_policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tools.options import tiny_options
 
 SFT_STEPS = 900  # with 450 steps, one policy of three lacks the skill, and RL stops at an accuracy of 0.77
@@ -106,7 +106,7 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     """Create the model with random fp32 weights."""
-    return policy.random_model(
+    return new_policy.random_model(
         tokenizer,
         seed=seed,
         purpose="tiny/weights",

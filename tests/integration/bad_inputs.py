@@ -123,8 +123,6 @@ COMMANDS = (
     "study {letters}",
     "tiny --output {folder}/tiny --seed -1",
     "tiny --output {folder}/file",
-    "pretrain --output {folder}/new --learning-rate nan",
-    "pretrain --output {folder}/new --minutes -1",
     "problems --output {folder}/problems --train -1",
     "problems --output {folder}/file",
     "chat {folder}/run --temperature nan",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.common.files import allow_reading
@@ -25,23 +23,15 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 """Files of a finished folder, in addition to its record."""
 
 
-def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer, which can encode any text. The tags ``<think>``, ``<answer>`` and their ends are
-    tokens of their own, which decoding keeps.
-
-    Args:
-        texts: texts from which byte-pair merges are learnt; without any, a token is a byte of the text, which is
-            normalised to Unicode form C first.
-        vocab_size: largest number of tokens before the control tokens and tags are added; few texts may need fewer.
-    """
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Create a byte-level tokenizer, which can encode any text: a token is a byte of the text, which is normalised to
+    Unicode form C first. The tags ``<think>``, ``<answer>`` and their ends are tokens of their own, which decoding
+    keeps."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab, merges = {char: token for token, char in enumerate(alphabet)}, []
-    if vocab_size > len(vocab):
-        vocab, merges = _learnt(texts, vocab_size)
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,  # pyright: ignore[reportArgumentType] (pairs, whatever its annotation says)
+        vocab={char: token for token, char in enumerate(alphabet)},
+        merges=[],
         eos_token=END,
         pad_token=PAD,
         extra_special_tokens=[START],
@@ -50,20 +40,6 @@ def make_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 256) -> Qwen2
     for tag in TAGS:
         tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
     return tokenizer
-
-
-def _learnt(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Learn byte-pair merges from texts, within the pieces into which Qwen2's pre-tokenizer splits them; returns
-    vocabulary and merges."""
-    backend = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer, tokenizer.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
-    trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue] (its stub has no arguments)
-        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape: Any) -> Qwen2ForCausalLM:
@@ -84,12 +60,6 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int, purpose: str, **shape:
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(**ends)
     return model
-
-
-def read_policy(folder: Path) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """Read a policy that ``write_policy`` wrote; its weights are converted to fp32."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, Qwen2Tokenizer.from_pretrained(folder)
 
 
 def partial_folder(output: Path) -> Path:

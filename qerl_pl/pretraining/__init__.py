@@ -1,2 +1,0 @@
-"""Make a small policy from scratch: tokenizer, random weights, supervised training on generated problems,
-measurements."""
