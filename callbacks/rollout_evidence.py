@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,20 +31,47 @@ from qerl_pl.policy.evidence import (
     order_evidence,
     repeats,
 )
-from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump
+from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import measure_some
 from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
-HIGH = 5.0  # rows differ more than rollouts: the floor of ``high_gap`` divided by that of ``gap``
+FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
+"""Multiples of ``GAP_FLOOR``: rows differ more than rollouts, and logits more than log-probabilities."""
+JUMPS = {"gap": 1.0, "high_gap": 1.0, "logit_gap": 0.5}
+"""Multiples of ``max_jump``: differences of logits vary least from rollout to rollout."""
 SURE_SIGMAS = 6.0
-KINDS = ("gap", "high_gap", "far_share")
+KINDS = (*FLOORS, "far_share")
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
 """Names of metrics: of the rows that go through the model before the update, and of all rows, without noise."""
 MAX_FAR_SHARE = 1 / 256  # of tokens; a correct engine has less than 1e-4
+
+
+def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
+    """Compute the gaps of ``KINDS`` over the tokens of all ranks. Every rank must call this.
+
+    Args:
+        trainer: [N] fp64 log-probabilities in nats of this rank's tokens.
+        other: [N] fp64, those of another implementation.
+        rows: [N] int64, the number of each token's row.
+    """
+    log_ratio = trainer - other
+    size = int(rows.max()) + 1 if len(rows) else 0
+    sums, counts = (
+        log_ratio.new_zeros(size).index_add(0, rows, each) for each in (log_ratio.abs(), torch.ones_like(log_ratio))
+    )
+    of_rows = sums[counts > 0] / counts[counts > 0]
+    far = far_share(log_ratio) * len(log_ratio)
+    totals = [log_ratio.abs().sum().item(), logit_gap(trainer, other).sum().item(), far, len(log_ratio)]
+    parts: list[tuple[list[float], list[float]]] = ranks.gather_values((of_rows.tolist(), totals))
+    row_gaps = torch.tensor([gap for part, _ in parts for gap in part], dtype=torch.float64)
+    gap, logits, far, count = map(math.fsum, zip(*(totals for _, totals in parts), strict=True))
+    count = max(1, count)
+    high = high_gap(row_gaps) if len(row_gaps) else 0.0
+    return {"gap": gap / count, "high_gap": high, "logit_gap": logits / count, "far_share": far / count}
 
 
 class RolloutEvidence(Callback):
@@ -58,6 +86,8 @@ class RolloutEvidence(Callback):
       median. A large gap means that tokens or log-probabilities were altered or come from another policy.
     - ``evidence/high_gap`` is the mean |trainer - sampler| that a thirty-second of the rows reach, so that a few wrong
       rows do not vanish among many. Its jumps count as those of the gap.
+    - ``evidence/logit_gap`` is the gap as a difference of logits (``qerl_pl.policy.jumps.logit_gap``), which does not
+      depend on how certain the policy is. The run stops above half of ``max_jump`` times the recent median.
     - ``evidence/far_share`` is the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8. The run stops if it exceeds 1/256.
     - ``evidence/other_sampling`` is evidence in nats that tokens of all rows or of a sixteenth were sampled in another
@@ -181,8 +211,11 @@ class RolloutEvidence(Callback):
         experience, old = outputs["update"].experience, outputs["update"].old_logprobs
         sampled = experience.sampled
         rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
-        log_ratio = (old - experience.sampler_logprobs)[sampled].double().cpu()
-        self._check_gaps(log_ratio, rows.cpu(), OF_ALL, pl_module, index=outputs["rollout_index"])
+        trainer_logprobs, sampler_logprobs = (
+            each[sampled].double().cpu() for each in (old, experience.sampler_logprobs)
+        )
+        found = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
+        self._check_gaps(found, OF_ALL, pl_module, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         """Check a rollout before the update; raises CheckFailed if its completions are no samples from the current
@@ -192,7 +225,8 @@ class RolloutEvidence(Callback):
         self._check_copies(pl_module, rollout)
         self._check_branches(pl_module, rollout.evaluation)
         if is_due(index, self.every):
-            log_ratio, rows, evidence = measure_some(
+            is_first = OF_THE_CHOSEN["gap"] not in self._gaps
+            measured = measure_some(
                 pl_module.policy,
                 rollout.evaluation,
                 pl_module.norm_noise,
@@ -201,9 +235,15 @@ class RolloutEvidence(Callback):
                 micro_batch_tokens=check_limit(pl_module.settings.longest_row),
                 max_tokens=self.max_tokens,
                 seed=derive_seed(pl_module.settings.seed, f"evidence/{pl_module.global_rank}", index),
+                other_rounding=is_first,
             )
-            self._check_gaps(log_ratio, rows, OF_THE_CHOSEN, pl_module, index=index)
-            self._check_sampling(evidence, pl_module)
+            if is_first:  # what is usual is known before the first rollout: about the trainer's own rounding errors
+                usual = gaps_of(measured.trainer, measured.shaken, measured.rows)
+                for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
+                    self._gaps[names[kind]] = [usual[kind]] * 2
+            found = gaps_of(measured.trainer, measured.sampler, measured.rows)
+            self._check_gaps(found, OF_THE_CHOSEN, pl_module, index=index)
+            self._check_sampling(measured.evidence, pl_module)
         self._warn_of_changes(rollout.evaluation, index)
         self._count_silence(rollout)
 
@@ -261,27 +301,11 @@ class RolloutEvidence(Callback):
         return math.exp(log_p)
 
     def _check_gaps(
-        self, log_ratio: Tensor, rows: Tensor, names: Mapping[str, str], pl_module: QeRLModule, *, index: int
+        self, found: Mapping[str, float], names: Mapping[str, str], pl_module: QeRLModule, *, index: int
     ) -> None:
-        """Check log(trainer / sampler) of the N tokens of this rank's rows, [N] fp64 nats, given the number of each
-        token's row, [N]; ``names`` maps the kinds of gaps to their names as metrics."""
-        size = int(rows.max()) + 1 if len(rows) else 0
-        sums, counts = (
-            log_ratio.new_zeros(size).index_add(0, rows, each) for each in (log_ratio.abs(), torch.ones_like(log_ratio))
-        )
-        of_rows = sums[counts > 0] / counts[counts > 0]
-        parts: list[list[Any]] = ranks.gather_values(
-            [of_rows.tolist(), log_ratio.abs().sum().item(), far_share(log_ratio) * len(log_ratio), len(log_ratio)]
-        )
-        row_gaps = torch.tensor([gap for part in parts for gap in part[0]], dtype=torch.float64)
-        num_tokens = max(1, sum(part[3] for part in parts))
-        gap, far = (sum(part[place] for part in parts) / num_tokens for place in (1, 2))
-        values = {"gap": gap, "high_gap": high_gap(row_gaps)} if len(row_gaps) else {}
-        log_at(
-            pl_module.trainer.loggers,
-            {names[kind]: value for kind, value in {**values, "far_share": far}.items()},
-            step=index,
-        )
+        """Check what ``gaps_of`` returned; ``names`` maps the kinds of gaps to their names as metrics."""
+        log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in found.items()}, step=index)
+        far = found["far_share"]
         dtype = pl_module.policy.dtype
         advice = (
             "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, "
@@ -294,21 +318,22 @@ class RolloutEvidence(Callback):
             )
         if names is OF_ALL and pl_module.norm_noise.sigma > 0:
             return
-        for kind, value in values.items():
-            rows_of = " in some rows" if kind == "high_gap" else ""
+        for kind in FLOORS:
+            value = found[kind]
+            what = {"high_gap": " in some rows", "logit_gap": " as a difference of logits"}.get(kind, "")
             said = (
                 f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {value:.2g} nats per "
-                f"token{rows_of}"
+                f"token{what}"
             )
-            limit, floor = self.max_gap or MAX_GAP[dtype], GAP_FLOOR[dtype] * (1 if kind == "gap" else HIGH)
+            limit, floor = self.max_gap or MAX_GAP[dtype], GAP_FLOOR[dtype] * FLOORS[kind]
             if kind == "gap" and not value <= limit:
                 raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
             history = self._gaps.get(names[kind], [])
-            found = jump(value, history, floor=floor)
-            if self.max_jump is not None and found.ratio > self.max_jump and found.sigmas > SURE_SIGMAS:
-                raise CheckFailed(f"{said}, {found.ratio:.1f} times the usual: {advice}")
-            if kind == "gap" and found.ratio > self.warn_jump and found.sigmas > SURE_SIGMAS:
-                rank_zero_warn(f"{said}, {found.ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
+            ratio, sigmas = jump(value, history, floor=floor)
+            if self.max_jump is not None and ratio > self.max_jump * JUMPS[kind] and sigmas > SURE_SIGMAS:
+                raise CheckFailed(f"{said}, {ratio:.1f} times the usual: {advice}")
+            if kind == "gap" and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
+                rank_zero_warn(f"{said}, {ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
             self._gaps[names[kind]] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:

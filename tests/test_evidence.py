@@ -24,7 +24,7 @@ from qerl_pl.policy.evidence import (
     order_evidence,
     repeats,
 )
-from qerl_pl.policy.jumps import change, far_share, high_gap, jump
+from qerl_pl.policy.jumps import change, far_share, high_gap, jump, logit_gap
 
 ENDS = torch.tensor([3, 7])
 
@@ -254,6 +254,19 @@ class TestGaps:
         rows[1:] = 0.006
         assert high_gap(rows) == pytest.approx(0.006), "one row alone may be an accident"
         assert high_gap(rows[:1]) == 2.0
+
+    @pytest.mark.parametrize("certainty", [0.5, 1.0, 3.0])
+    def test_errors_of_logits_have_one_size_and_rounded_log_probabilities_show(self, certainty):
+        generator = torch.Generator().manual_seed(13)
+        logits = certainty * 3 * torch.randn(20000, 50, generator=generator, dtype=torch.float64)
+        errors = 0.02 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        tokens = logits.softmax(dim=1).multinomial(1, generator=generator)
+        own, other = (z.log_softmax(dim=1).gather(1, tokens)[:, 0] for z in (logits, logits + errors))
+        error = logit_gap(own, other).mean().item()
+        assert 0.01 < error < 0.03, "about the mean difference of two errors, weighed by probabilities"
+        assert (logit_gap(own, other) <= 2 * errors.abs().amax()).all()
+        assert logit_gap(own, (10 * other).round() / 10).mean() > error * (1.2 if certainty < 1 else 4)
+        assert logit_gap(torch.zeros(1), torch.tensor([-20.0])) == 1
 
 
 class TestJump:

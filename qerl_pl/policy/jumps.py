@@ -11,6 +11,8 @@ from scipy.stats import ttest_ind
 from torch import Tensor
 
 FAR = 8.0
+LEAST_OTHERS = 0.01
+"""Probability of all other tokens together below which a token is counted as if they had this much."""
 
 
 class Jump(NamedTuple):
@@ -62,6 +64,25 @@ def far_share(log_ratio: Tensor) -> float:
     correct engine, whose r is 0.02 in root mean square; each altered token usually is one.
     """
     return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
+
+
+def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
+    """Return the difference between two log-probabilities of a token as a difference of logits.
+
+    If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
+    p_v (e_y - e_v): 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, differences are therefore of
+    one size for all tokens, whatever the entropy is. What changes log-probabilities themselves, such as rounding them,
+    is not: it shows at the tokens that the policy is nearly certain of.
+
+    Args:
+        trainer: [N] log-probabilities in nats.
+        sampler: [N] log-probabilities of the same tokens by the other implementation, in nats.
+
+    Returns:
+        [N] nats, at most 1, so that no token decides alone.
+    """
+    others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
+    return ((trainer - sampler).abs() / others).clamp(max=1.0)
 
 
 def high_gap(row_gaps: Tensor) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,25 @@ from qerl_pl.common.batching import micro_batches
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
 from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.shaken import shaken
 from qerl_pl.rollout.common import padded
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.scored import ScoredBatch
+
+
+class Measured(NamedTuple):
+    """Log-probabilities, in nats, of the N tokens of some completions, and evidence about them."""
+
+    trainer: Tensor
+    """[N] fp64, by the trainer."""
+    sampler: Tensor
+    """[N] fp64, reported by the engine."""
+    shaken: Tensor
+    """[N] fp64, by the trainer with other rounding errors; empty if they were not asked for."""
+    rows: Tensor
+    """[N] int64, number of each token's row among the chosen ones."""
+    evidence: Tensor
+    """[len(SHARES) * K] fp64 in nats, evidence of the chosen rows of all ranks for K other ways of sampling."""
 
 
 def measure_some(
@@ -25,7 +44,8 @@ def measure_some(
     micro_batch_tokens: int,
     max_tokens: int,
     seed: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    other_rounding: bool = False,
+) -> Measured:
     """Choose some completions of this rank, and compute their log-probabilities under the policy as it is sampled from
     and under the alternatives of ``evidence``. Every rank must call this.
 
@@ -38,12 +58,8 @@ def measure_some(
         micro_batch_tokens: most tokens in one forward pass.
         max_tokens: limit on the tokens of all chosen prompts and completions of all ranks; each rank may exceed its
             share by at most one row.
-        seed: seed of the choice.
-
-    Returns:
-        log(trainer / sampler) of the N tokens of the chosen completions, [N] fp64 nats; the number of each token's row
-        among the chosen ones, [N] int64; and the evidence of the chosen rows of all ranks for K other ways of sampling,
-        [len(SHARES) * K] fp64 nats.
+        seed: seed of the choice, and of rounding errors.
+        other_rounding: compute log-probabilities a second time, with other rounding errors (``policy.shaken``).
     """
     prompts, completions = batch.prompts, batch.completions
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +76,7 @@ def measure_some(
     )
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
+    again = found[..., :1].clone()
     oracle, device = TransformersEngine(), policy.causal_lm.device
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -67,11 +84,13 @@ def measure_some(
         for rows in micro_batches(starts + lengths, micro_batch_tokens):
             width = int((starts + lengths)[rows].max())
             mask = sampled[rows, :width]
-            values = oracle.alternative_logprobs(
-                tokens[rows, :width].to(device), mask.to(device), temperature=temperature
-            )
             row, column = mask.nonzero(as_tuple=True)
-            found[rows[row], column] = values.double().cpu()
+            for values in (found, again)[: 1 + other_rounding]:
+                with nullcontext() if values is found else shaken(policy.causal_lm, policy.dtype, seed=seed):
+                    logprobs = oracle.alternative_logprobs(
+                        tokens[rows, :width].to(device), mask.to(device), temperature=temperature
+                    )
+                values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
     finally:
         oracle.close()
     reported = torch.tensor([value for row in chosen for value in completions[row].logprobs], dtype=torch.float64)
@@ -79,4 +98,4 @@ def measure_some(
     ratios = found[sampled] - reported.unsqueeze(1)  # [N, 1 + K]
     of_rows = ratios.new_zeros(len(chosen), len(ALTERNATIVES)).index_add(0, rows, ratios[:, 1:])
     evidence = torch.tensor(ranks.gather_values(in_shares(of_rows.T).tolist()), dtype=torch.float64).sum(dim=0)
-    return ratios[:, 0], rows, evidence
+    return Measured(found[sampled][:, 0], reported, again[sampled][:, 0][: len(rows) * other_rounding], rows, evidence)
