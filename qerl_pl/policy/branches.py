@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +17,41 @@ CERTAIN = 0.99
 """Probability of all seen branches together above which the next token tells almost nothing, and is left out."""
 
 
+class _Rest(NamedTuple):
+    """What one completion has after a branch that no other has reached, which becomes branches when another does."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    at: int
+
+
 @dataclass(eq=False)
 class _Branch:
     """A token after a prefix that completions of a group share."""
 
-    probability: float = 0.0
-    count: int = 0
-    sums: list[float] = field(default_factory=list)
+    probability: float
+    rest: _Rest | None
+    sums: list[float]
     """Sum of each number over the completions that go on with this token."""
+    count: int = 1
     following: dict[int, _Branch] = field(default_factory=dict)
     mass: float = 0.0
     """Probability of all tokens that follow, together."""
+
+    def begin(self, tokens: Sequence[int], logprobs: Sequence[float], at: int, numbers: Sequence[float]) -> None:
+        """Begin a branch with the token in place ``at`` of a completion, if there is one."""
+        if at < len(tokens):
+            probability = math.exp(logprobs[at])
+            self.following[tokens[at]] = _Branch(probability, _Rest(tokens, logprobs, at + 1), list(numbers))
+            self.mass += probability
+
+    def pass_by(self, numbers: Sequence[float]) -> None:
+        """Count one more completion."""
+        if self.rest is not None:
+            self.begin(*self.rest, self.sums)  # the sums are still the numbers of the only completion
+            self.rest = None
+        self.count += 1
+        self.sums = [total + number for total, number in zip(self.sums, numbers, strict=True)]
 
 
 def branch_evidence(
@@ -60,18 +85,21 @@ def branch_evidence(
 def _of_group(
     group: Sequence[tuple[Sequence[int], Sequence[float]]], numbers: Sequence[Sequence[float]]
 ) -> list[float]:
-    root, evidence = _Branch(sums=[0.0] * len(numbers[0])), [0.0] * (len(numbers[0]) * 2 * len(ODDS))
-    for (tokens, logprobs), own in zip(group, numbers, strict=True):
+    evidence = [0.0] * (len(numbers[0]) * 2 * len(ODDS))
+    root = _Branch(1.0, _Rest(*group[0], 0), list(numbers[0]))
+    for (tokens, logprobs), own in zip(group[1:], numbers[1:], strict=True):
+        means = [total / root.count for total in root.sums]
         branch = root
-        for token in tokens:
+        branch.pass_by(own)
+        for place, token in enumerate(tokens):
             if branch.following and branch.mass <= CERTAIN:
-                means = [total / root.count for total in root.sums]
-                for place, ratio in enumerate(_log_ratios(branch, token, means)):
-                    evidence[place] += ratio
+                for which, ratio in enumerate(_log_ratios(branch, token, means)):
+                    evidence[which] += ratio
             if token not in branch.following:
-                break  # no earlier completion goes on with this token
+                branch.begin(tokens, logprobs, place, own)
+                break
             branch = branch.following[token]
-        _add(root, tokens, logprobs, own)
+            branch.pass_by(own)
     return evidence
 
 
@@ -84,16 +112,3 @@ def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator
             mass = min(1.0, sum(each.probability for each in inside))
             for odds in ODDS:
                 yield (taken in inside) * math.log(odds) - math.log1p((odds - 1) * mass)
-
-
-def _add(root: _Branch, tokens: Sequence[int], logprobs: Sequence[float], own: Sequence[float]) -> None:
-    branches, branch = [root], root
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        if token not in branch.following:
-            branch.following[token] = _Branch(math.exp(logprob), sums=[0.0] * len(own))
-            branch.mass += math.exp(logprob)
-        branch = branch.following[token]
-        branches.append(branch)
-    for branch in branches:
-        branch.count += 1
-        branch.sums = [total + number for total, number in zip(branch.sums, own, strict=True)]
