@@ -25,6 +25,9 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.evidence import (
     ALTERNATIVES,
+    COPIED,
+    COPY_RATES,
+    SHARES,
     accumulated,
     copy_evidence,
     log_false_alarm,
@@ -90,14 +93,14 @@ class RolloutEvidence(Callback):
       depend on how certain the policy is. The run stops above half of ``max_jump`` times the recent median.
     - ``evidence/far_share`` is the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8. The run stops if it exceeds 1/256.
-    - ``evidence/other_sampling`` is evidence in nats that tokens of all rows or of a sixteenth were sampled in another
-      way (``qerl_pl.policy.evidence.ALTERNATIVES``: another temperature, top_p, top_k, end tokens more or less often,
-      random tokens) and scored in the reported one afterwards.
+    - ``evidence/other_sampling`` is evidence in nats that tokens of all rows, a quarter or a sixteenth were sampled in
+      another way (``qerl_pl.policy.evidence.ALTERNATIVES``: another temperature, top_p, top_k, end tokens more or less
+      often, random tokens) and scored in the reported one afterwards.
 
     In every rollout, with all completions:
 
     - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
-      copies: the engine copies completions, or its seed does not change.
+      copies: the engine copies completions, or its seed does not change; or that they avoid each other.
     - ``evidence/branches`` is evidence in nats that an engine chooses among completions by length or reward
       (``qerl_pl.policy.branches``): they go the ways of earlier completions of their group with short, long, good or
       bad ends more often than their log-probabilities say.
@@ -295,7 +298,10 @@ class RolloutEvidence(Callback):
     def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
         """Add a rollout's evidence; returns a bound on the probability per rollout that a correct run collects as much
         evidence."""
-        self._evidence[name] = accumulated(self._evidence.get(name, torch.full_like(evidence, -math.inf)), evidence)
+        before = self._evidence.get(name, evidence)
+        if before is evidence or before.shape != evidence.shape:  # an earlier version had other alternatives
+            before = torch.full_like(evidence, -math.inf)
+        self._evidence[name] = accumulated(before, evidence)
         log_p = log_false_alarm(self._evidence[name])
         log_at(pl_module.trainer.loggers, {f"evidence/{name}": -log_p}, step=pl_module.rollout_index)
         return math.exp(log_p)
@@ -361,10 +367,13 @@ class RolloutEvidence(Callback):
         ]  # all ranks compare and remember the same rows
         chance = self._chance("copies", copy_evidence(repeats(self._seen, rows)), pl_module)
         if chance < self.false_alarm:
+            best = int(self._evidence["copies"].argmax()) % (len(self._evidence["copies"]) // len(SHARES))
+            more = best < len(COPY_RATES) * len(COPIED)
             raise CheckFailed(
-                f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt more often than "
-                f"independent draws would (chance: below {chance:.1g} per rollout): the engine copies completions or "
-                "chooses among them, or its seed does not change from one to the next"
+                f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt "
+                f"{'more' if more else 'less'} often than independent draws would (chance: below {chance:.1g} per "
+                "rollout): the engine copies completions or chooses among them, or its seed does not change from one "
+                "to the next"
             )
         kept = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
         self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept

@@ -89,7 +89,8 @@ class TestAlternatives:
         evidence = torch.tensor([[3.0, -2.0, 0.0], [40.0, -50.0, -50.0]]).double()
         found = in_shares(evidence)
         torch.testing.assert_close(found[:2], evidence.sum(1))
-        torch.testing.assert_close(found[2:], (15 / 16 + evidence.exp() / 16).log().sum(1))
+        torch.testing.assert_close(found[2:4], (3 / 4 + evidence.exp() / 4).log().sum(1))
+        torch.testing.assert_close(found[4:], (15 / 16 + evidence.exp() / 16).log().sum(1))
         assert found[3] > 30, "one row of three is no less wrong because the others are right"
 
     def test_equal_tokens_have_equal_shares_of_a_nucleus(self):
@@ -196,6 +197,12 @@ class TestCopies:
         ):
             rows = [(group, hash(each), -6.0) for group, texts in own for each in copied(texts)]
             assert log_false_alarm(copy_evidence(repeats([], rows))) < math.log(1e-9)
+
+    def test_groups_that_avoid_repeats_are_seen_and_groups_with_no_likely_completion_are_not(self):
+        likely = [(group, value, math.log(0.3) if value < 3 else -8.0) for group in range(16) for value in range(6)]
+        assert log_false_alarm(copy_evidence(repeats([], likely))) < math.log(1e-6)
+        unlikely = [(group, value, -8.0) for group in range(16) for value in range(6)]
+        assert log_false_alarm(copy_evidence(repeats([], unlikely))) > math.log(0.5)
 
 
 class TestOrder:

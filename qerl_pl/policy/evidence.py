@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +30,12 @@ ALTERNATIVES = (
     f"{RANDOM:.0%} random tokens",
 )
 OUTSIDE = 0.05  # weight of q in an alternative with top_p or top_k, so that one token outside does not rule it out
-SHARES = (1.0, 1 / 16)
+SHARES = (1.0, 1 / 4, 1 / 16)
 """Shares of the rows, or groups of rows, that an alternative changes; the others are draws from p."""
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
+REDRAW_RATES = (0.9, 0.5)
+LEAST_LEFT = 1e-3
+"""Probability of what a group has not drawn yet below which it counts as this much."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Completions of the same prompt that a completion may be a copy of."""
@@ -115,40 +119,58 @@ def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
     return torch.logaddexp(torch.zeros_like(before), before) + evidence
 
 
-def copy_evidence(draws: Iterable[tuple[int, Sequence[float], float]]) -> Tensor:
-    """Compute the evidence that completions are copies of each other and not independent draws.
+class Draw(NamedTuple):
+    """A completion, next to the earlier ones of the same prompt."""
+
+    prompt: int
+    """Number that identifies the prompt."""
+    equal: tuple[float, ...]
+    """For each entry of ``COPIED``, the share of such completions that equal this one; NaN if there are none."""
+    logprob: float
+    """This completion's log-probability in nats."""
+    left: float
+    """Probability, in the policy, of all completions that the group has not drawn before this one."""
+    is_new: bool
+    """Whether the group has not drawn this one before."""
+
+
+def copy_evidence(draws: Iterable[Draw]) -> Tensor:
+    """Compute the evidence that completions are copies of each other, or avoid each other, and are not independent
+    draws.
 
     Let p(x) be the policy's probability of completion x. The null hypothesis is that all completions are independent
     draws from p. In each alternative hypothesis, for a share of the prompts (``SHARES``), a completion repeats an
     earlier completion of the same prompt (one of those that ``COPIED`` lists) with probability r (``COPY_RATES``), and
-    is a draw from p otherwise. The evidence is the logarithm of the likelihood ratio of the alternative to the null
-    hypothesis. Under the null hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, so this
-    likelihood ratio is a martingale as the others of this module are. Equal completions add almost no evidence if p(x)
-    is nearly 1, because then they are expected.
+    is a draw from p otherwise; or it is, with probability r (``REDRAW_RATES``), drawn from the completions that its
+    group does not have yet. The evidence is the logarithm of the likelihood ratio of the alternative to the null
+    hypothesis. Under the null hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, and that of
+    1{x is new} / p(all that is new) too, so this likelihood ratio is a martingale as the others of this module are.
+    Equal completions add almost no evidence if p(x) is nearly 1, because then they are expected.
 
     Args:
-        draws: one tuple per completion: an int that identifies its prompt; for each entry of ``COPIED``, the share of
-            such completions that equal this one, NaN if there are none; and this completion's log-probability in nats.
+        draws: one per completion.
 
     Returns:
-        Evidence for each share, rate and entry of ``COPIED``, [len(SHARES) * len(COPY_RATES) * len(COPIED)] fp64 in
-        nats.
+        Evidence for each share and alternative, [len(SHARES) * (len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES))]
+        fp64 in nats.
     """
-    seen = [draw for draw in draws if not all(map(math.isnan, draw[1]))]
+    seen = [draw for draw in draws if not all(map(math.isnan, draw.equal))]
     if not seen:
-        return torch.zeros(len(SHARES) * len(COPY_RATES) * len(COPIED), dtype=torch.float64)
-    _, group = torch.tensor([draw[0] for draw in seen]).unique(return_inverse=True)
-    equal = torch.tensor([draw[1] for draw in seen], dtype=torch.float64).T  # [C, N]
-    logprob = torch.tensor([draw[2] for draw in seen], dtype=torch.float64)
+        num = len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES)
+        return torch.zeros(len(SHARES) * num, dtype=torch.float64)
+    _, group = torch.tensor([draw.prompt for draw in seen]).unique(return_inverse=True)
+    equal = torch.tensor([draw.equal for draw in seen], dtype=torch.float64).T  # [C, N]
+    logprob = torch.tensor([draw.logprob for draw in seen], dtype=torch.float64)
     rates = torch.tensor(COPY_RATES, dtype=torch.float64).reshape(-1, 1, 1)
     repeats = rates.log() + equal.log() - logprob  # -inf if no earlier completion is equal
-    rows = torch.logaddexp((1 - rates).log(), repeats).where(~equal.isnan(), 0).flatten(0, 1)  # [rates * C, N]
+    copied = torch.logaddexp((1 - rates).log(), repeats).where(~equal.isnan(), 0).flatten(0, 1)  # [rates * C, N]
+    redrawn = torch.tensor([draw.is_new / max(draw.left, LEAST_LEFT) for draw in seen], dtype=torch.float64)
+    rates = torch.tensor(REDRAW_RATES, dtype=torch.float64).unsqueeze(1)
+    rows = torch.cat([copied, (1 - rates + rates * redrawn).log()])
     return in_shares(rows.new_zeros(len(rows), int(group.max()) + 1).index_add(1, group, rows))
 
 
-def repeats(
-    seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]
-) -> Iterator[tuple[int, tuple[float, ...], float]]:
+def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
     """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
 
     Args:
@@ -157,14 +179,17 @@ def repeats(
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
+    drawn = defaultdict[int, dict[int, float]](dict)
     for prompt, completion, logprob in rows:
-        group, half = groups[prompt], sizes[prompt] // 2
+        group, own, half = groups[prompt], drawn[prompt], sizes[prompt] // 2
         others = (group[-1:], group[:1], group[len(group) - half :][:1] if 0 < half <= len(group) else [])
         any_earlier = both[prompt, completion] / prompts[prompt] if prompts[prompt] else math.nan
-        yield prompt, (any_earlier, *(float(each[0] == completion) if each else math.nan for each in others)), logprob
+        equal = (any_earlier, *(float(each[0] == completion) if each else math.nan for each in others))
+        yield Draw(prompt, equal, logprob, 1 - math.fsum(own.values()), completion not in own)
         prompts[prompt] += 1
         both[prompt, completion] += 1
         group.append(completion)
+        own.setdefault(completion, math.exp(min(logprob, 0.0)))
 
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +71,16 @@ class ScoredBatch:
         return found
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return numbers of each group by name: mean length, share of finished completions, mean reward (of groups
-        with a score only) and share of distinct completions."""
+        """Return numbers of each group by name: mean length and the logarithm of its spread, share of finished
+        completions, mean reward (of groups with a score only) and share of distinct completions."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)
         return {
             "mean length of completions": [sum(len(row.tokens) for row in group) / size for group in groups],
+            "log of the spread of lengths in groups": [
+                _log_spread([len(row.tokens) for row in group]) for group in groups
+            ],
             "share of finished completions": [sum(row.finished for row in group) / size for group in groups],
             "mean reward": [reward[scored].double().mean().item() for reward, scored in rewards if scored.any()],
             "share of distinct completions": [len({row.tokens for row in group}) / size for group in groups],
@@ -138,3 +143,9 @@ class ScoredBatch:
             }
             for row, completion in enumerate(self.completions)
         ]
+
+
+def _log_spread(values: Sequence[int]) -> float:
+    """Return log(1 + standard deviation)."""
+    mean = sum(values) / len(values)
+    return math.log1p(math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)))

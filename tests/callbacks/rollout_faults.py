@@ -256,7 +256,8 @@ def old_where_several(engine: Any, policy: Policy) -> Any:
 
 
 def changed_while_sampling(engine: Any, policy: Policy) -> Any:
-    """The second half of the prompts gets the adapter with one matrix doubled."""
+    """The second half of the prompts gets the adapter with random numbers in the matrices of one layer, of a size that
+    is seen whether or not the policy has learned anything."""
 
     def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: Any, **more: Any) -> Groups:
         half = (len(prompts) + 1) // 2
@@ -265,7 +266,10 @@ def changed_while_sampling(engine: Any, policy: Policy) -> Any:
         if not prompts[half:] or sampling.max_tokens == 1:
             return [*first, *(engine.generate(prompts[half:], sampling, seed, **more) if prompts[half:] else [])]
         engine.load_adapter(
-            {name: 2 * t if "layers.1." in name and "lora_B" in name else t for name, t in adapter.items()}
+            {
+                name: t + 0.1 * torch.randn_like(t) if "layers.1." in name and "lora_B" in name else t
+                for name, t in adapter.items()
+            }
         )
         second = engine.generate(prompts[half:], sampling, seed, **more)
         engine.load_adapter(adapter)

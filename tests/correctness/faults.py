@@ -13,7 +13,11 @@ With `--model` and `--problems`, runs are of a pretrained model on GSM8K instead
 the beginning of rollout 2 (a second one, with noise, for the faults that are about noise), and each fault resumes from
 it in the same process, with an engine of its own.
 
-    python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl
+    python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
+
+Of N processes, each can do a part: `--part 1/8` to `--part 8/8`. A fault is found if its run stops or warns in the
+rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
+`within_two`.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,15 +41,20 @@ import yaml
 from lightning.pytorch import Callback
 
 import train
+from qerl_pl.common.types import Completion
 from tests.bench.harness import DEVICE, DTYPE, emit
-from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
+from tests.callbacks import partial_faults, rollout_faults
 from tests.integration.conftest import ROOT
 
+OF_ANY_ENGINE = rollout_faults.OF_ANY_ENGINE | partial_faults.OF_ANY_ENGINE
+OF_THE_MODEL = rollout_faults.OF_THE_MODEL | partial_faults.OF_THE_MODEL
 AT, LAST = 2, 7  # rollouts at which faults of the quickstart begin; those of a pretrained model all begin at AT
-LATER = re.compile("old adapter|lost update|noise missing|other noise")  # right in their first rollout, wrong after it
+LATER = re.compile(
+    "old adapter|lost update|noise missing|other noise|of the rollout before"
+)  # right in their first rollout, wrong after it
 NOISY = ("noise", "other noise")  # faults that are about noise, of which stage 0 has none
 ROLLOUTS = 12  # of a run with a fault, from its beginning
-COMPLETIONS = 4  # per prompt in runs of a pretrained model
+COMPLETIONS = 8  # per prompt in runs of a pretrained model
 ENGINES = {"transformers": "qerl_pl.rollout.hf.TransformersEngine", "vllm": "qerl_pl.rollout.vllm.VLLMEngine"}
 OF_SAMPLES = re.compile("the sampler's log-probabilities|more than chance explains")
 WARNINGS = re.compile(f"{OF_SAMPLES.pattern}|no group had a signal")
@@ -164,6 +174,11 @@ def sources(problems: Path) -> dict[str, str]:
     }
 
 
+def digits(prompts: Sequence[Any], completions: Sequence[Completion]) -> list[float]:
+    """Share of digits in each completion: it differs in nearly every group, so that every update changes the policy."""
+    return [sum(map(str.isdigit, row.text)) / max(1, len(row.text)) for row in completions]
+
+
 def aqn(num_stages: int) -> dict[str, Any]:
     """Make the configuration of the paper's noise with so many stages."""
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": num_stages}
@@ -209,7 +224,11 @@ class OfRealModel:
         if noise:
             callbacks += [aqn(self.rollouts + 1)]  # a stage per rollout; the first has no noise
         # Every run starts an engine of its own, which takes a minute with compilation and graphs.
-        sizes = {"max_num_seqs": 64, "kv_cache_bytes": 2**30, "enforce_eager": True} if self.engine == "vllm" else {}
+        sizes = (
+            {"max_num_seqs": 2 * self.prompts * COMPLETIONS, "kv_cache_bytes": 2**30, "enforce_eager": True}
+            if self.engine == "vllm"
+            else {}
+        )
         changes = {
             "run_dir": str(self.folder / run),
             "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
@@ -218,6 +237,9 @@ class OfRealModel:
                 "dtype": str(DTYPE).removeprefix("torch."),
                 "engine": {"class_path": ENGINES[self.engine], "init_args": sizes},
                 "sampling": {"num_completions": COMPLETIONS, "max_tokens": self.tokens, "temperature": 1.0},
+                # Faults that are about adapters have an effect only if the policy learns, and visibly.
+                "rewards": [{"name": "digits", "weight": 1.0, "reward": "tests.correctness.faults.digits"}],
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-4, "weight_decay": 0.0}},
             },
             "data": {
                 "batch_size": self.prompts,
@@ -248,13 +270,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl; needed with --model"
     )
-    parser.add_argument("--rollouts", type=int, default=8, help="last rollout of a run of a pretrained model")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th fault, from the I-th on, I = 1 to N")
+    parser.add_argument("--rollouts", type=int, default=6, help="last rollout of a run of a pretrained model")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
-    parser.add_argument("--tokens", type=int, default=64, help="longest completion of a pretrained model")
+    parser.add_argument("--tokens", type=int, default=256, help="longest completion of a pretrained model")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
     faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})
     faults = {name: fault for name, fault in faults.items() if re.search(args.only, name)}
+    first, step = map(int, args.part.split("/"))
+    faults = dict(islice(faults.items(), first - 1, None, step))
     if args.model:
         if args.problems is None:
             parser.error("--model needs --problems FILE, GSM8K's training problems as JSON lines")
@@ -293,8 +318,9 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
             lines.append({"appears": AT + bool(LATER.search(fault)), **found})
             emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
     found = [line for line in lines if line["outcome"] in ("stopped", "warned")]
-    at_once = sum(line["rollout"] <= line["appears"] for line in found)
-    emit("faults found", shape, str(DTYPE), of=len(lines), found=len(found), at_once=at_once)
+    at_once, within_two = (sum(line["rollout"] <= line["appears"] + more for line in found) for more in (0, 1))
+    of = sum(line["outcome"] != "not applicable" for line in lines)
+    emit("faults found", shape, str(DTYPE), of=of, found=len(found), at_once=at_once, within_two=within_two)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,6 @@ def test_a_choice_is_seen_in_one_rollout(choose):
 
 def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
     certain = [[([1, 2, END], [0.0, 0.0, 0.0])] * 8] * 4
-    assert log_false_alarm(branch_evidence(certain, [[[3.0]] * 8] * 4)) == 0.0
+    assert log_false_alarm(branch_evidence(certain, [[[3.0]] * 8] * 4)) == pytest.approx(0.0)
     apart = [[([index, END], [-9.0, 0.0]) for index in range(8)] for _ in range(4)]
     assert log_false_alarm(branch_evidence(apart, [[[2.0]] * 8] * 4)) > -1.0
