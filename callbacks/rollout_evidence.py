@@ -120,7 +120,7 @@ class RolloutEvidence(Callback):
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
-            ranks; each rank may exceed its share by at most one row.
+            ranks; each rank may exceed its share by at most one row. Equal rows go through it once.
         false_alarm: bound on the probability that a correct rollout stops the run, for each of the four tests of
             evidence, and warns, for each of the four numbers. That of evidence holds for any model and any numerical
             difference between trainer and engine; that of the numbers for groups enough that means are normal.

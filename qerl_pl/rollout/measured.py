@@ -56,23 +56,24 @@ def measure_some(
         temperature: sampling temperature.
         max_model_len: tokens of the longest prompt and completion together.
         micro_batch_tokens: most tokens in one forward pass.
-        max_tokens: limit on the tokens of all chosen prompts and completions of all ranks; each rank may exceed its
-            share by at most one row.
+        max_tokens: limit on the tokens of all chosen prompts and completions of all ranks, equal rows counted once;
+            each rank may exceed its share by at most one row.
         seed: seed of the choice, and of rounding errors.
         other_rounding: compute log-probabilities a second time, with other rounding errors (``policy.shaken``).
     """
-    prompts, completions = batch.prompts, batch.completions
     generator = torch.Generator().manual_seed(seed)
-    limit, chosen, total = max_tokens / ranks.num_ranks(), [], 0
-    for row in torch.randperm(len(completions), generator=generator).tolist():
-        chosen.append(row)
-        total += len(prompts[row].tokens) + len(completions[row].tokens)
+    limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0
+    distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # equal rows are computed once
+    for row in torch.randperm(len(batch.completions), generator=generator).tolist():
+        both = (batch.prompts[row].tokens, batch.completions[row].tokens)
+        total += 0 if both in distinct else len(both[0]) + len(both[1])
+        chosen.append(batch.completions[row])
+        which.append(distinct.setdefault(both, len(distinct)))
         if total >= limit:
             break
-    starts = torch.tensor([len(prompts[row].tokens) for row in chosen])
-    lengths = torch.tensor([len(completions[row].tokens) for row in chosen])
+    starts, lengths = (torch.tensor([len(both[part]) for both in distinct]) for part in (0, 1))
     tokens, real = padded(
-        [prompts[row].tokens + completions[row].tokens for row in chosen], left=False, device=torch.device("cpu")
+        [prompt + completion for prompt, completion in distinct], left=False, device=torch.device("cpu")
     )
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
@@ -93,9 +94,12 @@ def measure_some(
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
     finally:
         oracle.close()
-    reported = torch.tensor([value for row in chosen for value in completions[row].logprobs], dtype=torch.float64)
-    rows = torch.arange(len(chosen)).repeat_interleave(lengths)
-    ratios = found[sampled] - reported.unsqueeze(1)  # [N, 1 + K]
-    of_rows = ratios.new_zeros(len(chosen), len(ALTERNATIVES)).index_add(0, rows, ratios[:, 1:])
+    sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
+    rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
+    reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
+    of_rows = found.sum(dim=1)[which, 1:] - reported.unsqueeze(1)  # [rows, K]; found is 0 at other tokens
     evidence = torch.tensor(ranks.gather_values(in_shares(of_rows.T).tolist()), dtype=torch.float64).sum(dim=0)
-    return Measured(found[sampled][:, 0], reported, again[sampled][:, 0][: len(rows) * other_rounding], rows, evidence)
+    trainer, shaken_ones = (
+        torch.cat([values[place, sampled[place], 0] for place in which]) for values in (found, again)
+    )
+    return Measured(trainer, sampler, shaken_ones if other_rounding else sampler[:0], rows, evidence)

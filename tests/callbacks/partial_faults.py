@@ -275,8 +275,9 @@ def other_logits(change: Callable[[Tensor], Tensor], *, scored: bool) -> Fault:
     return fault
 
 
-def without_token(token: int) -> Callable[[Tensor], Tensor]:
-    return lambda logits: logits.index_fill(1, torch.tensor([token], device=logits.device), -1e4)
+def without_second(logits: Tensor) -> Tensor:
+    """The second most likely token is never drawn."""
+    return logits.scatter(1, logits.topk(2, dim=1).indices[:, 1:], -1e4)
 
 
 def min_p(share: float) -> Callable[[Tensor], Tensor]:
@@ -407,8 +408,8 @@ OF_ANY_ENGINE: dict[str, Fault] = {
 OF_THE_MODEL: dict[str, Fault] = {
     "half of the rows min_p 0.2, scored over all": of_rows(0.5, other_logits(min_p(0.2), scored=True)),
     "half of the rows min_p 0.2": of_rows(0.5, other_logits(min_p(0.2), scored=False)),
-    "a token is never drawn, scored as if it could": sampling_of_rollouts(
-        lambda engine, policy, *given: other_logits(without_token(9), scored=True)(engine, policy).generate(*given)
+    "the second most likely token is never drawn, scored as if it could": sampling_of_rollouts(
+        lambda engine, policy, *given: other_logits(without_second, scored=True)(engine, policy).generate(*given)
     ),
     "logits x 1.1 while sampling": sampling_of_rollouts(
         lambda engine, policy, *given: other_logits(lambda x: 1.1 * x, scored=False)(engine, policy).generate(*given)
