@@ -15,8 +15,9 @@ it in the same process, with an engine of its own.
 
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
 
-Of N processes, each can do a part: `--part 1/8` to `--part 8/8`. A fault is found if its run stops or warns in the
-rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
+Of N processes, each can do a part: `--part 1/8` to `--part 8/8`. With `--healthy N`, each makes one run of N rollouts
+without a fault, with a seed of its own; those of even parts have noise. A fault is found if its run stops or warns in
+the rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
 `within_two`.
 """
 
@@ -52,7 +53,7 @@ AT, LAST = 2, 7  # rollouts at which faults of the quickstart begin; those of a 
 LATER = re.compile(
     "old adapter|lost update|noise missing|other noise|of the rollout before"
 )  # right in their first rollout, wrong after it
-NOISY = ("noise", "other noise")  # faults that are about noise, of which stage 0 has none
+NOISY = ("noise missing", "other noise")  # faults that need noise, which stage 0 does not have
 ROLLOUTS = 12  # of a run with a fault, from its beginning
 COMPLETIONS = 8  # per prompt in runs of a pretrained model
 ENGINES = {"transformers": "qerl_pl.rollout.hf.TransformersEngine", "vllm": "qerl_pl.rollout.vllm.VLLMEngine"}
@@ -195,14 +196,26 @@ class OfRealModel:
         rollouts: last rollout of each run.
         prompts: prompts per rollout.
         tokens: longest completion.
+        lr: learning rate.
+        seed: seed of the runs.
         folder: folder for the runs.
     """
 
     def __init__(
-        self, model: Path, problems: Path, *, engine: str, rollouts: int, prompts: int, tokens: int, folder: Path
+        self,
+        model: Path,
+        problems: Path,
+        *,
+        engine: str,
+        rollouts: int,
+        prompts: int,
+        tokens: int,
+        lr: float,
+        seed: int,
+        folder: Path,
     ) -> None:
         self.model, self.problems, self.engine, self.rollouts = model, problems, engine, rollouts
-        self.prompts, self.tokens, self.folder = prompts, tokens, folder
+        self.prompts, self.tokens, self.lr, self.seed, self.folder = prompts, tokens, lr, seed, folder
         self.healthy: dict[bool, Path] = {}
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
@@ -219,6 +232,10 @@ class OfRealModel:
             # Short completions of an untrained model seldom earn anything, whatever the engine does.
             return heard_in(command, fault, words=OF_SAMPLES)
 
+    def without_fault(self, *, noise: bool) -> dict[str, Any]:
+        """Do a run without a fault; returns what ``outcome`` does, and the seconds of ``shares``."""
+        return heard_in(self._command(f"without-{noise}", noise), None, words=OF_SAMPLES) | shares()
+
     def _command(self, run: str, noise: bool) -> list[str]:
         callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
         if noise:
@@ -231,6 +248,7 @@ class OfRealModel:
         )
         changes = {
             "run_dir": str(self.folder / run),
+            "seed_everything": self.seed,
             "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
             "model": {
                 "base": str(self.model),
@@ -239,7 +257,7 @@ class OfRealModel:
                 "sampling": {"num_completions": COMPLETIONS, "max_tokens": self.tokens, "temperature": 1.0},
                 # Faults that are about adapters have an effect only if the policy learns, and visibly.
                 "rewards": [{"name": "digits", "weight": 1.0, "reward": "tests.correctness.faults.digits"}],
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-4, "weight_decay": 0.0}},
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": self.lr, "weight_decay": 0.0}},
             },
             "data": {
                 "batch_size": self.prompts,
@@ -264,7 +282,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("models/tiny-0-nvfp4"), help="the quickstart's policy")
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
-    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="healthy rollouts of each of five runs")
+    parser.add_argument(
+        "--healthy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="healthy rollouts of each of five runs, or of one with --model",
+    )
     parser.add_argument("--only", default="", help="faults, or numbers of healthy runs, that match this expression")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model, instead of the quickstart's policy")
     parser.add_argument(
@@ -274,6 +298,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=6, help="last rollout of a run of a pretrained model")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
     parser.add_argument("--tokens", type=int, default=256, help="longest completion of a pretrained model")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of a pretrained model")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
     faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})
@@ -305,10 +330,22 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
     shape |= {"model": args.model.name}
     lines = []
     with tempfile.TemporaryDirectory() as name:
-        sizes = {"rollouts": args.rollouts, "prompts": args.prompts, "tokens": args.tokens}
+        sizes = {"rollouts": args.healthy or args.rollouts, "prompts": args.prompts, "tokens": args.tokens}
+        seed = int(args.part.split("/")[0]) - 1
         runs = OfRealModel(
-            args.model.resolve(), args.problems.resolve(), engine=args.engine, **sizes, folder=Path(name)
+            args.model.resolve(),
+            args.problems.resolve(),
+            engine=args.engine,
+            lr=args.lr,
+            seed=seed,
+            **sizes,
+            folder=Path(name),
         )
+        if args.healthy:
+            noise = bool(seed % 2)
+            what = f"healthy, {'AQN' if noise else 'no noise'}, seed {seed}"
+            emit(what, shape, str(DTYPE), rollouts=args.healthy + 1, on=DEVICE, **runs.without_fault(noise=noise))
+            return
         for fault in faults:
             begin = time.perf_counter()
             try:
