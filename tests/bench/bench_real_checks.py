@@ -19,33 +19,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import groupby, product
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import Callback
 
 from callbacks.gradient_guard import GradientGuard
-from callbacks.rollout_evidence import GAP_FLOOR, HIGH, RolloutEvidence
-from qerl_pl.memory.device import used_bytes
-from qerl_pl.memory.parts import kv_token_bytes
-from qerl_pl.memory.plan import PASSES, TRAINING
-from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.policy.jumps import change, jump
 from qerl_pl.policy.policy import DTYPES
-from qerl_pl.rollout.loop import Rollout
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, emit
+from tests.bench.noted import Readings, canary_share, jumps, longest_run, pass_overhead
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
 from tests.integration.conftest import ROOT
 
@@ -55,72 +45,6 @@ EVERY = {  # arguments with the rollouts from one check to the next
 }
 GAPS = ("gap", "high_gap", "gap_of_all", "high_gap_of_all")
 EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling")
-GIB = 2**30
-
-
-class Readings(Callback):
-    """Notes what a run's curves do not have."""
-
-    kv_cache_bytes: ClassVar[int | None] = None
-    noted: ClassVar[dict[str, list[float]]] = defaultdict(list)
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        Readings.noted.clear()
-        plan = pl_module.memory_plan
-        Readings.kv_cache_bytes = None if plan is None else plan.kv_cache_bytes
-        self._before: dict[str, list[float]] = {}
-        self._pass_tokens: list[int] = []
-        pl_module.policy.causal_lm.get_input_embeddings().register_forward_hook(self._after_embedding)
-        pl_module.loop.observers.append(partial(self._after_rollout, pl_module))
-        if pl_module.device.type == "cuda":
-            outside = used_bytes(pl_module.device) - torch.cuda.memory_reserved()
-            Readings.noted["context_gib"].append(outside / GIB)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, value in {
-            "pass_tokens": sum(self._pass_tokens),
-            "passes": len(self._pass_tokens),
-            "train_s": outputs["seconds"]["train"],
-        }.items():
-            Readings.noted[name].append(float(value))
-        plan = pl_module.memory_plan
-        if plan is not None:
-            total = torch.cuda.get_device_properties(pl_module.device).total_memory
-            used = used_bytes(pl_module.device)
-            Readings.noted["over_plan_share"].append((used - plan.train) / total)
-            unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-            passes = max(sum(plan.parts.get(part, {}).get(moment, 0) for part in PASSES) for moment in TRAINING)
-            Readings.noted["unused_share"].append(unused / passes)
-
-    def _after_embedding(self, _module: Any, arguments: tuple[torch.Tensor, ...], _output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._pass_tokens.append(arguments[0].numel())
-
-    def _after_rollout(self, pl_module: Any, rollout: Rollout) -> None:
-        now = rollout.evaluation.group_numbers()
-        for name, values in now.items():
-            if self._before.get(name) and values:
-                # the same comparison as RolloutEvidence's, which warns
-                chance = change(values, self._before[name])
-                Readings.noted["change_evidence"].append(-math.log(max(chance, 1e-300)))
-        self._before, self._pass_tokens = now, []
-        plan = pl_module.memory_plan
-        if plan is None:
-            return
-        used = used_bytes(pl_module.device)
-        total = torch.cuda.get_device_properties(pl_module.device).total_memory
-        Readings.noted["over_plan_share"].append((used - plan.total("rollout")) / total)
-        layers = pl_module.policy.num_layers
-        graphs = used / GIB - torch.cuda.memory_reserved() / GIB - Readings.noted["context_gib"][0]
-        Readings.noted["graphs_per_layer_mib"].append(1024 * graphs / layers)
-        if plan.kv_cache_bytes:
-            shape = checkpoint_shape(pl_module.settings.folder, pl_module.settings.compute_dtype)
-            of_token = kv_token_bytes(
-                shape, plan.run.engine.itemsize(plan.run.itemsize), plan.run.engine.kv_cache_dtype
-            )
-            rows = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
-            tokens = sum(len(prompt.tokens) + len(row.tokens) for prompt, row in rows)
-            Readings.noted["kv_cache_share"].append(tokens * of_token / plan.kv_cache_bytes)
 
 
 def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -130,7 +54,7 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
         schedule = dict.fromkeys(EVERY.get(callback["class_path"], ()), args.every)
         callback.setdefault("init_args", {}).update(schedule)
     callbacks += [aqn(10)] if args.noise else []
-    callbacks += [{"class_path": "tests.bench.bench_real_checks.Readings"}]
+    callbacks += [{"class_path": "tests.bench.noted.Readings"}]
     engine = {"max_num_seqs": args.prompts * args.completions} if args.engine == "vllm" else {}
     return {
         "run_dir": str(folder / "run"),
@@ -150,47 +74,6 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
             "val_batch_size": 32,
         },
     }
-
-
-def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[float]:
-    """Repeat the comparisons of a gap with the rollouts before it, as ``RolloutEvidence`` makes them; returns the
-    largest ratio and the largest number of robust standard deviations."""
-    if f"evidence/{name}" not in curves:
-        return []
-    guard, curve, sigma = RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")
-    noisy = {step for step, value in zip(sigma.steps, sigma.values, strict=True) if value > 0} if sigma else set()
-    compared = [
-        value
-        for step, value in zip(curve.steps, curve.values, strict=True)
-        if not (name.endswith("_of_all") and step in noisy)
-    ]
-    floor = GAP_FLOOR[dtype] * (HIGH if name.startswith("high") else 1)
-    found = [jump(value, compared[max(0, at - guard.window) : at], floor=floor) for at, value in enumerate(compared)]
-    return [max(each.ratio for each in found), max(each.sigmas for each in found)] if found else []
-
-
-def longest_run(flags: Sequence[bool]) -> int:
-    """Return the largest number of consecutive True values."""
-    return max((len(list(part)) for flag, part in groupby(flags) if flag), default=0)
-
-
-def pass_overhead(noted: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """Fit seconds = a * tokens + b * passes to the updates of a run, without the first, which compiles.
-
-    Returns:
-        b / a, the tokens whose time a pass takes besides that of its own tokens (None where the updates differ too
-        little to tell); a; and the median of the relative error.
-    """
-    tokens, passes, seconds = (
-        torch.tensor(noted.get(name, ())[1:], dtype=torch.float64) for name in ("pass_tokens", "passes", "train_s")
-    )
-    trained = passes > 0
-    columns = torch.stack([tokens, passes], dim=1)[trained]
-    if len(columns) < 3 or torch.linalg.cond(columns) > 1e6:
-        return {"overhead_tokens": None, "s_per_token": None, "error": None}
-    fit = torch.linalg.lstsq(columns, seconds[trained].unsqueeze(1)).solution.squeeze(1)
-    error = ((columns @ fit - seconds[trained]).abs() / seconds[trained]).median()
-    return {"overhead_tokens": (fit[1] / fit[0]).item(), "s_per_token": fit[0].item(), "error": error.item()}
 
 
 def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
@@ -226,6 +109,7 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
                 for rounding, change in zip(of("canary/probe_rounding"), of("canary/probe_change"), strict=True)
             ]
         ),
+        "canary_share": summary([*canary_share(curves, "probe", dtype), *canary_share(curves, "score", dtype)]),
         "unscored_share": summary(of("rollout/unscored_share")),
         "outside_weights_share": summary(of("correction/outside_share")),
         "check_share": summary(

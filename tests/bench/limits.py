@@ -46,8 +46,9 @@ class Constant(NamedTuple):
     unit: str
     set_on: str
     reading: Callable[[Line], float | None]
-    kind: Literal["at most", "near"] = "at most"
-    """"at most": readings of right engines and healthy runs stay below it. "near": it is an estimate of the reading."""
+    kind: Literal["at most", "part", "near"] = "at most"
+    """"at most": readings of right engines and healthy runs stay below it. "part": the same, but it decides only
+    together with another one. "near": it is an estimate of the reading."""
 
     def of(self, line: Line) -> float:
         """Return the value for the dtype of a line."""
@@ -102,8 +103,9 @@ CONSTANTS = (
         "callbacks/canary.py",
         canary.TOLERANCE,
         "nats",
-        "random weights; alone it stops nothing: MARGIN has to be exceeded too",
+        "random weights",
         most(largest("probe_gap"), largest("score_gap")),
+        "part",
     ),
     Constant(
         "MARGIN",
@@ -112,6 +114,15 @@ CONSTANTS = (
         "x rounding errors",
         "0.1B to 1.5B, pretrained",
         most(largest("probe_excess"), largest("score_excess")),
+        "part",
+    ),
+    Constant(
+        "TOLERANCE and MARGIN",
+        "callbacks/canary.py",
+        1.0,
+        "of the limit, the smaller one of both",
+        "as these",
+        largest("canary_share"),
     ),
     Constant(
         "1 (a right engine's excess)",
@@ -187,22 +198,33 @@ CONSTANTS = (
         "x median",
         "the quickstart's policy",
         _jumps(0, *ALL_GAPS),
+        "part",
     ),
     Constant(
         "warn_jump",
         "callbacks/rollout_evidence.py",
         EVIDENCE.warn_jump,
         "x median",
-        "the quickstart's policy; SURE_SIGMAS has to be exceeded too",
+        "the quickstart's policy",
         _jumps(0, "gap", "gap_of_all"),
+        "part",
     ),
     Constant(
         "SURE_SIGMAS",
         "callbacks/rollout_evidence.py",
         rollout_evidence.SURE_SIGMAS,
         "sigmas",
-        "the quickstart's policy; a ratio has to be exceeded too",
+        "the quickstart's policy",
         _jumps(1, *ALL_GAPS),
+        "part",
+    ),
+    Constant(
+        "max_jump and SURE_SIGMAS",
+        "callbacks/rollout_evidence.py",
+        1.0,
+        "of the limit, the smaller one of both",
+        "as these",
+        _jumps(2, *ALL_GAPS),
     ),
     Constant(
         "MAX_FAR_SHARE",
@@ -276,8 +298,8 @@ CONSTANTS = (
         "configs/base.yaml, schedules of the checks",
         0.1,
         "of a step",
-        "7B, H200; only with the schedules of configs/base.yaml, that is, without --every",
-        usual("check_share"),
+        "7B, H200; read with --every 8",
+        lambda line: None if line["shape"]["every"] < 8 else _at(line, ("check_share",), 0),
     ),
     Constant(
         "HEADROOM",
@@ -401,7 +423,10 @@ def margin(constant: Constant, pairs: Sequence[tuple[float, float]]) -> str:
         shares = [reading / value for value, reading in pairs]
         return f"{min(shares):.2g} to {max(shares):.2g} of it"
     least = min(value / reading if reading > 0 else math.inf for value, reading in pairs)
-    return "no reading above 0" if math.isinf(least) else f"x {least:.2g}" + (" (EXCEEDED)" if least < 1 else "")
+    if math.isinf(least):
+        return "no reading above 0"
+    exceeded = "" if least >= 1 else " (EXCEEDED)" if constant.kind == "at most" else " alone"
+    return f"x {least:.2g}{exceeded}"
 
 
 def alarms(lines: Iterable[Line]) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 
 from callbacks.rollout_evidence import GAP_FLOOR
 from qerl_pl.tools.curves import Curve
-from tests.bench.bench_real_checks import jumps, longest_run, pass_overhead
 from tests.bench.limits import CONSTANTS, NOT_READ, SCANNED, limits_table, measured_again
+from tests.bench.noted import canary_share, jumps, longest_run, pass_overhead
 from tests.integration.conftest import ROOT
 
 
@@ -42,7 +42,8 @@ def test_every_number_of_the_checks_and_the_plan_is_read_or_has_a_reason():
 
 
 def line(**readings: Any) -> dict[str, Any]:
-    about = {"name": "real_checks/small", "format": "bf16", "dtype": "bfloat16", "noise": False, "seed": 0}
+    about = {"name": "real_checks/small", "shape": {"every": 1}, "format": "bf16", "dtype": "bfloat16"}
+    about |= {"noise": False, "seed": 0}
     alarm = {"outcome": "silent", "rollout": None, "said": ""}
     return {**about, "alarm": alarm, "probe_strength": [0.25], **readings}
 
@@ -60,7 +61,9 @@ def test_the_margin_is_that_of_the_worst_seed_and_an_exceeded_limit_is_said():
     assert row(text, "STRENGTHS, largest")[-2:] == ["0.25", "x 16"]
     assert row(text, "max_ratio")[-2:] == ["-", "not read"]
     assert row(text, "1 (a right engine's excess)")[-1] == "1 to 1.2 of it"
-    assert row(limits_table([line(probe_excess=[1.0, 5.0])]), "MARGIN")[-1] == "x 0.8 (EXCEEDED)"
+    far = limits_table([line(probe_excess=[1.0, 5.0], canary_share=[0.1, 1.25])])
+    assert row(far, "MARGIN")[-1] == "x 0.8 alone"
+    assert row(far, "TOLERANCE and MARGIN")[-1] == "x 0.8 (EXCEEDED)"
 
 
 def test_a_model_in_two_formats_has_two_columns():
@@ -93,12 +96,20 @@ def test_jumps_are_those_that_the_evidence_would_see():
     floor = GAP_FLOOR[torch.bfloat16]
     values = [10 * floor, 10 * floor, 20 * floor, 10 * floor]
     curve = Curve([0, 1, 2, 3], values, [0.0] * 4)
-    ratio, sigmas = jumps({"evidence/gap": curve}, "gap", torch.bfloat16)
+    ratio, sigmas, share = jumps({"evidence/gap": curve}, "gap", torch.bfloat16)
     assert ratio == pytest.approx(2)
     assert sigmas == pytest.approx(math.log(2) / 0.1)
+    assert share == pytest.approx(2 / 10), "a ratio of 10 and 6 deviations would stop"
     noise = Curve([0, 1, 2, 3], [0.0, 0.0, 1e-2, 0.0], [0.0] * 4)
     quiet = jumps({"evidence/gap_of_all": curve, "aqn/sigma": noise}, "gap_of_all", torch.bfloat16)
-    assert quiet == pytest.approx([1.0, 0.0]), "rollouts with noise are not compared"
+    assert quiet == pytest.approx([1.0, 0.0, 0.0]), "rollouts with noise are not compared"
+
+
+def test_of_the_canarys_two_limits_the_one_that_is_farther_away_counts():
+    gap, excess = Curve([0, 1], [0.01, 0.04], [0.0] * 2), Curve([0, 1], [8.0, 2.0], [0.0] * 2)
+    curves = {"canary/probe_gap": gap, "canary/probe_excess": excess}
+    assert canary_share(curves, "probe", torch.bfloat16) == pytest.approx([0.5, 0.5])
+    assert canary_share(curves, "score", torch.bfloat16) == []
 
 
 def test_the_longest_run_is_of_neighbours():
