@@ -205,6 +205,12 @@ def score_rewards(
         if term.weight != 0:
             scored &= present
             total += term.weight * torch.where(present, scores, 0.0)
+            if not total.isfinite().all():
+                row = int(total.isfinite().logical_not().nonzero()[0])
+                raise RewardError(
+                    f"with reward {term.name!r} ({found[row]:g} x weight {term.weight:g}) the rewards of row {row} add "
+                    f"up to {total[row]:g}; expected a finite fp32 number: give smaller scores or weights"
+                )
     only_logged = frozenset(term.name for term in rewards if term.weight == 0)
     logged = {name: tuple(values) for name, values in metrics.items()}
     return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged, logged)

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows, ready_rewards, score_rewards
 from qerl_pl.rewards.format import think_answer_format
+from qerl_pl.rewards.guard import RewardError
 from qerl_pl.rewards.length import SoftOverlong
 from qerl_pl.rewards.math import NumericAnswer
 
@@ -44,6 +45,16 @@ def test_one_unscored_component_makes_the_row_unscored_and_its_total_finite():
     assert table.total.tolist() == pytest.approx([0.0, 0.0, 1.1])
     assert math.isnan(table.components["a"][1])
     assert table.components["a"][0] == 1.0
+
+
+@pytest.mark.parametrize(("scores", "weights"), [((3e38, 3e38), (1.0, 1.0)), ((1e30, 0.0), (1e10, 1.0))])
+def test_a_sum_that_is_no_number_names_the_reward_with_which_it_is_none(scores, weights):
+    terms = [
+        WeightedReward(name, constant(0.0, score, 1.0), weight)
+        for name, score, weight in zip("ab", scores, weights, strict=True)
+    ]
+    with pytest.raises(RewardError, match=rf"reward '{'b' if scores[1] else 'a'}' .* row 1 add up to inf"):
+        score_rewards(terms, PROMPTS, [completion()] * 3)
 
 
 def test_a_reward_without_weight_only_logs():
