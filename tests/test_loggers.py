@@ -76,3 +76,16 @@ def test_decades_are_decimal_logarithms_of_magnitudes():
     values = torch.tensor([[-100.0, 1.0], [0.0, 1e-12]])
     assert decades(values, smallest=1e-9).tolist() == [[2.0, 0.0], [-9.0, -9.0]]
     assert decades(torch.tensor([float("nan")]), smallest=1e-9).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[-0.1], [1.0, 1.0], [0.1, 0.1 + 1e-12], [1e8, 1e8 + 1e-6], [-7.3, -7.3 + 1e-7, -7.3]],
+    ids=["one", "equal", "almost equal", "large", "negative"],
+)
+def test_a_histogram_of_nearly_equal_values_has_them_all(tmp_path, values):
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    log_histogram([logger], "gap/h", torch.tensor(values, dtype=torch.float64), step=0)
+    logger.finalize("success")
+    [event] = EventAccumulator(str(tmp_path)).Reload().Histograms("gap/h")
+    assert event.histogram_value.num == sum(event.histogram_value.bucket) == len(values)

@@ -56,10 +56,14 @@ def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: 
     """
     if not len(values):
         return
-    counts, edges = np.histogram(values.float().cpu().numpy(), bins=BINS)
+    found = values.double().cpu().numpy()
+    low, high = float(found.min()), float(found.max())
+    if high - low <= 1e-6 * max(1.0, abs(low), abs(high)):  # bins of values that are nearly equal would have no width
+        low, high = low - 0.5, high + 0.5
+    counts, edges = np.histogram(found, bins=BINS, range=(low, high))
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(tag, values, step, bins=edges)
+            logger.experiment.add_histogram(tag, found, step, bins=edges)
         elif isinstance(logger, WandbLogger):
             logger.log_metrics({tag: import_module("wandb").Histogram(np_histogram=(counts, edges))}, step)
 
