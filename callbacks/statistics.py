@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
@@ -22,7 +23,8 @@ class RolloutStatistics(Callback):
 
     Numbers that rewards log by TRL's ``log_metric`` are logged as ``reward/NAME``, averaged over calls and ranks.
 
-    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped.
+    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped. One that a rollout does
+    not define, such as the mean of a reward that scored no row, is not logged for it.
 
     Example:
         trainer:
@@ -32,7 +34,7 @@ class RolloutStatistics(Callback):
 
     def __init__(self) -> None:
         self._mean, self._sum = Mean(), total()
-        self._rewards = Pooled(lambda rewards: {"": rewards.mean(), "_std": rewards.std()})
+        self._rewards = Pooled(reward_statistics)
         self._lengths = Pooled(lambda lengths: {"": lengths.mean(), "_max": lengths.max()})
 
     @override
@@ -45,7 +47,8 @@ class RolloutStatistics(Callback):
             f"train/reward{name}": value for name, value in over_ranks(self._rewards, table.total[table.scored]).items()
         }
         for name, scores in table.components.items():
-            logged[f"train/{name}"] = over_ranks(self._mean, scores[~scores.isnan()])
+            mean = over_ranks(self._mean, scores[~scores.isnan()])
+            logged |= {} if mean.isnan() else {f"train/{name}": mean}
         for cause, count in table.causes().items():
             logged[f"reward/unscored/{cause}"] = over_ranks(self._sum, torch.tensor(float(count)))
         logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
@@ -67,3 +70,13 @@ class RolloutStatistics(Callback):
             values = [value for metrics in everywhere for value in metrics.get(name, ())]
             logged[f"reward/{name}"] = sum(values) / len(values)
         pl_module.log_dict(logged)
+
+
+def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
+    """Compute mean and unbiased std of N finite rewards in fp64, by suffix of the logged name; of no reward there is no
+    mean, of one no std."""
+    values = rewards.double()
+    statistics = {"": values.mean, "_std": values.std}
+    return {
+        name: compute() for least, (name, compute) in enumerate(statistics.items(), start=1) if len(values) >= least
+    }
