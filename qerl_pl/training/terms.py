@@ -101,7 +101,7 @@ def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed
         candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch, group_size, seed)
     held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), number))
     counts = ranks.mean(torch.stack([held.sum(), mask.sum()]).double())
-    return held, counts[0] / counts[1].clamp(min=1)
+    return held, counts[0] / counts[1].clamp(min=torch.finfo(counts.dtype).tiny)  # a mean may be less than a token
 
 
 def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:

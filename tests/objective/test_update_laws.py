@@ -1,0 +1,166 @@
+"""Laws of an update: what it does not depend on, and what it stays finite for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.types import Experience
+from qerl_pl.objective import Objective
+from qerl_pl.objective.correction import Rejection
+from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.tools.tiny import make_tiny
+from qerl_pl.update import UpdateReport, improve
+
+GROUP, PROMPTS = 2, (1, 3, 4)
+LENGTHS = (1, 5, 2, 1, 6, 6)  # of completions
+OBJECTIVES = {
+    "dapo": Objective(preset="dapo"),
+    "grpo": Objective(preset="grpo", kl_coefficient=0.1),
+    "dr_grpo": Objective(preset="dr_grpo", entropy_coefficient=0.05),
+    "gspo": Objective(preset="gspo"),
+    "cispo": Objective(preset="cispo", top_entropy_share=0.5),
+    "masked and rejected": Objective(
+        correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence")
+    ),
+    "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.2)),
+    "kl in the reward": Objective(kl_in="reward", kl_coefficient=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Policy:
+    folder = tmp_path_factory.mktemp("laws") / "tiny"
+    make_tiny(folder, seed=0, sft_steps=0)
+    return load_policy(str(folder), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
+
+
+@pytest.fixture
+def trained(policy) -> Policy:
+    """The policy away from its base."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
+    """Three groups of completions of 1 to 6 tokens, after prompts of 1 to 4; one row has no score. The sampler differs
+    from the trainer by ``gap`` nats per token."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.tensor(PROMPTS).repeat_interleave(GROUP)
+    lengths = prompts + torch.tensor(LENGTHS)
+    columns = torch.arange(int(lengths.max()))
+    sampled = (columns >= prompts.unsqueeze(1)) & (columns < lengths.unsqueeze(1))
+    tokens = torch.randint(0, 250, sampled.shape, generator=generator)
+    for row in range(1, len(tokens), GROUP):
+        tokens[row, : prompts[row]] = tokens[row - 1, : prompts[row]]
+    scored = torch.tensor([True, True, True, True, True, False])
+    with torch.no_grad():
+        own = policy.token_stats(tokens, sampled, temperature=1.0).logprobs
+    noise = gap * torch.randn(sampled.shape, generator=generator)
+    advantages = torch.tensor([1.0, -1.0, 0.7, -0.7, 0.0, 0.0])
+    return Experience(
+        tokens=tokens,
+        lengths=lengths,
+        sampled=sampled,
+        mask=sampled & scored.unsqueeze(1),
+        sampler_logprobs=torch.where(sampled, own - noise, 0.0),
+        rewards=advantages,
+        scored=scored,
+        advantages=advantages,
+    )
+
+
+def updated(
+    policy: Policy, experience: Experience, objective: Objective, *, micro_batch_tokens: int = 40
+) -> tuple[UpdateReport, Tensor]:
+    """The report of one update without a step, and the gradient in one vector."""
+    report = improve(
+        policy,
+        experience,
+        objective,
+        group_size=GROUP,
+        temperature=1.0,
+        max_tokens=6,
+        num_updates=1,
+        micro_batch_tokens=micro_batch_tokens,
+        backward=Tensor.backward,
+        step=lambda: torch.zeros(()),
+        watch=Stopwatch(),
+    )
+    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    policy.zero_grad()
+    return report, torch.cat([torch.zeros(0), *gradients])
+
+
+def assert_same(one: tuple[UpdateReport, Tensor], other: tuple[UpdateReport, Tensor]) -> None:
+    """Equal metrics and gradients, up to rounding."""
+    torch.testing.assert_close(other[1], one[1], rtol=1e-4, atol=1e-6)
+    names = one[0].metrics.keys() - {"train/micro_batch_tokens"}
+    assert names == other[0].metrics.keys() - {"train/micro_batch_tokens"}
+    for name in names:
+        first, second = (float(report.metrics[name]) for report, _ in (one, other))
+        assert second == pytest.approx(first, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(trained, objective):
+    experience = batch(trained)
+    whole = updated(trained, experience, objective)
+    assert whole[1].norm() > 0
+    order = torch.tensor([4, 5, 1, 0, 3, 2])
+    shuffled = Experience(**{name: values[order] for name, values in vars(experience).items()})
+    assert_same(whole, updated(trained, shuffled, objective))
+    assert_same(whole, updated(trained, experience, objective, micro_batch_tokens=10))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_padding_may_hold_anything(trained, objective):
+    experience = batch(trained)
+
+    def padded(values: Tensor, fill: float) -> Tensor:
+        wide = torch.nn.functional.pad(values, (0, 3))
+        inside = torch.arange(wide.shape[1]) < experience.lengths.unsqueeze(1)
+        return torch.where(inside, wide, torch.full_like(wide, fill))
+
+    filled = replace(
+        experience,
+        tokens=padded(experience.tokens, 7),
+        sampled=padded(experience.sampled, 0),
+        mask=padded(experience.mask, 0),
+        sampler_logprobs=padded(experience.sampler_logprobs, math.nan),
+    )
+    assert_same(updated(trained, experience, objective), updated(trained, filled, objective))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("nats", [60.0, 1e4])
+def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(trained, objective, nats):
+    report, gradient = updated(trained, batch(trained, gap=nats), objective)
+    assert gradient.isfinite().all()
+    assert not [name for name, value in report.metrics.items() if not math.isfinite(float(value))]
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_policy_that_is_its_base_has_a_kl_of_exactly_zero_to_it(policy, kl_in):
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    experience = batch(policy, gap=0.0)
+    held = Objective(kl_in=kl_in, kl_coefficient=0.5)
+    report, gradient = updated(policy, experience, held)
+    assert float(report.metrics["policy/kl_ref"]) == 0.0
+    assert float(report.metrics["policy/kl_old"]) == 0.0
+    _, free = updated(policy, experience, Objective())
+    torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-8)
