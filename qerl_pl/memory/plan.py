@@ -96,6 +96,11 @@ def _at(size: int, *moments: str) -> dict[str, int]:
 
 
 def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
+    """Predict the parts of the memory that the adapter and its optimizer take.
+
+    The adapter of ``model.lora.start`` is in host memory. Its copy on the GPU exists only while the reference is
+    scored, which is before there are gradients, and is as large as they are, so it adds nothing to the peak.
+    """
     values = parts.adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = (
 )
 """Fields of adapter_config.json that do not change what finished adapter computes; which linears it adapts is read from
 the names of its tensors."""
-OTHER_BASE = ("pissa", "olora", "corda", "lora_ga")
+OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Initialisations for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
 
 
@@ -39,6 +39,8 @@ class StartAdapter(NamedTuple):
     """Names of modules that were trained in full."""
     tensors: dict[str, Tensor]
     """fp32 tensors by PEFT's names, on the CPU."""
+    base: str
+    """Name or folder of the base that it was trained for; empty if the adapter does not say."""
 
 
 def read_start(folder: str | Path) -> StartAdapter:
@@ -57,12 +59,20 @@ def read_start(folder: str | Path) -> StartAdapter:
             raise ValueError(f"{said}, which has {PICKLE}, a pickle that may run code; save the adapter as safetensors")
         raise ValueError(f"{said}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
     try:
-        tensors = load_file(folder / WEIGHTS)
+        stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{said}, whose {WEIGHTS} cannot be read: {error}") from error
+    tensors = {name: tensor.float() for name, tensor in stored.items()}
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(f"{said}, whose tensor {name} ({tensor.dtype}) is not of finite floating-point numbers")
+        if not stored[name].is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(
+                f"{said}, whose tensor {name} ({stored[name].dtype}) is not of finite floating-point numbers"
+            )
+        if name.endswith(".lora_A.weight") and tensor.shape[:1] != (config["r"],):
+            raise ValueError(
+                f"{said}, whose tensor {name} has the shape {list(tensor.shape)} where {CONFIG} has r = {config['r']}; "
+                "expected one rank for all linears"
+            )
     targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")})
     if not targets:
         raise ValueError(f"{said}, whose {WEIGHTS} has no tensor NAME.lora_A.weight: it holds no LoRA adapter")
@@ -72,7 +82,8 @@ def read_start(folder: str | Path) -> StartAdapter:
         bool(config.get("use_rslora")),
         tuple(targets),
         tuple(config.get("modules_to_save") or ()),
-        {name: tensor.float() for name, tensor in tensors.items()},
+        tensors,
+        str(config.get("base_model_name_or_path") or ""),
     )
 
 
@@ -83,6 +94,16 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         found.update(f"{name}{list(tensors[name].shape)}".encode())
         found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def is_of_other_base(start: StartAdapter, *names: str) -> bool:
+    """Return whether the base for which an adapter was trained has none of the names of a run's base.
+
+    Names are the last parts of folders and of names on the hub; one may be longer, as that of a 4-bit copy is.
+    """
+    own = Path(start.base).name.lower()
+    others = [Path(name).name.lower() for name in names]
+    return bool(own) and not any(own.startswith(other) or other.startswith(own) for other in others)
 
 
 def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
@@ -138,10 +159,10 @@ def _check_config(config: Mapping[str, Any], said: str) -> None:
                 f"{said}, whose {CONFIG} has {name} = {value!r}, which is not supported; expected plain LoRA"
             )
     way = config.get("init_lora_weights")
-    if isinstance(way, str) and way.startswith(OTHER_BASE):
+    if isinstance(way, str) and way.lower().startswith(OTHER_BASE):
         raise ValueError(
-            f"{said}, whose initialisation (init_lora_weights = {way!r}) changed the base's weights; convert it "
-            "to plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+            f"{said}, whose initialisation (init_lora_weights = {way!r}) changed the base's weights; expected an "
+            "adapter of the base itself (PEFT's path_initial_model_for_weight_conversion makes one of all but loftq)"
         )
     rank, alpha, saved = config.get("r"), config.get("lora_alpha"), config.get("modules_to_save") or []
     if not isinstance(rank, int) or isinstance(rank, bool) or not isinstance(alpha, int | float):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
@@ -20,7 +21,7 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.recompute import Setting, recompute_of
-from qerl_pl.policy.start import check_fits
+from qerl_pl.policy.start import check_fits, is_of_other_base
 from qerl_pl.quant.families import check_positions, longest_with_short_factors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
@@ -124,7 +125,13 @@ class ModuleSettings:
         )
         config = check_base(self.folder)  # may download and quantise, so after what costs nothing
         if self.lora.start is not None:
-            check_fits(self.lora.starts_at, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
+            start = self.lora.starts_at
+            check_fits(start, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
+            if is_of_other_base(start, self.base, self.folder):
+                rank_zero_warn(
+                    f"model.lora.start is an adapter of {start.base}, and model.base is {self.base}; the shapes agree, "
+                    "but an adapter changes only its own base in the way that it was trained to"
+                )
         if self.lora.rank > config["hidden_size"]:
             raise ValueError(
                 f"model.lora.rank is {self.lora.rank}; expected at most the model's hidden_size "

@@ -194,7 +194,8 @@ def _disk(config: dict[str, Any]) -> str:
             raise ValueError(f"{free:.1f} GiB are free for {folder}; logs take about 1, and checkpoints more") from None
         return f"{free:.0f} GiB free for {config['run_dir']}; what checkpoints take depends on the base"
     values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
-    needed = CHECKPOINTS * values * (4 + run.state_bytes) / GIB
+    adapters = 2 if model["lora"].get("start") else 1  # checkpoints also hold the adapter that the run started from
+    needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes) / GIB
     if free < needed + 1:
         raise ValueError(f"{free:.1f} GiB are free for {folder}; checkpoints take {needed:.1f}, logs about 1")
     return f"{free:.0f} GiB free for {config['run_dir']}, checkpoints take {needed:.2f} GiB"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.checkpoint import check_identity, lora_settings, run_identity
 from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.policy.start import check_fits, digest, read_start
+from qerl_pl.policy.start import check_fits, digest, is_of_other_base, read_start
 from qerl_pl.tools.tiny import make_tiny
 
 TOKENS = torch.arange(8, 48).view(2, 20)
@@ -126,6 +126,12 @@ def test_a_setting_that_contradicts_the_adapter_is_refused_by_name(stock, given,
         {"layers_to_transform": [0]},
         {"layer_replication": [[0, 1]]},
         {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "OLoRA"},
+        {"init_lora_weights": "loftq"},
+        {"fan_in_fan_out": True},
+        {"use_qalora": True},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"alora_invocation_tokens": [1, 2]},
         {"a_feature_of_tomorrow": 1},
         {"r": "3"},
     ],
@@ -170,11 +176,30 @@ def test_an_adapter_of_another_base_is_refused_before_the_base_is_loaded(stock):
         check_fits(start, num_layers=layers, hidden=2 * hidden)
 
 
-@pytest.mark.parametrize("value", [float("nan"), torch.int8])
+def test_a_rank_that_is_not_the_tensors_is_refused_before_the_base_is_loaded(copy):
+    configure(copy, r=4)
+    with pytest.raises(ValueError, match=r"lora_A.weight has the shape \[3, .*r = 4") as refused:
+        LoraSettings(start=str(copy))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_base_of_another_name_is_told_apart_from_a_copy_of_the_adapters_base(stock):
+    start = read_start(stock[0])
+    assert Path(start.base).name == "tiny"
+    named = start._replace(base="Qwen/Qwen2.5-7B")
+    for base in ("qwen2.5-7b-nvfp4/", "RedHatAI/Qwen2.5-7B-NVFP4"):
+        assert not is_of_other_base(named, base)
+        assert not is_of_other_base(named, "elsewhere/a-copy", base)
+    assert is_of_other_base(named, "Qwen/Qwen2.5-Coder-7B", "cache/qwen2.5-coder-7b-nvfp4")
+    assert not is_of_other_base(start._replace(base=""), "a")
+
+
+@pytest.mark.parametrize("value", [1e300, float("nan"), torch.int8, torch.complex64])
 def test_tensors_that_are_no_finite_numbers_are_refused(copy, value):
     tensors = load_file(copy / WEIGHTS)
     name = next(iter(tensors))
-    tensors[name] = tensors[name].to(value) if isinstance(value, torch.dtype) else tensors[name] * value
+    changed = tensors[name].to(value) if isinstance(value, torch.dtype) else tensors[name].double() + value
+    tensors[name] = changed
     save_file(tensors, copy / WEIGHTS)
     with pytest.raises(ValueError, match="finite"):
         LoraSettings(start=str(copy))
