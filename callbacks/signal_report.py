@@ -42,17 +42,29 @@ class Scores:
         return f"{self.total / self.number:.4g} on average ({self.lowest:.4g} to {self.highest:.4g}){unscored}"
 
 
-def signal_words(with_signal: int, groups: int) -> str:
+def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
     """Return a sentence on the number of groups (completions of one prompt) that had a signal.
 
     A group has one if one of its rows in the loss has an advantage other than 0.
+
+    Args:
+        with_signal: groups that had a signal.
+        groups: all groups.
+        rows: completions of all groups.
+        unscored: completions that a reward with a weight could not score.
+        cut_off: scored completions that were left out of the loss because they were cut off at max_tokens.
     """
     if with_signal:
         return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
+    left_out = [f"{unscored} could not be scored"] if unscored else []
+    left_out += [f"{cut_off} were cut off at max_tokens (model.objective.filter_truncated)"] if cut_off else []
+    counted = rows - unscored - cut_off
+    why = f"of {rows} completions {' and '.join(left_out)}" + (counted > 0) * "; " if left_out else ""
+    if counted > 0:
+        why += f"all {'other ' if left_out else ''}completions of each prompt earned the same"
     return (
-        f"signal: none of {groups} groups had one: all completions of each prompt earned the same, so nothing was "
-        "learned. Look at the completions in the run's folder: are answers found, and are problems neither too easy "
-        "nor too hard?"
+        f"signal: none of {groups} groups had one: {why}, so nothing was learned. Look at the completions in the run's "
+        "folder: are answers found, and are problems neither too easy nor too hard?"
     )
 
 
@@ -69,7 +81,7 @@ class SignalReport(Callback):
     """
 
     def __init__(self) -> None:
-        self._groups = self._with_signal = 0
+        self._groups = self._with_signal = self._rows = self._unscored = self._cut_off = 0
         self._scores: dict[str, Scores] = {}
 
     @override
@@ -79,11 +91,24 @@ class SignalReport(Callback):
         rollout = outputs["rollout"]
         self._groups += len(rollout.signal)
         self._with_signal += int(torch.count_nonzero(rollout.signal))
+        scored = rollout.evaluation.table.scored
+        in_loss = rollout.evaluation.in_loss(filter_truncated=pl_module.settings.objective.filter_truncated)
+        self._rows += len(scored)
+        self._unscored += int(torch.count_nonzero(~scored))
+        self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
         for name, scores in rollout.evaluation.table.components.items():
             self._scores.setdefault(name, Scores()).add(scores)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if trainer.is_global_zero and self._groups:
-            print(signal_words(self._with_signal, self._groups))
+            print(
+                signal_words(
+                    self._with_signal,
+                    self._groups,
+                    rows=self._rows,
+                    unscored=self._unscored,
+                    cut_off=self._cut_off,
+                )
+            )
             print(f"rewards: {'; '.join(f'{name} {scores}' for name, scores in self._scores.items())}", flush=True)

@@ -27,6 +27,20 @@ def test_scores_are_told_with_their_bounds(batches, said):
     assert str(scores) == said
 
 
-def test_no_signal_is_told_apart_from_some():
-    assert signal_words(0, 6).startswith("signal: none of 6 groups had one: all completions of each prompt earned the")
-    assert signal_words(2, 6) == "signal: 2 of 6 groups had one: their completions earned different rewards"
+@pytest.mark.parametrize(
+    ("with_signal", "unscored", "cut_off", "said"),
+    [
+        (2, 1, 0, "2 of 6 groups had one: their completions earned different rewards"),
+        (0, 0, 0, "none of 6 groups had one: all completions of each prompt earned the same, so nothing was learned."),
+        (0, 24, 0, "none of 6 groups had one: of 24 completions 24 could not be scored, so nothing"),
+        (
+            0,
+            2,
+            3,
+            "2 could not be scored and 3 were cut off at max_tokens (model.objective.filter_truncated); all other",
+        ),
+        (0, 0, 24, "of 24 completions 24 were cut off at max_tokens (model.objective.filter_truncated), so nothing"),
+    ],
+)
+def test_no_signal_is_told_apart_from_some_and_has_its_cause(with_signal, unscored, cut_off, said):
+    assert said in signal_words(with_signal, 6, rows=24, unscored=unscored, cut_off=cut_off)
