@@ -17,7 +17,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
-from qerl_pl.checkpoint import LAST, PREVIOUS, SafeCheckpointIO
+from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.common.run_folder import LAST, PREVIOUS
 
 PENDING = "pending.ckpt"
 

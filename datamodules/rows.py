@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.json_lines import read_json_lines, refuse
 from qerl_pl.common.phases import phase
@@ -144,7 +146,7 @@ def _named(path: str) -> list[str]:
 def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueError], None]) -> Iterator[Row]:
     suffix = Path(path).suffix.lower()
     if suffix == ".jsonl":
-        return (Row(where, columns) for where, columns in read_json_lines(path, bad))
+        return (Row(where, columns) for where, columns in read_json_lines(path, bad, say=rank_zero_info))
     if suffix == ".parquet":
         return _parquet_rows(path)
     if Path(path).is_file():

@@ -21,11 +21,10 @@ from torch import Tensor
 from qerl_pl import checkpoint_file
 from qerl_pl.base.digest import base_digest
 from qerl_pl.checkpoint_file import Damaged
+from qerl_pl.common.run_folder import LAST, PREVIOUS
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.start import digest
 
-LAST = "last.ckpt"
-PREVIOUS = "previous.ckpt"
 BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocated together, and of a tensor's place
 
 

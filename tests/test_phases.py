@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.common import phases
 from qerl_pl.common.phases import counted, phase
@@ -98,3 +101,37 @@ def test_the_first_line_comes_before_slow_imports(arguments):
         process.kill()
     assert line.endswith(": loading packages ...\n")
     assert not {"torch", "lightning", "transformers", "numpy", "jsonargparse"} & {*imported}
+
+
+SLOW = {"torch", "lightning", "transformers", "peft", "vllm", "scipy", "pandas", "datasets", "bitsandbytes"}
+"""Packages whose import takes a second or more."""
+ROW = {"completion": "so \\boxed{18}", "answer": "18", "level": 2}
+REWARD = "def right(completions, level, **kwargs):\n    return [float('18' in text) for text in completions]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "score --input rows.jsonl --output scores.jsonl --reward gsm8k",
+        "score --input rows.jsonl --output scores.jsonl --reward math",
+        "score --input rows.jsonl --output scores.jsonl --reward rewards_of_this_folder.right",
+        "score --help",
+        "report runs/one --html page.html",
+        "init new",
+        "problems --output problems --train 8 --validation 8 --reach 8",
+        "--version",
+    ],
+)
+def test_a_command_that_needs_no_model_imports_none_of_the_slow_packages(arguments, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "rewards_of_this_folder.py").write_text(REWARD)
+    with SummaryWriter(str(tmp_path / "runs" / "one")) as writer:
+        for step in range(3):
+            writer.add_scalar("reward/mean", step / 2, step)
+    program = [sys.executable, "-X", "importtime", "-m", "qerl_pl", *arguments.split()]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.returncode == 0, done.stdout
+    assert "argparse" in imported
+    assert not SLOW & imported

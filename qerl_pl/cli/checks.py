@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from qerl_pl.checkpoint import LAST
+from qerl_pl.common.run_folder import LAST
 from qerl_pl.rewards.base import Judge
 from qerl_pl.rewards.calling import takes_objects
 

@@ -11,9 +11,8 @@ from jsonargparse import Namespace
 from datamodules.prompts import PromptDataModule
 from qerl_pl import checkpoint_file
 from qerl_pl.base.tokenizer import read_tokenizer, reads_clock
-from qerl_pl.checkpoint import LAST, PREVIOUS
 from qerl_pl.common.clock import today
-from qerl_pl.common.run_folder import date_in
+from qerl_pl.common.run_folder import LAST, PREVIOUS, date_in
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:

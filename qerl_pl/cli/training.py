@@ -199,7 +199,8 @@ class QeRLCLI(LightningCLI):
             settings.save_dir = folder
             if settings.get("name") == "lightning_logs" and "version" in settings and settings.version is None:
                 settings.name = settings.version = ""
-            if self._run_now and logger.class_path.endswith("CSVLogger") and isinstance(settings.version, str):
+            is_csv = logger.class_path.endswith("CSVLogger") and isinstance(settings.version, str)
+            if self._run_now and is_csv and rank_zero_only.rank == 0:
                 keep_metrics(Path(folder, settings.name or "", settings.version))
 
     def _parse_ckpt_path(self) -> None:

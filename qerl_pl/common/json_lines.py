@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from qerl_pl.common.stored_text import Written
 
 MAX_DEPTH = 64
@@ -21,15 +19,16 @@ def refuse(error: ValueError) -> NoReturn:
 
 
 def read_json_lines(
-    path: str | Path, bad: Callable[[ValueError], None] = refuse
+    path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """Read the rows of a JSON Lines file, each with its location (file and line) for error messages. Blank lines are
-    skipped and counted.
+    skipped, and their number is told.
 
     Args:
         path: the file, in UTF-8.
         bad: is called with the error of a row that cannot be read, after which the next row is read; raises it by
             default.
+        say: is called with a sentence that says how many blank lines were skipped, if any.
 
     Raises:
         ValueError: there is no such file, or it has no rows; or, from ``bad``, a line is not UTF-8, is not a JSON
@@ -55,7 +54,7 @@ def read_json_lines(
     if number == num_blank:
         raise ValueError(f"data file {path} has no rows; expected a JSON object per line")
     if num_blank:
-        rank_zero_info(f"{path}: skipped {num_blank} blank lines")
+        say(f"{path}: skipped {num_blank} blank lines")
 
 
 def _parse(line: str, where: str) -> dict[str, object]:

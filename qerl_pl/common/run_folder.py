@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+"""Names of a run's last checkpoint, and of the one before it."""
 LOCK = ".lock"
 """File in a run's folder that a process locks while it trains there."""
 
@@ -101,10 +102,9 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-@rank_zero_only
 def keep_metrics(folder: Path) -> Path | None:
     """Rename the metrics.csv that the run wrote before it was interrupted, because Lightning's CSVLogger would delete
-    it when the run is resumed.
+    it when the run is resumed. Only the first rank may call it.
 
     Returns:
         The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no metrics.csv, or if

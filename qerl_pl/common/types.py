@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # rewards read prompts and completions where torch need not be imported, which takes a second
+    import torch
+    from torch import Tensor
 
 Message = dict[str, str]
 """Message of a chat: ``{"role": "user", "content": "..."}``."""

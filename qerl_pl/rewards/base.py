@@ -7,10 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
@@ -18,6 +15,9 @@ from qerl_pl.rewards.calling import Progress, call, check_columns, takes_objects
 from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
 from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @runtime_checkable
@@ -191,6 +191,8 @@ def score_rewards(
         raise ValueError(
             f"{len(prompts)} prompts for {len(completions)} completions; expected one prompt per completion"
         )
+
+    import torch  # imported here, because `score` needs no tensors, and torch takes seconds to import
 
     total = torch.zeros(len(prompts), dtype=torch.float32)
     scored = torch.ones(len(prompts), dtype=torch.bool)

@@ -12,8 +12,6 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from transformers import TrainerState
-
 from qerl_pl.common.types import Completion, Prompt
 
 OBJECTS = {"prompts", "completions"}
@@ -30,6 +28,20 @@ class Progress(NamedTuple):
     """Optimizer steps done."""
     max_steps: int = 0
     """Optimizer steps of the whole run."""
+
+
+class _State:
+    """``transformers.TrainerState`` of the run; it is made when an attribute is first read, because its import takes
+    seconds and few rewards read it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __getattr__(self, name: str) -> Any:
+        from transformers import TrainerState
+
+        vars(self).update(vars(TrainerState(global_step=self._progress.step, max_steps=self._progress.max_steps)))
+        return object.__getattribute__(self, name)
 
 
 class Called(NamedTuple):
@@ -103,8 +115,7 @@ def call(
         metrics.setdefault(metric, []).append(float(value))
 
     given = _columns(prompts) | _sampled(prompts, completions, messages)
-    state = TrainerState(global_step=progress.step, max_steps=progress.max_steps)
-    given |= {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
+    given |= {"trainer_state": _State(progress), "log_extra": log_extra, "log_metric": log_metric}
     bound = _bound(name, reward, given)
     scores = _finished(reward(*bound.args, **bound.kwargs))
     return Called(scores, ["; ".join(row) for row in logged], metrics)

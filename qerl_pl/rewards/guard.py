@@ -15,13 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from qerl_pl.common.program import Stopped
-from qerl_pl.rollout.isolation import preserved_rng, preserved_torch_settings
+from qerl_pl.rollout.isolation import loaded, preserved_rng, preserved_torch_settings
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = 2.0**128 - 2.0**104  # of fp32
 _RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use that for time limits of their own
 
 
@@ -40,7 +37,8 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
     The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
     precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
-    call, so a reward's draws depend only on the rollout and not on the code that ran before.
+    call, so a reward's draws depend only on the rollout and not on the code that ran before. Of NumPy and torch this
+    holds if they are imported before the call; `score` runs without them.
 
     Args:
         name: name of the reward, for messages.
@@ -83,7 +81,7 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
     Raises:
         RewardError: the type, the length or a score is wrong; names the reward, the row and what was expected.
     """
-    if isinstance(found, torch.Tensor | np.ndarray):
+    if hasattr(found, "tolist"):
         found = found.tolist()
     if not isinstance(found, list | tuple):
         raise RewardError(
@@ -96,7 +94,7 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
 
 
 def _checked(name: str, row: int, score: Any) -> float | None:
-    if isinstance(score, torch.Tensor) and score.ndim == 0:
+    if getattr(score, "ndim", None) == 0:  # a tensor, or a number of NumPy
         score = score.item()
     if score is None:
         return None
@@ -160,7 +158,8 @@ def _exit_refused() -> Iterator[None]:
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    folder, gradients, depth = os.getcwd(), torch.is_grad_enabled(), sys.getrecursionlimit()
+    folder, depth, torch = os.getcwd(), sys.getrecursionlimit(), loaded("torch")
+    gradients = torch is not None and torch.is_grad_enabled()
     in_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
     timer = signal.getitimer(signal.ITIMER_REAL)
@@ -169,7 +168,8 @@ def _settings_kept() -> Iterator[None]:
             yield
     finally:
         os.chdir(folder)
-        torch.set_grad_enabled(gradients)
+        if torch is not None:
+            torch.set_grad_enabled(gradients)
         sys.setrecursionlimit(depth)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
@@ -179,8 +179,10 @@ def _settings_kept() -> Iterator[None]:
 
 def _seed_streams(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  (the legacy stream is global)
-    torch.random.default_generator.manual_seed(seed)
+    if (numpy := loaded("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := loaded("torch")) is not None:
+        torch.random.default_generator.manual_seed(seed)
 
 
 def _place(error: BaseException) -> str:

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import numpy as np
-import torch
+
+def loaded(package: str) -> Any:
+    """Return a package if it has been imported, and None otherwise: it then has no state that could change."""
+    return sys.modules.get(package)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the global random states of Python, NumPy and torch (CPU and current GPU) at the end of the context."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (the legacy stream is global)
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+    """Restore the global random states of Python and, if they are imported, of NumPy and torch (CPU and current GPU) at
+    the end of the context."""
+    torch, numpy = loaded("torch"), loaded("numpy")
+    with ExitStack() as after:
+        after.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            after.callback(numpy.random.set_state, numpy.random.get_state())
+        if torch is not None:
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            after.enter_context(torch.random.fork_rng(devices=devices))
+        yield
 
 
 @contextmanager
 def preserved_torch_settings() -> Iterator[None]:
-    """Restore torch's thread count, matrix-product precision and default dtype at the end of the context."""
+    """Restore torch's thread count, matrix-product precision and default dtype at the end of the context, if torch is
+    imported."""
+    if (torch := loaded("torch")) is None:
+        yield
+        return
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     try:
@@ -46,6 +56,8 @@ def any_algorithm() -> Iterator[None]:
     It is the trainer's setting, and vLLM has operations that would raise under it. Whether vLLM's results are
     repeatable depends on its kernels (``vllm.setup.log_any_order``).
     """
+    import torch
+
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
 MOST_STEPS = 2**31 - 1
 UNUSABLE = {
@@ -94,6 +92,8 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
 
 def _check_hardware(trainer: Mapping[str, Any]) -> None:
     accelerator, devices = trainer.get("accelerator"), trainer.get("devices")
+    import torch  # imported here, because `score` shows its help without torch
+
     has_gpu = torch.cuda.is_available() and accelerator != "cpu"
     count = int(devices) if devices is not None and str(devices).isdigit() else 1
     most = torch.cuda.device_count() if has_gpu else len(os.sched_getaffinity(0))

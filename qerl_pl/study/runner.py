@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
 from qerl_pl.study.process import words_of
@@ -68,6 +66,8 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
     Each GPU has ``jobs`` slots, else ``study.jobs``; if both are None, as many as GPU memory and CPU cores allow.
     """
+    import torch  # imported here, because `study --analyse` needs none
+
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
         return [Slot(None) for _ in range(jobs or max(1, cores // 2))]

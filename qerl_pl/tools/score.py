@@ -10,8 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentError, ArgumentParser
+
 from qerl_pl.cli.checks import check_class_paths
-from qerl_pl.cli.words import Parser
+from qerl_pl.cli.errors import in_short
+from qerl_pl.cli.help_text import HelpFormatter
 from qerl_pl.common.files import replacing
 from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.os_errors import in_words
@@ -46,7 +49,14 @@ Row = dict[str, object]
 
 def main(argv: list[str]) -> int:
     """Score a file; returns the exit status."""
-    parser = Parser(prog=called_as("score"), description=__doc__, epilog=_EPILOG)
+    parser = ArgumentParser(
+        prog=called_as("score"),
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--reward",
         type=Callable[..., Any],
@@ -66,6 +76,9 @@ def main(argv: list[str]) -> int:
         arguments = parser.instantiate(parsed)
         reward = WeightedReward("reward", arguments.reward).reward
         counts, reasons = score_file(reward, arguments.input, arguments.output)
+    except ArgumentError as error:
+        keys = [action.dest for action in parser._actions]
+        parser.exit(2, f"error: {in_short(str(error), keys=keys, arguments=argv)}\n")
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
@@ -96,7 +109,9 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
         ValueError: a row is malformed; the message names file and line.
         RewardError: the reward failed, or did not return one score per row.
     """
-    num_rows = sum(1 for _ in read_rows(source))  # reports a malformed row before any row is scored
+    num_rows = sum(
+        1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr))
+    )  # reports a malformed row before any row is scored
     counts: Counter[float | None] = Counter()
     reasons: Counter[str] = Counter()
     with (
@@ -104,7 +119,7 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
         temporary.open("w") as file,
         phase("scoring", total=num_rows, unit="rows") as progress,
     ):
-        rows = read_rows(source)
+        rows = read_rows(source, lambda text: None)  # said above
         while chunk := list(islice(rows, CHUNK)):
             prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
             completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
@@ -118,14 +133,14 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
     return counts, reasons
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a JSON-lines file, skipping empty lines.
+def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
+    """Read the rows of a JSON-lines file, skipping empty lines, whose number is given to ``say`` in a sentence.
 
     Raises:
         ValueError: the file has no rows, a line is not a JSON object, its "completion" is no text, or its "answer" is
             no text or number.
     """
-    for where, row in read_json_lines(path):
+    for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:
                 raise ValueError(

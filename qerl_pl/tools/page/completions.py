@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from qerl_pl.common.files import read_lines
-from qerl_pl.rollout.token_file import read_tokens
 
 STEP = 1000  # integer per nat: per-token numbers are stored as integers in thousandths of a nat
 LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
@@ -54,6 +53,8 @@ def block(path: Path, run: int) -> dict[str, Any]:
     found = {"run": run, "stage": stage, "step": int(step), "rows": rows, "damaged": len(lines) - len(rows)}
     tokens_path = path.with_suffix(".safetensors")
     if tokens_path.exists() and not found["damaged"]:
+        from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
+
         tokens = read_tokens(tokens_path)
         if len(tokens.offsets) == len(rows) + 1:
             pieces = sorted(tokens.pieces)
