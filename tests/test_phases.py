@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_of_nested_phases_the_innermost_speaks_and_an_error_ends_it(capsys):
             raise ValueError
         assert "outer" not in text.partition("inner")[2]
         assert "inner" not in wait_until(lambda text: text.count("outer") >= 2, capsys).partition("outer")[2]
+
+
+def test_a_phase_is_seen_where_stderr_is_redirected_inside_of_another(capsys):
+    hidden = StringIO()
+    with phase("outer"), redirect_stderr(hidden), phase("inner"):
+        wait_until(lambda text: "inner" in text, capsys)
+    assert not hidden.getvalue()
 
 
 def test_counted_items_are_shown_with_their_number(capsys):

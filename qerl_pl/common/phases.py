@@ -39,6 +39,7 @@ class Phase:
         self.started = time.monotonic()
         self.ended = threading.Event()
         self.shown = False
+        self.stream = sys.stderr
 
     def update(self, units: int = 1) -> None:
         """Count further units as done."""
@@ -68,7 +69,8 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
 
     A terminal shows one line, which is redrawn every second and erased at the end. Elsewhere, such as in a job's log,
     there is a line every ``LINE_S`` seconds. Phases that end within ``FIRST_S`` seconds print nothing. Of nested phases
-    the innermost is shown. Only the first rank of a run prints.
+    the innermost is shown, on the stderr that the outermost began with, so that phases are seen also where stderr is
+    redirected meanwhile. Only the first rank of a run prints.
 
     Args:
         what: the phase in words.
@@ -77,8 +79,10 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
         at_once: name the phase before the context begins. For imports, which may keep other threads from running.
     """
     current = Phase(what, total, unit)
+    if _running:
+        current.stream = _running[0].stream
     _running.append(current)
-    terminal = sys.stderr is not None and sys.stderr.isatty()
+    terminal = current.stream is not None and current.stream.isatty()
     speaks = all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
     if at_once and speaks:
         _say(current, terminal)
@@ -94,7 +98,7 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
         if speaks:
             thread.join()
             if terminal and current.shown:
-                _write(ERASE)
+                _write(current, ERASE)
 
 
 def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator[T]:
@@ -115,10 +119,10 @@ def _repeat(current: Phase, wait: float, terminal: bool) -> None:
 def _say(current: Phase, terminal: bool) -> None:
     current.shown = True
     # On a terminal the cursor stays at the line's start, so that whatever is printed next overwrites the line.
-    _write(f"{ERASE}{current.text(bar=True)}\r" if terminal else f"{current.text(bar=False)}\n")
+    _write(current, f"{ERASE}{current.text(bar=True)}\r" if terminal else f"{current.text(bar=False)}\n")
 
 
-def _write(text: str) -> None:
-    with suppress(OSError, ValueError):  # stderr is closed, or nobody reads it any more
-        sys.stderr.write(text)
-        sys.stderr.flush()
+def _write(current: Phase, text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed or None, or nobody reads it any more
+        current.stream.write(text)
+        current.stream.flush()
