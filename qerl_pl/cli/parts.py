@@ -1,4 +1,5 @@
-"""Build the parts of a configuration that need no base: data source and rewards, for checks without weights."""
+"""Build the parts of a configuration that need no base: data source, rewards and objective, for checks without
+weights."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from datamodules.prompts import hold_out, without_shared
 from datamodules.sources import PromptSource
 from qerl_pl.cli.words import Parser
 from qerl_pl.common.types import Problem, Prompt
+from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, ready_rewards
 
 
 class Parts:
-    """The data source and the rewards of a configuration, without its base.
+    """The data source, the rewards and the objective of a configuration, without its base.
 
     Args:
         config: the whole configuration of ``fit``, parsed.
@@ -27,9 +29,15 @@ class Parts:
         parser = Parser()
         parser.add_argument("--source", type=PromptSource)
         parser.add_argument("--rewards", type=list[WeightedReward])
-        given = {"source": config["data"]["source"], "rewards": config["model"]["rewards"]}
+        parser.add_argument("--objective", type=Objective)
+        given = {
+            "source": config["data"]["source"],
+            "rewards": config["model"]["rewards"],
+            "objective": config["model"]["objective"],
+        }
         built = parser.instantiate_classes(parser.parse_object(given))
         self.source: PromptSource = built["source"]
+        self.objective: Objective = built["objective"]
         self.rewards = ready_rewards(built["rewards"], max_tokens=config["model"]["sampling"]["max_tokens"])
 
     @cached_property

@@ -16,8 +16,6 @@ import psutil
 import torch
 from jsonargparse import Namespace
 
-from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.parts import Parts
@@ -27,6 +25,7 @@ from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
+from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.run_length import check_run_length
 from qerl_pl.tools.check_lines import NotChecked
@@ -45,8 +44,8 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     finding or raises.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
-    fails, for example because the base cannot be downloaded now, data, rewards, disk and folder are checked without it,
-    and the other checks are left out with a message that refers to it.
+    fails, for example because the base cannot be downloaded now, all is checked that can be without it, and the other
+    checks are left out with a message that refers to it.
 
     Args:
         arguments: of the command line of ``fit``.
@@ -69,10 +68,14 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
 
     @functools.cache
+    def settings() -> dict[str, Any]:
+        return read_settings(arguments)
+
+    @functools.cache
     def parts() -> Parts:
         try:
             with redirect_stderr(StringIO()):
-                return Parts(read_settings(arguments))
+                return Parts(settings())
         except (ValueError, OSError, SystemExit):
             raise NotChecked("not checked, because the settings could not be read") from None
 
@@ -89,11 +92,17 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     engine = [("start of the engine", after(lambda cli: start_engine(arguments)))] if warm else []
     return [
         ("configuration", build),
-        ("length of the run", after(_length)),
+        (
+            "length of the run",
+            after(
+                lambda cli: _length(settings(), cli.model.settings.objective),
+                lambda parts: _length(parts.config, parts.objective),
+            ),
+        ),
         ("data and template", after(_data, _data_alone)),
         ("rewards", after(_rewards, lambda parts: _scored(parts.rewards, parts.prompts))),
-        ("memory of the run", after(lambda cli: _memory(read_settings(arguments)))),
-        ("disk of the run", after(lambda cli: _disk(read_settings(arguments)), lambda parts: _disk(parts.config))),
+        ("memory of the run", after(lambda cli: _memory(settings()), lambda parts: _memory_planned(parts.config))),
+        ("disk of the run", after(lambda cli: _disk(settings()), lambda parts: _disk(parts.config))),
         (
             "folder of the run",
             after(lambda cli: _folder(cli.config["fit"]), lambda parts: _folder(parts.config)),
@@ -102,19 +111,19 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     ]
 
 
-def _length(cli: Any) -> str:
-    settings, max_steps = cli.model.settings, cli.trainer.max_steps
+def _length(config: dict[str, Any], objective: Objective) -> str:
+    model, max_steps = config["model"], config["trainer"]["max_steps"]
     check_run_length(
         max_steps=max_steps,
-        updates_per_rollout=settings.updates_per_rollout,
-        mini_batches=settings.mini_batches,
-        warmup_steps=settings.warmup_steps,
-        objective=settings.objective,
-        batch_size=cli.datamodule.batch_size,
+        updates_per_rollout=model["updates_per_rollout"],
+        mini_batches=model["mini_batches"],
+        warmup_steps=model["warmup_steps"],
+        objective=objective,
+        batch_size=config["data"]["batch_size"],
     )
-    rollouts = max_steps // settings.steps_per_rollout
-    for callback in cli.trainer.callbacks:
-        stages = getattr(callback, "num_stages", 0)
+    rollouts = max_steps // (model["updates_per_rollout"] * model["mini_batches"])
+    for callback in config["trainer"]["callbacks"] or ():
+        stages = (callback.get("init_args") or {}).get("num_stages", 0)
         if stages > rollouts:
             raise ValueError(f"{rollouts} rollouts for {stages} noise stages; lower num_stages or raise max_steps")
     return f"{rollouts} rollouts, {max_steps} optimizer steps"
@@ -165,11 +174,18 @@ def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str
     return f"{said}: {means[1]}"
 
 
+def _memory_planned(config: dict[str, Any]) -> str:
+    try:
+        shape_of(config["model"])
+    except ValueError:  # the first check has said why the base cannot be read
+        raise NotChecked("not checked, because the base's dimensions are not known") from None
+    return _memory(config)
+
+
 def _memory(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
-    base = prepared_base(model["base"], model["base_format"], quantization_of(model["quantize"]))
     if not torch.cuda.is_available():
-        size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors")) / GIB
+        size = shape_of(model).base_bytes / GIB
         free = psutil.virtual_memory().available / GIB
         if 2 * size > free:
             raise ValueError(

@@ -116,12 +116,21 @@ def test_without_the_base_data_rewards_disk_and_folder_are_checked(bases, tmp_pa
     assert said["configuration"].startswith("[no]")
     assert "models/gone" in said["configuration"]
     marks = {name: line[:4] for name, line in said.items()}
-    checked = ("data and template", "rewards", "disk of the run", "folder of the run")
-    assert [marks[name] for name in checked] == ["[ok]"] * 4, said
+    checked = ("length of the run", "data and template", "rewards", "disk of the run", "folder of the run")
+    assert [marks[name] for name in checked] == ["[ok]"] * 5, said
+    assert "dimensions are not known" in said["memory of the run"]
     assert "prompts need the base's tokenizer and are not checked" in said["data and template"]
     assert "number 1.00; of ones without any: number 0.00" in said["rewards"]
-    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch_size": 4000}}, *gone)
+    _, said = diagnosed(
+        bases["nvfp4"],
+        tmp_path,
+        capsys,
+        {"data": {"batch_size": 4000}, "model": {"mini_batches": 3}},
+        *("--model.base", "models/Qwen2.5-0.5B-Instruct"),
+    )
     assert "4000; lower it" in said["data and template"]
+    assert "(8) is no multiple of model.updates_per_rollout (1) x model.mini_batches (3)" in said["length of the run"]
+    assert re.search("base of [12].[0-9]+ GiB", said["memory of the run"]), "known by its name"
     _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"source": WORDS}, **NUMBERS}, *gone)
     assert "can read none of the first" in said["rewards"]
     _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch": 4}}, *gone)
