@@ -69,8 +69,8 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
 
     A terminal shows one line, which is redrawn every second and erased at the end. Elsewhere, such as in a job's log,
     there is a line every ``LINE_S`` seconds. Phases that end within ``FIRST_S`` seconds print nothing. Of nested phases
-    the innermost is shown, on the stderr that the outermost began with, so that phases are seen also where stderr is
-    redirected meanwhile. Only the first rank of a run prints.
+    the innermost is shown, on the stderr that the outermost began with, so a redirection inside of it does not hide
+    phases. Only the first rank of a run prints.
 
     Args:
         what: the phase in words.
