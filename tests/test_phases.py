@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.common import phases
 from qerl_pl.common.phases import counted, phase
 
@@ -65,6 +66,21 @@ def test_of_nested_phases_the_innermost_speaks_and_an_error_ends_it(capsys):
         assert "inner" not in wait_until(lambda text: text.count("outer") >= 2, capsys).partition("outer")[2]
 
 
+def test_phases_that_follow_each_other_are_together_not_silent_for_longer_than_one(capsys, monkeypatch):
+    monkeypatch.setattr(phases, "FIRST_S", 60.0)
+    monkeypatch.setattr(phases, "LINE_S", 0.4)
+    for _ in range(20):
+        with phase("one of many"):
+            time.sleep(0.05)
+    assert 1 <= capsys.readouterr().err.count("one of many") <= 4
+    monkeypatch.setattr(phases, "APART_S", 0.1)
+    for _ in range(5):
+        time.sleep(0.15)
+        with phase("one of few"):
+            time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_phase_is_seen_where_stderr_is_redirected_inside_of_another(capsys):
     hidden = StringIO()
     with phase("outer"), redirect_stderr(hidden), phase("inner"):
@@ -96,23 +112,37 @@ def test_a_terminal_shows_one_line_that_is_erased(capsys, monkeypatch):
     assert capsys.readouterr().err.endswith(phases.ERASE)
 
 
-@pytest.mark.parametrize("arguments", [["fit", "--help"], ["plan", "-c", "quickstart"], ["fit", "--no_such"]])
+SLOW = {"torch", "lightning", "transformers", "peft", "vllm", "scipy", "pandas", "datasets", "bitsandbytes"}
+"""Packages whose import takes a second or more."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([command, "--help"] for command in (*TRAINING, *COMMANDS)),
+        ["plan", "-c", "quickstart"],
+        ["doctor", "-c", "quickstart"],
+        ["fit", "--no_such"],
+        ["fit", "-c", "no_such"],
+        ["quantize", "--model", ".", "--output", "new"],
+    ],
+    ids=" ".join,
+)
 def test_the_first_line_comes_before_slow_imports(arguments):
     program = [sys.executable, "-X", "importtime", "-m", "qerl_pl", *arguments]  # each import is a line of stderr
-    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
-        imported = []
-        for line in process.stderr:
+    with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        imported, line = [], ""
+        for line in process.stdout:
             if not line.startswith("import time:"):
                 break
             imported.append(line.rpartition("|")[2].strip())
         process.kill()
-    assert line.endswith(": loading packages ...\n")
-    assert not {"torch", "lightning", "transformers", "numpy", "jsonargparse"} & {*imported}
+    assert line.strip()
+    assert not line.startswith("import time:")
+    assert not SLOW & {*imported}
 
 
-SLOW = {"torch", "lightning", "transformers", "peft", "vllm", "scipy", "pandas", "datasets", "bitsandbytes"}
-"""Packages whose import takes a second or more."""
 ROW = {"completion": "so \\boxed{18}", "answer": "18", "level": 2}
 REWARD = "def right(completions, level, **kwargs):\n    return [float('18' in text) for text in completions]\n"
 

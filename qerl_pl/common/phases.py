@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -12,16 +13,26 @@ from typing import TypeVar
 
 FIRST_S = 3.0
 """Seconds after which a phase that still lasts is named for the first time."""
-LINE_S = 5.0
-"""Seconds between two lines about a phase where stderr is no terminal."""
+LINE_S = 4.0
+"""Seconds between two lines about phases where stderr is no terminal."""
 REDRAW_S = 1.0
 """Seconds between two states of the line on a terminal."""
 BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
 LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
+APART_S = 1.0
+"""Seconds between two phases from which on the second is not counted as a continuation of the first."""
+
 T = TypeVar("T")
 _running: list[Phase] = []
+
+
+class _Silence:
+    since = 0.0
+    """When the last line was written or, if none was, when the first of the adjoining phases began."""
+    ended = -math.inf
+    """When the last phase ended."""
 
 
 class Phase:
@@ -68,9 +79,9 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     """Name on stderr what is done inside the context, for as long as it is done.
 
     A terminal shows one line, which is redrawn every second and erased at the end. Elsewhere, such as in a job's log,
-    there is a line every ``LINE_S`` seconds. Phases that end within ``FIRST_S`` seconds print nothing. Of nested phases
-    the innermost is shown, on the stderr that the outermost began with, so a redirection inside of it does not hide
-    phases. Only the first rank of a run prints.
+    there is a line every ``LINE_S`` seconds, also over several phases that follow each other. Otherwise phases that end
+    within ``FIRST_S`` seconds print nothing. Of nested phases the innermost is shown, on the stderr that the outermost
+    began with, so a redirection inside of it does not hide phases. Only the first rank of a run prints.
 
     Args:
         what: the phase in words.
@@ -81,13 +92,14 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     current = Phase(what, total, unit)
     if _running:
         current.stream = _running[0].stream
+    elif current.started - _Silence.ended > APART_S:
+        _Silence.since = current.started
     _running.append(current)
     terminal = current.stream is not None and current.stream.isatty()
     speaks = all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
     if at_once and speaks:
         _say(current, terminal)
-    wait = (REDRAW_S if terminal else LINE_S) if at_once else FIRST_S
-    thread = threading.Thread(target=_repeat, args=(current, wait, terminal), daemon=True, name="phase")
+    thread = threading.Thread(target=_repeat, args=(current, terminal), daemon=True, name="phase")
     if speaks:
         thread.start()
     try:
@@ -95,6 +107,7 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     finally:
         current.ended.set()
         _running.remove(current)
+        _Silence.ended = time.monotonic()
         if speaks:
             thread.join()
             if terminal and current.shown:
@@ -109,15 +122,18 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
             current.update()
 
 
-def _repeat(current: Phase, wait: float, terminal: bool) -> None:
-    while not current.ended.wait(wait):
-        if _running and _running[-1] is current:
+def _repeat(current: Phase, terminal: bool) -> None:
+    every = REDRAW_S if terminal else LINE_S
+    while not current.ended.wait(every / 8):
+        now = time.monotonic()
+        silent = now - _Silence.since
+        due = silent >= every if current.shown else now - current.started >= FIRST_S or silent >= LINE_S
+        if due and _running and _running[-1] is current:
             _say(current, terminal)
-        wait = REDRAW_S if terminal else LINE_S
 
 
 def _say(current: Phase, terminal: bool) -> None:
-    current.shown = True
+    current.shown, _Silence.since = True, time.monotonic()
     # On a terminal the cursor stays at the line's start, so that whatever is printed next overwrites the line.
     _write(current, f"{ERASE}{current.text(bar=True)}\r" if terminal else f"{current.text(bar=False)}\n")
 
