@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -247,6 +248,8 @@ class TestChange:
         assert change([0.0] * 16, [1.0] * 16) < 1e-6
         assert change([0.0] * 2, [1.0] * 2) > 0.01
         assert change([1.0] * 16, [1.0] * 16) == 1.0
+        with warnings.catch_warnings(action="error"):  # equal but for the rounding of means
+            assert change([0.1, 0.1 + 1e-9, 0.1], [0.1, 0.1 - 2e-9]) == 1.0
 
 
 class TestGaps:

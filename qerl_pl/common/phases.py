@@ -127,7 +127,8 @@ def _repeat(current: Phase, terminal: bool) -> None:
     while not current.ended.wait(every / 8):
         now = time.monotonic()
         silent = now - _Silence.since
-        due = silent >= every if current.shown else now - current.started >= FIRST_S or silent >= LINE_S
+        first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S
+        due = silent >= every if current.shown else first
         if due and _running and _running[-1] is current:
             _say(current, terminal)
 

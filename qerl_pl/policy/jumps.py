@@ -13,6 +13,8 @@ from torch import Tensor
 FAR = 8.0
 LEAST_OTHERS = 0.01
 """Probability of all other tokens together below which a token is counted as if they had this much."""
+ROUNDING = 1e-6
+"""Relative difference below which two means of fp32 numbers are taken for equal."""
 
 
 class Jump(NamedTuple):
@@ -51,7 +53,8 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
     """
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
-    if torch.equal(first.var() + second.var(), torch.zeros((), dtype=torch.float64)):
+    values = torch.cat([first, second])
+    if values.max() - values.min() <= ROUNDING * values.abs().max():
         return 1.0  # equal constants
     result: Any = ttest_ind(first.numpy(), second.numpy(), equal_var=False)
     return float(result.pvalue)
