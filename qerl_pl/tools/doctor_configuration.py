@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from qerl_pl.cli.parts import Parts
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.program import restored_arguments
+from qerl_pl.common.run_folder import is_running
+from qerl_pl.common.sizes import in_bytes
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
@@ -35,6 +38,8 @@ from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 GIB = 2**30
 SCORED = 8
 """Number of training problems whose known answers are given to the rewards in place of completions."""
+LOGS = 10**9
+"""Bytes that the logs of a run take at most, about."""
 CHECKPOINTS = 4
 """Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
 
@@ -185,13 +190,12 @@ def _memory_planned(config: dict[str, Any]) -> str:
 def _memory(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
     if not torch.cuda.is_available():
-        size = shape_of(model).base_bytes / GIB
-        free = psutil.virtual_memory().available / GIB
+        size, free = shape_of(model).base_bytes, psutil.virtual_memory().available
         if 2 * size > free:
             raise ValueError(
-                f"no GPU; trainer and engine each hold the base of {size:.1f} GiB, {free:.1f} GiB are free"
+                f"no GPU; trainer and engine each hold the base of {in_bytes(size)}, {in_bytes(free)} are free"
             )
-        return f"no GPU: trains on the CPU, base of {size:.2f} GiB, {free:.0f} GiB free"
+        return f"no GPU: trains on the CPU, base of {in_bytes(size)}, {in_bytes(free)} free"
     card = card_bytes(model["gpu_memory"])
     peak = fitted(shape_of(model), run, card).peak
     if peak > usable(card):
@@ -202,22 +206,33 @@ def _memory(config: dict[str, Any]) -> str:
 def _disk(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
     folder = Path(config["run_dir"]).absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free / GIB
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
     try:
         shape = shape_of(model)
     except ValueError:  # the first check has said why the base cannot be read
-        if free < 1:
-            raise ValueError(f"{free:.1f} GiB are free for {folder}; logs take about 1, and checkpoints more") from None
-        return f"{free:.0f} GiB free for {config['run_dir']}; what checkpoints take depends on the base"
+        if free < LOGS:
+            raise ValueError(
+                f"{in_bytes(free)} are free for {folder}; logs take about {in_bytes(LOGS)}, and checkpoints more"
+            ) from None
+        return f"{in_bytes(free)} free for {config['run_dir']}; what checkpoints take depends on the base"
     values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     adapters = 2 if model["lora"].get("start") else 1  # checkpoints also hold the adapter that the run started from
-    needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes) / GIB
-    if free < needed + 1:
-        raise ValueError(f"{free:.1f} GiB are free for {folder}; checkpoints take {needed:.1f}, logs about 1")
-    return f"{free:.0f} GiB free for {config['run_dir']}, checkpoints take {needed:.2f} GiB"
+    needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes)
+    if free < needed + LOGS:
+        raise ValueError(
+            f"{in_bytes(free)} are free for {folder}; checkpoints take {in_bytes(needed)}, logs about {in_bytes(LOGS)}"
+        )
+    return f"{in_bytes(free)} free for {config['run_dir']}, checkpoints take {in_bytes(needed)}"
 
 
 def _folder(config: Mapping[str, Any] | Namespace) -> str:
     run_dir, ckpt_path = config["run_dir"], config["ckpt_path"]
     check_run_is_new(run_dir, ckpt_path)
+    folder = Path(run_dir).absolute()
+    exists = next(path for path in (folder, *folder.parents) if path.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+        kind = "which cannot be written to" if exists.is_dir() else "which is no folder"
+        raise ValueError(f"run_dir is {run_dir}, in {exists}, {kind}; choose another folder with --run_dir")
+    if is_running(folder):
+        raise ValueError(f"another process trains in {run_dir}; choose another folder with --run_dir")
     return f"{run_dir} {'holds no run' if ckpt_path is None else f'goes on from {ckpt_path}'}"

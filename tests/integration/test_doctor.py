@@ -130,8 +130,11 @@ def test_without_the_base_data_rewards_disk_and_folder_are_checked(bases, tmp_pa
     )
     assert "4000; lower it" in said["data and template"]
     assert "(8) is no multiple of model.updates_per_rollout (1) x model.mini_batches (3)" in said["length of the run"]
-    assert re.search("base of [12].[0-9]+ GiB", said["memory of the run"]), "known by its name"
-    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"source": WORDS}, **NUMBERS}, *gone)
+    assert re.search("base of [12][.0-9]* GB", said["memory of the run"]), "known by its name"
+    (tmp_path / "a_file").touch()
+    unusable = (*gone, "--run_dir", str(tmp_path / "a_file" / "run"))
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"source": WORDS}, **NUMBERS}, *unusable)
+    assert "a_file, which is no folder; choose another" in said["folder of the run"]
     assert "can read none of the first" in said["rewards"]
     _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch": 4}}, *gone)
     assert said["rewards"].startswith("[--]"), "a key that does not exist"
