@@ -1,0 +1,249 @@
+"""Train pretrained models on GSM8K in several arms and seeds: python -m tests.bench.bench_real_runs
+
+    python -m tests.bench.bench_real_runs --models qwen2.5-coder-0.5b.gguf qwen2.5-coder-1.5b.gguf \\
+        --problems gsm8k_train.jsonl --task gsm8k_verl --seeds 0 1 2 --jobs 5 --minutes 8 \\
+        --folder /tmp/real --output docs/results/real_runs.jsonl
+
+Every run is of the task's file as it is, with all checks; an arm of configs/arms gives what the task leaves open (base
+format and noise, but not the learning rate where the task has one). The runs are a study of `python -m qerl_pl study`,
+``--jobs`` at a time on each GPU, and one that is interrupted goes on when the same command is given again. All test
+problems are answered greedily before, every 20 rollouts (as the task says), and after.
+
+For each finished run that ``--output`` does not have yet, two lines are appended to it. ``real_runs/MODEL`` has curves
+by rollout, validations with the verdict of each problem, the alarm (null: none), warnings, seconds and memory.
+``real_completions/MODEL`` has completions of the same test problems before and after. ``--partial`` does the same for
+runs that have not finished, and ``--read`` trains nothing, e.g. after a machine was lost. Of several lines with one
+name and shape the last one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from qerl_pl.__main__ import main as command
+from qerl_pl.base.folder import base_folder
+from qerl_pl.base.gguf import RECORD
+from qerl_pl.study import state
+from qerl_pl.study.runner import SHARE_OF_GPU
+from qerl_pl.study.study_file import FIT, Run, Study, read_study
+from qerl_pl.tools.curves import Curve, read_curves
+from tests.bench.harness import CUDA, DTYPE, PHASES, emit, kept, parser_with
+from tests.bench.run_clock import HOST, START, VALIDATION
+from tests.correctness.faults import WARNINGS, sources
+from tests.integration.conftest import ROOT
+
+ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
+REWARDS = ("strict", "lenient")  # of both tasks; the first one trains
+DIGITS = 5
+CURVES = {
+    "strict": "train/strict",
+    "lenient": "train/lenient",
+    "entropy": "policy/entropy",
+    "surprisal": "rollout/surprisal",
+    "gap": "gap/mean_abs",
+    "completion_tokens": "rollout/completion_tokens",
+    "truncated_share": "rollout/truncated_share",
+    "groups_with_signal": "rollout/groups_with_signal",
+    "grad_norm": "train/grad_norm",
+    "rollout_tokens_per_s": "throughput/rollout_tokens_per_s",
+    "host_bytes": HOST,
+    "gpu_gib": "memory/peak_gib",
+    "step_s": "time/step_s",
+    **{f"{phase}_s": f"time/{phase}_s" for phase in PHASES},
+}
+"""Curves of a line with the scalars that they are read from."""
+
+
+def left_open(arm: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an arm without those that the task has as well."""
+    found = {
+        key: left_open(value, task.get(key) or {}) if isinstance(value, dict) else value
+        for key, value in arm.items()
+        if isinstance(value, dict) or key not in task
+    }
+    return {key: value for key, value in found.items() if value != {}}
+
+
+def study_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Make the study's file."""
+    task = ROOT / "configs" / "tasks" / f"{args.task}.yaml"
+    arms = {arm: yaml.safe_load((ROOT / "configs" / "arms" / f"{arm}.yaml").read_text()) for arm in args.arms}
+    steps = {} if args.rollouts is None else {"max_steps": args.rollouts}
+    share = args.share or (SHARE_OF_GPU / args.jobs if args.jobs > 1 else None)
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0.0
+    return {
+        "output": str(args.folder / args.task),
+        "config": [str(task), *map(str, args.config)],
+        "settings": {
+            "trainer": {"callbacks+": [{"class_path": "tests.bench.run_clock.RunClock"}], **steps},
+            "model": {"dtype": str(DTYPE).removeprefix("torch.")},
+            "data": {"source": {"init_args": sources(args.problems)}},
+        },
+        "gpu_memory": round(share * memory, 2) if CUDA and share else None,
+        "jobs": args.jobs,
+        "attempts": 1,
+        "grid": {"model.base": [str(model.resolve()) for model in args.models]},
+        "arms": {arm: left_open(found, yaml.safe_load(task.read_text())) for arm, found in arms.items()},
+        "seeds": args.seeds,
+    }
+
+
+def curve(curves: Mapping[str, Curve], tag: str) -> list[float]:
+    """Return a curve's values with ``DIGITS`` digits; empty if nothing was logged."""
+    return [float(f"{value:.{DIGITS}g}") for value in curves[tag].values] if tag in curves else []
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Read a file of completions."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def validation(file: Path) -> dict[str, Any]:
+    """Summarise a file of greedy completions: their verdicts are "1" (right) or "0", a character a problem."""
+    rows = rows_of(file)
+    verdicts = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
+    return {
+        "rollouts": int(file.stem.rpartition("-")[2]),
+        "problems": len(rows),
+        **{name: verdicts[name].count("1") / len(rows) for name in REWARDS},
+        "completion_tokens": sum(row["num_tokens"] for row in rows) / len(rows),
+        "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
+        "verdicts": verdicts,
+    }
+
+
+def validations_of(run: Run) -> list[Path]:
+    """List the files of a run's validations, the first one first."""
+    return sorted((run.folder / "completions").glob("validate-*.jsonl"))
+
+
+def compared_completions(before: Path, after: Path, number: int) -> list[dict[str, Any]]:
+    """Choose completions of ``number`` evenly spaced problems before and after training."""
+    first, last = rows_of(before), rows_of(after)
+    chosen = [index * len(first) // number for index in range(min(number, len(first)))]
+    names = ("completion", "rewards", "num_tokens", "finished")
+    return [
+        {
+            "problem": index,
+            "question": first[index]["question"],
+            "answer": first[index]["answer"],
+            **{
+                when: {name: rows[index][name] for name in names} for when, rows in (("before", first), ("after", last))
+            },
+        }
+        for index in chosen
+    ]
+
+
+def bits_per_weight(model: Path) -> float:
+    """Return the mean bits of the weights that the model's 16-bit values were made from."""
+    record = Path(base_folder(str(model), None)) / RECORD
+    return json.loads(record.read_text())["bits_per_weight"] if record.is_file() else 16.0
+
+
+def report(study: Study, run: Run, args: argparse.Namespace) -> None:
+    """Append the lines of a run."""
+    settings, curves = yaml.safe_load((run.folder / "config.yaml").read_text()), read_curves(run.folder)
+    model, base = settings["model"], Path(run.point["model.base"])
+    name = base.name.removesuffix(".gguf")
+    shape = {
+        "task": args.task,
+        "arm": run.arm,
+        "seed": run.seed,
+        "rollouts": settings["trainer"]["max_steps"],
+        "prompts": settings["data"]["batch_size"],
+        "completions": model["sampling"]["num_completions"],
+        "max_tokens": model["sampling"]["max_tokens"],
+        "config": [path.stem for path in args.config],
+    }
+    if (before := last_line(args.output, f"real_runs/{name}", shape)) and before["finished"]:
+        return
+    log = state.log_of(run.folder, FIT).read_text(encoding="utf-8", errors="replace")
+    done, spent = state.seconds_done(run), state.seconds_spent(run)
+    files = validations_of(run)
+    steps_done = len(curve(curves, "time/step_s"))
+    emit(
+        f"real_runs/{name}",
+        shape,
+        model["dtype"],
+        output=args.output,
+        finished=FIT in done,
+        bits_per_weight=bits_per_weight(base),
+        lr=model["optimizer"]["init_args"]["lr"],
+        steps=steps_done,
+        curves={key: found for key, tag in CURVES.items() if (found := curve(curves, tag))},
+        validations=[validation(file) for file in files],
+        alarm=state.failure(run),
+        warnings=[line.strip() for line in log.splitlines() if re.search(WARNINGS, line)],
+        run_s=done.get(FIT, spent.get(FIT)),
+        start_s=curve(curves, START),
+        validation_s=curve(curves, VALIDATION),
+        median_step_s=median(curves["time/step_s"].values) if steps_done else None,
+        memory_gib={
+            name: max(values, default=None) and max(values) / unit
+            for name, values, unit in (
+                ("planned", curve(curves, "memory/predicted_peak_gib"), 1),
+                ("driver", curve(curves, "memory/peak_gib"), 1),  # with the growth of other runs on the GPU
+                ("torch", curve(curves, "memory/gpu_peak_bytes"), 2**30),
+            )
+        },
+        gpu_memory=study.gpu_memory,
+        jobs=args.jobs,
+    )
+    if args.completions and len(files) > 1:
+        rows = compared_completions(files[0], files[-1], args.completions)
+        done_then = [int(file.stem.rpartition("-")[2]) for file in (files[0], files[-1])]
+        emit(
+            f"real_completions/{name}", shape, model["dtype"], output=args.output, rollouts=done_then, completions=rows
+        )
+
+
+def last_line(output: Path | None, name: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the last line of a file with this name and shape."""
+    return next((line for line in reversed(kept(output)) if (line["name"], line["shape"]) == (name, shape)), None)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, and append lines; returns the study's exit status (3: the time is up)."""
+    parser = parser_with(__doc__, "--output")
+    parser.add_argument("--models", type=Path, nargs="+", required=True, help="GGUF files or folders of bases")
+    parser.add_argument("--problems", type=Path, required=True, help="gsm8k_train.jsonl, next to gsm8k_test.jsonl")
+    parser.add_argument("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_verl")
+    parser.add_argument("--arms", nargs="+", default=ARMS, help="files of configs/arms (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rollouts", type=int, help="of each run (default: the task's)")
+    parser.add_argument("--config", type=Path, nargs="+", default=[], help="further -c files, read after the task's")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time on each GPU")
+    parser.add_argument("--share", type=float, help="of a GPU's memory for each run (default: 0.92 / jobs)")
+    parser.add_argument("--minutes", type=float, help="after which runs stop at a checkpoint")
+    parser.add_argument("--folder", type=Path, required=True, help="for the runs; it also lets them go on")
+    parser.add_argument("--completions", type=int, default=20, help="problems of a line of completions; 0: no line")
+    parser.add_argument("--partial", action="store_true", help="also report runs that have not finished")
+    parser.add_argument("--read", action="store_true", help="train nothing, report the runs in the folder")
+    args = parser.parse_args(argv)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / f"{args.task}.yaml"
+    file.write_text(yaml.safe_dump(study_of(args), sort_keys=False))
+    limit = [] if args.minutes is None else ["--minutes", str(args.minutes)]
+    status = 0 if args.read else command(["study", str(file), *limit])
+    study = read_study(file)
+    for run in study.runs():
+        finished = FIT in state.seconds_done(run) or state.failure(run) is not None
+        if (finished or args.partial) and list(run.folder.glob("events.out.tfevents.*")):
+            report(study, run, args)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
