@@ -130,7 +130,8 @@ def validations_of(run: Run) -> list[Path]:
 def compared_completions(before: Path, after: Path, number: int) -> list[dict[str, Any]]:
     """Choose completions of ``number`` evenly spaced problems before and after training."""
     first, last = rows_of(before), rows_of(after)
-    chosen = [index * len(first) // number for index in range(min(number, len(first)))]
+    number = min(number, len(first))
+    chosen = [index * len(first) // number for index in range(number)]
     names = ("completion", "rewards", "num_tokens", "finished")
     return [
         {
@@ -143,6 +144,17 @@ def compared_completions(before: Path, after: Path, number: int) -> list[dict[st
         }
         for index in chosen
     ]
+
+
+def alarm_of(log: str) -> str | None:
+    """Return the message with which a check ended a start of the run, also where a later start went on."""
+    return next((line for line in log.splitlines() if line.startswith("stopped: ")), None)
+
+
+def seconds_logged(curves: Mapping[str, Curve]) -> float:
+    """Return the seconds of a run whose machine was lost: between its first and its last value, and before them."""
+    times = [time for each in curves.values() for time in each.times]
+    return max(times) - min(times) + sum(curve(curves, START)[:1])
 
 
 def bits_per_weight(model: Path) -> float:
@@ -183,9 +195,9 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         steps=steps_done,
         curves={key: found for key, tag in CURVES.items() if (found := curve(curves, tag))},
         validations=[validation(file) for file in files],
-        alarm=state.failure(run),
+        alarm=alarm_of(log) or state.failure(run),
         warnings=[line.strip() for line in log.splitlines() if re.search(WARNINGS, line)],
-        run_s=done.get(FIT, spent.get(FIT)),
+        run_s=done.get(FIT) or spent.get(FIT) or seconds_logged(curves),
         start_s=curve(curves, START),
         validation_s=curve(curves, VALIDATION),
         median_step_s=median(curves["time/step_s"].values) if steps_done else None,
