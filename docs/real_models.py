@@ -1,21 +1,18 @@
 """Write docs/real_models.md, docs/real_completions.md and their picture: python docs/real_models.py
 
 The numbers are those of docs/results: real_runs.jsonl of tests/bench/bench_real_runs.py, real_checks.jsonl of
-tests/bench/bench_real_checks.py, four_bits.jsonl of tests/bench/bench_four_bits.py, trl_real.jsonl of
-tests/bench/bench_trl.py, and rollout.jsonl of tests/bench/bench_rollout.py. Of several lines with one name and shape
-the last one counts. A section without lines says that nothing was measured.
+tests/bench/bench_real_checks.py, four_bits.jsonl of tests/bench/bench_four_bits.py, rollout.jsonl of
+tests/bench/bench_rollout.py, and trl_real.jsonl of TRL's runs. Of several lines with one name and shape the last one
+counts. A section without lines says that nothing was measured.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import mean
 
 import numpy as np
 from scipy import stats
@@ -23,61 +20,32 @@ from scipy import stats
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from docs.real_models_text import COMPLETIONS, TEXT  # noqa: E402  (the script is run by its path)
+from docs.real_models_costs import costs, long_runs, speeds, trl  # noqa: E402  (the script is run by its path)
+from docs.real_models_lines import (  # noqa: E402
+    ARMS,
+    NOTHING,
+    RECIPE,
+    TASK,
+    Line,
+    groups,
+    model_of,
+    named,
+    read,
+    rollouts_of,
+    spread,
+    wrapped,
+)
+from docs.real_models_text import COMPLETIONS, TEXT  # noqa: E402
 from qerl_pl.common.files import replacing  # noqa: E402
 from qerl_pl.study.readouts import smooth  # noqa: E402
-from tests.bench.report import TABLES, table  # noqa: E402
+from tests.bench.report import table  # noqa: E402
 
-Line = dict[str, Any]
-
-RESULTS, DOCS = ROOT / "docs" / "results", ROOT / "docs"
+DOCS = ROOT / "docs"
 PAGE, OF_COMPLETIONS, PICTURE = DOCS / "real_models.md", DOCS / "real_completions.md", DOCS / "real_models.png"
-FILES = ("real_runs", "real_checks", "four_bits", "trl_real", "rollout")
-ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
 PAIRS = (("nvfp4", "bf16"), ("nvfp4_aqn", "nvfp4"), ("nvfp4_aqn", "bf16"))
-TASK, RECIPE = "gsm8k_verl", "gsm8k_boxed"
 ENDS = 10  # rollouts at a run's beginning and end over which a curve is averaged
-LONG = 400  # rollouts from which a run counts as a long one
 LIMIT = 2.0  # points that NVFP4 may lose
-NOTHING = "*Not measured yet.*"
 COLOURS = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
-
-
-def read(folder: Path = RESULTS) -> list[Line]:
-    """Read the lines of all files that there are; of several with one name and setting, the last one."""
-    paths = [path for name in FILES if (path := folder / f"{name}.jsonl").exists()]
-    lines = [json.loads(text) for path in paths for text in path.read_text().splitlines() if text]
-    keys = ("name", "shape", "variant", "calibration", "format", "seed", "noise", "engine")
-    speeds = [line for line in lines if line["name"].startswith("rollout/")]  # pairs of these are found by commit
-    others = (line for line in lines if not line["name"].startswith("rollout/"))
-    return [*speeds, *{json.dumps([line.get(key) for key in keys]): line for line in others}.values()]
-
-
-def named(lines: Iterable[Line], kind: str) -> list[Line]:
-    """Select the lines of a kind, ordered by model, task, arm and seed where they have these."""
-    order = {arm: place for place, arm in enumerate(ARMS)}
-
-    def key(line: Line) -> tuple[Any, ...]:
-        shape = line["shape"]
-        return line["name"], shape.get("task") != TASK, order.get(shape.get("arm"), 0), shape.get("seed", 0)
-
-    return sorted((line for line in lines if line["name"].startswith(f"{kind}/")), key=key)
-
-
-def model_of(line: Line) -> str:
-    """Return the name of a line's model."""
-    return line["name"].split("/", 1)[1]
-
-
-def groups(lines: Iterable[Line], *, is_long: bool = False) -> dict[tuple[str, str, str], list[Line]]:
-    """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings."""
-    found: dict[tuple[str, str, str], list[Line]] = {}
-    for line in named(lines, "real_runs"):
-        shape = line["shape"]
-        if (shape["rollouts"] >= LONG) == is_long and line["validations"]:
-            task = "+".join([shape["task"], *shape["config"]])
-            found.setdefault((model_of(line), task, shape["arm"]), []).append(line)
-    return found
 
 
 def page(lines: list[Line]) -> str:
@@ -130,11 +98,6 @@ def curves(lines: list[Line]) -> str:
     head += ["reward", "entropy", "tokens", "alarms"]
     title = "Accuracy on the test problems, entropy and length by rollout, with bands over the seeds"
     return f"![{title}]({PICTURE.name})\n\n{table(head, rows)}"
-
-
-def rollouts_of(run: Line) -> int:
-    """Return the rollouts before a run's last validation."""
-    return run["validations"][-1]["rollouts"]
 
 
 def _ends(runs: list[Line], name: str) -> tuple[list[float], list[float]]:
@@ -255,11 +218,6 @@ def changes(run: Line) -> dict[str, float]:
     }
 
 
-def trl(lines: list[Line]) -> str:
-    """Compare seconds to an accuracy."""
-    return NOTHING if not named(lines, "trl_real") else ""
-
-
 def four_bits(lines: list[Line]) -> str:
     """Show how far variants of four bits are from the dense policy."""
     rows = []
@@ -276,69 +234,6 @@ def four_bits(lines: list[Line]) -> str:
 def error(pair: Sequence[float] | None, digits: int) -> str:
     """Format a mean with its standard error."""
     return "" if pair is None else f"{pair[0]:.{digits}f} +- {pair[1]:.{digits}f}"
-
-
-def speeds(lines: list[Line]) -> str:
-    """Show rollout speeds of the shapes of these models, and those of the runs."""
-    sizes = {name.upper() for name in re.findall(r"\d+\.\d+b", " ".join(map(model_of, named(lines, "real_runs"))))}
-    chosen = [line for line in named(lines, "rollout") if line["shape"]["model"] in (sizes or {"0.5B", "1.5B"})]
-    selected = TABLES["rollouts"].select(chosen)
-    rows = []
-    for (model, task, arm), runs in groups(lines).items():
-        rates = [median(run["curves"]["rollout_tokens_per_s"]) for run in runs if run["steps"]]
-        jobs = ", ".join(sorted({str(run["jobs"]) for run in runs}))
-        rows.append([model, task, arm, jobs, spread(rates, 0)])
-    found = [TABLES["rollouts"].markdown(selected)] if selected else []
-    found += [table(["model", "task", "arm", "runs at a time", "rollout tokens/s"], rows)] if rows else []
-    return "\n\n".join(found) or NOTHING
-
-
-def costs(lines: list[Line]) -> str:
-    """Show minutes, seconds of the parts, and memory."""
-    rows = []
-    for key, runs in groups(lines).items():
-        finished = [run for run in runs if run["finished"]]
-        minutes = [run["run_s"] / 60 for run in finished]
-        alone = [run["run_s"] / 60 / run["jobs"] for run in finished]
-        starts, steps = ([run[name] for run in runs] for name in ("start_s", "median_step_s"))
-        tests = [seconds for run in runs for seconds in run["validation_s"]]
-        phases = [_typical(runs, f"{phase}_s") for phase in ("rollout", "train", "check", "reward", "between")]
-        memory = max((run["memory_gib"]["planned"] or 0 for run in runs), default=0)
-        jobs = ", ".join(sorted({str(run["jobs"]) for run in runs}))
-        start = median(each[0] for each in starts if each) if any(starts) else float("nan")
-        rows.append(
-            [*key, jobs, spread(minutes, 1), spread(alone, 1), f"{start:.0f}", spread([s for s in steps if s], 1)]
-            + [
-                "/".join(f"{seconds:.1f}" for seconds in phases),
-                f"{median(tests):.1f}" if tests else "",
-                f"{memory:.1f}" if memory else "",
-            ]
-        )
-    head = ["model", "task", "arm", "runs at a time", "minutes", "GPU minutes", "start, s", "rollout, s"]
-    head += ["sampling/update/checks/rewards/rest, s", "validation, s", "planned, GiB"]
-    return table(head, rows) if rows else NOTHING
-
-
-def _typical(runs: list[Line], name: str) -> float:
-    """Return the median of a curve over all rollouts of all runs."""
-    return median([value for run in runs for value in run["curves"].get(name, [])] or [0.0])
-
-
-def long_runs(lines: list[Line]) -> str:
-    """Show quarters of long runs: the seconds of a step and the memory should not grow."""
-    rows = []
-    for key, runs in groups(lines, is_long=True).items():
-        for run in runs:
-            cells = [
-                " ".join(f"{scale * median(quarter):.{digits}f}" for quarter in np.array_split(values, 4))
-                if len(values := run["curves"].get(name, [])) >= 4
-                else ""
-                for name, scale, digits in (("step_s", 1, 2), ("gpu_gib", 1, 2), ("host_bytes", 2**-30, 2))
-            ]
-            silent = "no" if run["alarm"] is None else "yes"
-            rows.append([*key, f"{run['steps']} of {run['shape']['rollouts']}", *cells, silent, len(run["warnings"])])
-    head = ["model", "task", "arm", "rollouts", "step, s", "GPU, GiB", "host, GiB", "alarm", "warnings"]
-    return table(head, rows) if rows else NOTHING
 
 
 def checks(lines: list[Line]) -> str:
@@ -402,19 +297,6 @@ def quoted(text: str) -> str:
     ascii_text = text.encode("ascii", "backslashreplace").decode()
     lines = [part for line in ascii_text.splitlines() or [""] for part in textwrap.wrap(line, 112) or [""]]
     return "\n".join(f"    {line}".rstrip() for line in lines)
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Format the mean of several seeds, with the lowest and the highest value."""
-    if not values:
-        return ""
-    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
-    return f"{mean(values):.{digits}f}" + (f" ({low} to {high})" if low != high else "")
-
-
-def wrapped(text: str) -> str:
-    """Break a paragraph into lines."""
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def draw(lines: list[Line], file: Path) -> None:

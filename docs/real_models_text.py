@@ -52,6 +52,12 @@ the mean length of greedy completions, and "cut" the share that reached the limi
 
 ## How long does TRL need for the same accuracy?
 
+TRL's GRPOTrainer on the same model, task and kind of GPU, and runs of each arm, all alone on their GPU. With equal
+seeds both read the same prompts in the same order, and completions are scored by the same code. Seconds are of
+training, without start and validations. "Reward" is the highest running mean (ten rollouts, at temperature 1) that all
+of them reached, and the next column the seconds until each of them first did. "strict after" is the greedy accuracy on
+the test problems after the last rollout. TRL's bf16 base is the same dequantised model.
+
 {trl}
 
 ## Which four bits?
@@ -89,8 +95,8 @@ to it count.
 ## Do the checks stay silent?
 
 What the checks read in healthy runs that were made for this purpose, the largest value of all rollouts. An excess above
-4 stops a run, unless the difference is below 0.02 nats. `gap` is the mean difference between log-probabilities of engine
-and trainer in nats, `gradient` the gradient's norm over its running median.
+4 stops a run, unless the difference is below 0.02 nats. `gap` is the mean difference between log-probabilities of
+engine and trainer in nats, `gradient` the gradient's norm over its running median.
 
 {checks}
 """

@@ -29,6 +29,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(128, 256, 2, 4, 2, 320, tied=True),  # for a CPU
+    "0.5B": Size(896, 4864, 24, 14, 2, 151936, tied=True),
     "1.5B": Size(1536, 8960, 28, 12, 2, 151936, tied=True),
     "3B": Size(2048, 11008, 36, 16, 2, 151936, tied=True),
     "7B": Size(3584, 18944, 28, 28, 4, 152064),

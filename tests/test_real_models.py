@@ -21,6 +21,7 @@ from docs.real_models import (
     paired,
     read,
 )
+from docs.real_models_costs import reached
 from tests.program import ROOT
 
 PROBLEMS = 60
@@ -150,3 +151,26 @@ def test_text_of_a_model_stays_text():
     assert text.isascii()
     assert all(len(each) <= 120 for each in text.splitlines())
     assert "\n    # a\n    ```\n    <b>\\xd7</b> x" in text
+
+
+def test_trl_is_compared_with_runs_alone_on_the_same_gpu():
+    def trl(**changes: Any) -> dict:
+        curve = {"strict": [0.0] * 10 + [0.5] * 10, "train_s": [9.0 * (1 + step) for step in range(20)]}
+        return {
+            "name": "task/trl",
+            "shape": {"model": "model-0.5b", "task": "gsm8k_verl", "steps": 20},
+            "device": "a GPU",
+            "versions": {"trl": "1.16"},
+            "curve": {**curve, "step_s": [9.0] * 20},
+            "evaluations": [{"step": 20, "strict": 0.4}],
+            "startup_s": 70.0,
+            "peak_gib": 30.0,
+        } | changes
+
+    ours = run("nvfp4", 0) | {"jobs": 1}
+    ours["curves"] |= {"strict": [0.0] * 5 + [0.5] * 15, "step_s": [3.0] * 20}
+    rows = [row for row in page([ours, run("bf16", 0), trl()]).splitlines() if "| a | 20 |" in row]
+    assert [row.split(" | ")[1] for row in rows] == ["TRL 1.16", "nvfp4"], "the bf16 run shared its GPU"
+    assert [row.split(" | ")[-2:-1] for row in rows] == [["180"], ["45"]]
+    assert "| TRL 1.16 |" in page([trl(device="another GPU"), ours])
+    assert reached([0.1] * 20, range(20), 0.2) == ""

@@ -252,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     study = read_study(file)
     for run in study.runs():
         finished = FIT in state.seconds_done(run) or state.failure(run) is not None
-        if (finished or args.partial) and list(run.folder.glob("events.out.tfevents.*")):
+        started = (run.folder / "config.yaml").exists() and list(run.folder.glob("events.out.tfevents.*"))
+        if started and (finished or args.partial):
             report(study, run, args)
     return status
 
