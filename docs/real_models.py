@@ -45,7 +45,7 @@ PAGE, OF_COMPLETIONS, PICTURE = DOCS / "real_models.md", DOCS / "real_completion
 PAIRS = (("nvfp4", "bf16"), ("nvfp4_aqn", "nvfp4"), ("nvfp4_aqn", "bf16"))
 ENDS = 10  # rollouts at a run's beginning and end over which a curve is averaged
 LIMIT = 2.0  # points that NVFP4 may lose
-COLOURS = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
+COLOURS: dict[str, str] = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
 
 
 def page(lines: list[Line]) -> str:
@@ -160,9 +160,9 @@ def differences(lines: list[Line]) -> str:
     found, rows, said = groups(lines), [], []
     for model, task in dict.fromkeys(key[:2] for key in found):
         for one, other in PAIRS:
-            pair = [found.get((model, task, arm), []) for arm in (one, other)]
+            mine, theirs = (found.get((model, task, arm), []) for arm in (one, other))
             for kind, when, label in (("strict", 0, "before"), ("strict", -1, "after"), ("lenient", -1, "after")):
-                new = paired(*pair, kind, when)
+                new = paired(mine, theirs, kind, when)
                 rows += [[model, task, f"{one} - {other}", f"{kind} {label}", *row] for row in new]
                 if new and (one, other, kind, when, task) == ("nvfp4", "bf16", "strict", -1, TASK):
                     points = float(new[0][1])
@@ -179,9 +179,9 @@ def recipe(lines: list[Line]) -> str:
     found, rows = groups(lines), []
     for model, task, arm in found:
         if task == RECIPE:
-            pair = found[model, RECIPE, arm], found.get((model, TASK, arm), [])
+            mine, theirs = found[model, RECIPE, arm], found.get((model, TASK, arm), [])
             for kind in ("strict", "lenient"):
-                rows += [[model, arm, kind, *row] for row in paired(*pair, kind, -1)]
+                rows += [[model, arm, kind, *row] for row in paired(mine, theirs, kind, -1)]
     head = ["model", "arm", "accuracy", "seeds", "points", "over problems", "over seeds"]
     return table(head, rows) if rows else NOTHING
 

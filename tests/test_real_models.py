@@ -41,7 +41,9 @@ def validation(rollouts: int, strict: str, lenient: str | None = None) -> dict[s
     }
 
 
-def run(arm: str, seed: int, *, task: str = "gsm8k_verl", rollouts: int = 116, alarm: str | None = None) -> dict:
+def run(
+    arm: str, seed: int, *, task: str = "gsm8k_verl", rollouts: int = 116, alarm: str | None = None
+) -> dict[str, Any]:
     """One run with drawn verdicts."""
     generator = np.random.default_rng([seed, *arm.encode()])
 
@@ -154,7 +156,7 @@ def test_text_of_a_model_stays_text():
 
 
 def test_trl_is_compared_with_runs_alone_on_the_same_gpu():
-    def trl(**changes: Any) -> dict:
+    def trl(**changes: Any) -> dict[str, Any]:
         curve = {"strict": [0.0] * 10 + [0.5] * 10, "train_s": [9.0 * (1 + step) for step in range(20)]}
         return {
             "name": "task/trl",
@@ -167,7 +169,7 @@ def test_trl_is_compared_with_runs_alone_on_the_same_gpu():
             "peak_gib": 30.0,
         } | changes
 
-    ours = run("nvfp4", 0) | {"jobs": 1}
+    ours: dict[str, Any] = run("nvfp4", 0) | {"jobs": 1}
     ours["curves"] |= {"strict": [0.0] * 5 + [0.5] * 15, "step_s": [3.0] * 20}
     rows = [row for row in page([ours, run("bf16", 0), trl()]).splitlines() if "| a | 20 |" in row]
     assert [row.split(" | ")[1] for row in rows] == ["TRL 1.16", "nvfp4"], "the bf16 run shared its GPU"

@@ -95,6 +95,7 @@ def study_of(args: argparse.Namespace) -> dict[str, Any]:
         "grid": {"model.base": [str(model.resolve()) for model in args.models]},
         "arms": {arm: left_open(found, yaml.safe_load(task.read_text())) for arm, found in arms.items()},
         "seeds": args.seeds,
+        "analysis": {"comparisons": []},
     }
 
 

@@ -121,9 +121,9 @@ def test_a_validation_keeps_the_verdict_of_each_problem(tmp_path):
 
 
 def test_completions_are_of_the_same_problems_each_once(tmp_path):
-    files = [write(tmp_path / name, completions("0101", "0111")) for name in ("a", "b")]
-    assert [row["problem"] for row in compared_completions(*files, 2)] == [0, 2]
-    assert [row["problem"] for row in compared_completions(*files, 9)] == [0, 1, 2, 3]
+    before, after = (write(tmp_path / name, completions("0101", "0111")) for name in ("a", "b"))
+    assert [row["problem"] for row in compared_completions(before, after, 2)] == [0, 2]
+    assert [row["problem"] for row in compared_completions(before, after, 9)] == [0, 1, 2, 3]
 
 
 def test_runs_that_share_a_gpu_take_their_part_of_its_memory(words, monkeypatch, tmp_path):
