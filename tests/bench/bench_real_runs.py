@@ -9,11 +9,11 @@ format and noise, but not the learning rate where the task has one). The runs ar
 ``--jobs`` at a time on each GPU, and one that is interrupted goes on when the same command is given again. All test
 problems are answered greedily before, every 20 rollouts (as the task says), and after.
 
-For each finished run that ``--output`` does not have yet, two lines are appended to it. ``real_runs/MODEL`` has curves
-by rollout, validations with the verdict of each problem, the alarm (null: none), warnings, seconds and memory.
-``real_completions/MODEL`` has completions of the same test problems before and after. ``--partial`` does the same for
-runs that have not finished, and ``--read`` trains nothing, e.g. after a machine was lost. Of several lines with one
-name and shape the last one counts.
+For each finished run that ``--output`` does not have yet, lines are appended to it. ``real_runs/MODEL`` has curves by
+rollout, validations (the first and the last one with the verdict of each problem), the alarm (null: none), warnings,
+seconds and memory. ``real_completions/MODEL``, which only runs of the first seed have, has completions of the same test
+problems before and after. ``--partial`` does the same for runs that have not finished, and ``--read`` trains nothing,
+e.g. after a machine was lost. Of several lines with one name and shape the last one counts.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def validation(file: Path) -> dict[str, Any]:
-    """Summarise a file of greedy completions: their verdicts are "1" (right) or "0", a character a problem."""
+def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
+    """Summarise a file of greedy completions; verdicts are texts of "1" (right) or "0", a character a problem."""
     rows = rows_of(file)
-    verdicts = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
+    found = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
     return {
         "rollouts": int(file.stem.rpartition("-")[2]),
         "problems": len(rows),
-        **{name: verdicts[name].count("1") / len(rows) for name in REWARDS},
+        **{name: text.count("1") / len(rows) for name, text in found.items()},
         "completion_tokens": sum(row["num_tokens"] for row in rows) / len(rows),
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
-        "verdicts": verdicts,
+        **({"verdicts": found} if verdicts else {}),
     }
 
 
@@ -195,7 +195,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         lr=model["optimizer"]["init_args"]["lr"],
         steps=steps_done,
         curves={key: found for key, tag in CURVES.items() if (found := curve(curves, tag))},
-        validations=[validation(file) for file in files],
+        validations=[validation(file, verdicts=file in (files[0], files[-1])) for file in files],
         alarm=alarm_of(log) or state.failure(run),
         warnings=[line.strip() for line in log.splitlines() if re.search(WARNINGS, line)],
         run_s=done.get(FIT) or spent.get(FIT) or seconds_logged(curves),
@@ -213,7 +213,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         gpu_memory=study.gpu_memory,
         jobs=args.jobs,
     )
-    if args.completions and len(files) > 1:
+    if args.completions and len(files) > 1 and run.seed == args.seeds[0]:
         rows = compared_completions(files[0], files[-1], args.completions)
         done_then = [int(file.stem.rpartition("-")[2]) for file in (files[0], files[-1])]
         emit(

@@ -114,7 +114,7 @@ def test_arms_change_the_base_and_the_noise_and_nothing_that_the_task_sets(task)
 
 
 def test_a_validation_keeps_the_verdict_of_each_problem(tmp_path):
-    found = validation(write(tmp_path / "validate-000020.jsonl", completions("0101", "0111")))
+    found = validation(write(tmp_path / "validate-000020.jsonl", completions("0101", "0111")), verdicts=True)
     assert found["verdicts"] == {"strict": "0101", "lenient": "0111"}
     expected = {"rollouts": 20, "problems": 4, "strict": 0.5, "lenient": 0.75, "truncated_share": 0.25}
     assert expected.items() <= found.items()
