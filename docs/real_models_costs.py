@@ -1,4 +1,4 @@
-"""What runs of real models cost: the sections of docs/real_models.md about seconds and memory."""
+"""Make the sections of docs/real_models.md about seconds, speed and memory of runs."""
 
 from __future__ import annotations
 
