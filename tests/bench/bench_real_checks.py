@@ -32,6 +32,7 @@ import torch
 import yaml
 
 from callbacks.gradient_guard import GradientGuard
+from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, emit
@@ -43,7 +44,7 @@ EVERY = {  # arguments with the rollouts from one check to the next
     "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
     "callbacks.ledger.MismatchLedger": ("every",),
 }
-GAPS = ("gap", "high_gap", "gap_of_all", "high_gap_of_all")
+GAPS = tuple(kind + rows for kind in FLOORS for rows in ("", "_of_all"))
 EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling")
 
 

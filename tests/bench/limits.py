@@ -95,7 +95,7 @@ def _jumps(place: int, *names: str) -> Callable[[Line], float | None]:
     return most(*(lambda line, name=name: _at(line, ("jumps", name), place) for name in names))
 
 
-ALL_GAPS = ("gap", "high_gap", "gap_of_all", "high_gap_of_all")
+ALL_GAPS = tuple(kind + rows for kind in rollout_evidence.FLOORS for rows in ("", "_of_all"))
 H200 = "7B with random weights, H200"
 CONSTANTS = (
     Constant(
@@ -183,12 +183,21 @@ CONSTANTS = (
         "near",
     ),
     Constant(
-        "HIGH",
+        "FLOORS, high_gap",
         "callbacks/rollout_evidence.py",
-        rollout_evidence.HIGH,
+        rollout_evidence.FLOORS["high_gap"],
         "high_gap / gap",
         "the quickstart's policy",
         quotient(usual("evidence", "high_gap"), usual("evidence", "gap")),
+        "near",
+    ),
+    Constant(
+        "FLOORS, logit_gap",
+        "callbacks/rollout_evidence.py",
+        rollout_evidence.FLOORS["logit_gap"],
+        "logit_gap / gap",
+        "the quickstart's policy",
+        quotient(usual("evidence", "logit_gap"), usual("evidence", "gap")),
         "near",
     ),
     Constant(
@@ -367,9 +376,12 @@ NOT_READ = {
     "SMALLEST": "the left end of a histogram",
     "SMALLEST_GAP": "the left end of a histogram",
     **dict.fromkeys(("ODDS", "POWERS", "NUCLEI", "TOPS", "END_ODDS", "RANDOM", "SHARES"), OF_ALTERNATIVES),
-    **dict.fromkeys(("COPY_RATES", "SLOPES"), OF_ALTERNATIVES),
+    **dict.fromkeys(("COPY_RATES", "REDRAW_RATES", "SLOPES"), OF_ALTERNATIVES),
+    "LEAST_LEFT": "bounds a ratio; the test is right with any value",
     "CERTAIN": "leaves tokens out that tell nothing; the test is right with any value",
     "FAR": "read with MAX_FAR_SHARE",
+    "ROUNDING": "of fp32 means; far above it and far below every change that matters",
+    "LEAST_OTHERS": "bounds a difference of logits; the floor of these is read with FLOORS",
     "MOST": "a multiple of MARGIN",
     **dict.fromkeys(("GROUP_TOKENS", "CHUNK", "CHUNK_BYTES", "HEAD_ROWS", "AT_ONCE"), NO_EFFECT),
     **dict.fromkeys(("SCORED_TOKENS_PER_CALL", "STEP"), NO_EFFECT),
