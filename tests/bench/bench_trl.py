@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, base: str) -> None:
             peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
             callbacks=[lines],
         )
-        lines.time_phases(trainer)
+        lines.times.time_phases(trainer)
         if args.mean:
             limit_each(trainer.vllm_generation.llm, args.mean)
         trainer.train()
@@ -117,21 +117,21 @@ def limit_each(llm: Any, mean: int) -> None:
     llm.generate = limited
 
 
-class Lines(TrainerCallback):
-    """Times steps (rollouts with their updates) and their phases, and prints a line of those so far after each."""
+class StepTimes:
+    """Times the steps of a GRPOTrainer and their phases, in seconds; ``train`` is what the other phases leave."""
 
-    def __init__(self, args: argparse.Namespace, peak: Mapping[str, int]) -> None:
-        self._args, self._peak, self._began = args, peak, now()
-        self._others = others_bytes(torch.device(DEVICE)) if CUDA else 0
+    PHASES = ("sync", "rollout", "reward", "logprob")
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.phases: list[dict[str, float]] = []
         self._watch = Stopwatch()
-        self._step_began = 0.0
-        self._logs: dict[str, float] = {}
-        self._steps: list[float] = []
-        self._phases: list[dict[str, float]] = []
+        self._began = 0.0
 
     def time_phases(self, trainer: Any) -> None:
         """Replace the methods of a trainer that are phases by timed ones."""
-        self._time("sync", trainer.vllm_generation, "sync_weights")
+        if trainer.use_vllm:
+            self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
         self._time("reward", trainer, "_calculate_rewards")
         self._time("logprob", trainer, "_get_per_token_logps_and_entropies")
@@ -147,19 +147,36 @@ class Lines(TrainerCallback):
 
         setattr(owner, name, timed)
 
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._watch.seconds.clear()
+        self._began = now()
+
+    def end(self) -> None:
+        """Note the step that ends now."""
+        step = now() - self._began
+        phases = {phase: self._watch.seconds[phase] for phase in self.PHASES}
+        phases["rollout"] -= phases["sync"]
+        self.steps.append(step)
+        self.phases.append({**phases, "train": step - sum(phases.values())})
+
+
+class Lines(TrainerCallback):
+    """Times steps (rollouts with their updates) and their phases, and prints a line of those so far after each."""
+
+    def __init__(self, args: argparse.Namespace, peak: Mapping[str, int]) -> None:
+        self.times = StepTimes()
+        self._args, self._peak, self._began = args, peak, now()
+        self._others = others_bytes(torch.device(DEVICE)) if CUDA else 0
+        self._logs: dict[str, float] = {}
+
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._args.updates == 0:
-            self._watch.seconds.clear()
-            self._step_began = now()
+            self.times.begin()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._args.updates:
-            return
-        step = now() - self._step_began
-        phases = {phase: self._watch.seconds[phase] for phase in ("sync", "rollout", "reward", "logprob")}
-        phases["rollout"] -= phases["sync"]
-        self._steps.append(step)
-        self._phases.append({**phases, "train": step - sum(phases.values())})
+        if state.global_step % self._args.updates == 0:
+            self.times.end()
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
@@ -170,23 +187,29 @@ class Lines(TrainerCallback):
             state.global_step % self._args.updates or "train_runtime" in logs
         ):  # an update that is not the last, or the summary at the end
             return
-        timed = self._phases[1:] or self._phases
+        steps, phases = self.times.steps, self.times.phases
+        timed = phases[1:] or phases
         used = used_bytes(torch.device(DEVICE)) - self._others if CUDA else 0
         emit(
             name_of(self._args),
             shape_of(self._args),
             "bfloat16",
-            sorted(self._steps[1:]),
-            measured=len(self._steps) - 1,
-            first_s=self._steps[0],
-            phases_s={phase: median(phases[phase] for phases in timed) for phase in timed[0]},
+            sorted(steps[1:]),
+            measured=len(steps) - 1,
+            first_s=steps[0],
+            phases_s={phase: median(each[phase] for each in timed) for phase in timed[0]},
             tokens=self._logs["completions/mean_length"] * self._args.group * self._args.prompts,
             gap=self._logs.get("sampling/sampling_logp_difference/mean"),
             peak_bytes=self._peak["bytes"],
             logged={"peak_gib": max(used, self._peak["bytes"]) / 2**30},
             total_s=now() - self._began,
-            versions={name: importlib.import_module(name).__version__ for name in PACKAGES},
+            versions=versions(),
         )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that the measurement is about."""
+    return {name: importlib.import_module(name).__version__ for name in PACKAGES}
 
 
 def name_of(args: argparse.Namespace) -> str:
