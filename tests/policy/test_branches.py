@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from qerl_pl.policy.branches import branch_evidence
-from qerl_pl.policy.evidence import log_false_alarm
+from qerl_pl.policy.branches import CERTAIN, ODDS, branch_evidence
+from qerl_pl.policy.evidence import SHARES, log_false_alarm
 
 END = 0
 MOST = 12
@@ -63,3 +63,43 @@ def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
     assert log_false_alarm(branch_evidence(certain, [[[3.0]] * 8] * 4)) == pytest.approx(0.0)
     apart = [[([index, END], [-9.0, 0.0]) for index in range(8)] for _ in range(4)]
     assert log_false_alarm(branch_evidence(apart, [[[2.0]] * 8] * 4)) > -1.0
+
+
+def reference(group, numbers):
+    """The evidence of one group, from every earlier completion with the same prefix at every token."""
+    found = []
+    for number in range(len(numbers[0])):
+        for sign in (1, -1):
+            for odds in ODDS:
+                total = 0.0
+                for index, (tokens, _) in enumerate(group):
+                    mean = sum(own[number] for own in numbers[:index]) / max(1, index)
+                    for place, token in enumerate(tokens):
+                        same = [k for k in range(index) if group[k][0][: place + 1][:-1] == tokens[:place]]
+                        ways: dict[int, list[int]] = {}
+                        for k in same:
+                            if len(group[k][0]) > place:
+                                ways.setdefault(group[k][0][place], []).append(k)
+                        chance = {way: math.exp(group[ks[0]][1][place]) for way, ks in ways.items()}
+                        if not ways or sum(chance.values()) > CERTAIN:
+                            continue
+                        good = [
+                            way
+                            for way, ks in ways.items()
+                            if sign * (sum(numbers[k][number] for k in ks) / len(ks) - mean) <= 0
+                        ]
+                        mass = min(1.0, sum(chance[way] for way in good))
+                        total += math.log(odds) * (token in good) - math.log1p((odds - 1) * mass)
+                found.append(total)
+    return found
+
+
+def test_evidence_is_that_of_comparing_every_pair_of_prefixes():
+    rng = random.Random(3)
+    for _ in range(20):
+        group = [draw(rng, prompt=0) for _ in range(6)]
+        group += [(tokens[: rng.randrange(len(tokens))], logprobs) for tokens, logprobs in group[:3]]
+        group = [(tokens, logprobs[: len(tokens)]) for tokens, logprobs in rng.sample(group, len(group))]
+        numbers = [[float(len(tokens)), rng.random()] for tokens, _ in group]
+        found = branch_evidence([group], [numbers]).view(len(SHARES), -1)[0]
+        assert found.tolist() == pytest.approx(reference(group, numbers))
