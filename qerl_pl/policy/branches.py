@@ -18,7 +18,7 @@ CERTAIN = 0.99
 
 
 class _Rest(NamedTuple):
-    """What one completion has after a branch that no other has reached, which becomes branches when another does."""
+    """Rest of a completion after a branch that no other has reached; it becomes branches when another does."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]

@@ -35,7 +35,7 @@ SHARES = (1.0, 1 / 4, 1 / 16)
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Probability of what a group has not drawn yet below which it counts as this much."""
+"""Least probability of what a group has not drawn yet; a smaller one counts as this much."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Completions of the same prompt that a completion may be a copy of."""
@@ -125,13 +125,13 @@ class Draw(NamedTuple):
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """For each entry of ``COPIED``, the share of such completions that equal this one; NaN if there are none."""
+    """Share of the completions that equal this one, for each entry of ``COPIED``; NaN if there are none."""
     logprob: float
-    """This completion's log-probability in nats."""
+    """Log-probability of the completion in nats."""
     left: float
     """Probability, in the policy, of all completions that the group has not drawn before this one."""
     is_new: bool
-    """Whether the group has not drawn this one before."""
+    """True if the group has not drawn this one before."""
 
 
 def copy_evidence(draws: Iterable[Draw]) -> Tensor:
