@@ -338,7 +338,8 @@ class RolloutEvidence(Callback):
             ratio, sigmas = jump(value, history, floor=floor)
             if self.max_jump is not None and ratio > self.max_jump * JUMPS[kind] and sigmas > SURE_SIGMAS:
                 raise CheckFailed(f"{said}, {ratio:.1f} times the usual: {advice}")
-            if kind == "gap" and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
+            known = len(history) >= 4  # until then most of it is the trainer's own rounding errors, of another size
+            if known and kind == "gap" and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 rank_zero_warn(f"{said}, {ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
             self._gaps[names[kind]] = [*history, value][-self.window :]
 
