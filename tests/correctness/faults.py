@@ -230,7 +230,8 @@ class OfRealModel:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
             # Short completions of an untrained model seldom earn anything, whatever the engine does.
-            return heard_in(command, fault, words=OF_SAMPLES)
+            # A resumed engine starts with the adapter of AT, so the first update that can be lost is the one after it.
+            return heard_in(command, fault, at=AT + (fault == "lost update"), words=OF_SAMPLES)
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
         """Do a run without a fault; returns what ``outcome`` does, and the seconds of ``shares``."""
