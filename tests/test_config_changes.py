@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from qerl_pl.settings.changes import changed_settings, keep_old_config
@@ -46,6 +47,20 @@ def test_no_old_config_is_ever_overwritten(tmp_path):
     assert "cannot be read" in changes[0]
     assert kept is not None
     assert kept.read_text() == "a: ["
+
+
+@pytest.mark.parametrize("file", [None, "a: 2\n", "a: 3\n"], ids=["removed", "edited as the start", "edited otherwise"])
+def test_what_changes_is_told_from_what_the_run_was_trained_with(tmp_path, file):
+    config, now = tmp_path / "config.yaml", "a: 2\n"
+    if file:
+        config.write_text(file)
+    changes, kept = keep_old_config(config, now, before="a: 1\n")
+    assert changes == ["a: 1 -> 2"]
+    assert kept is not None
+    assert kept.read_text() == "a: 1\n"
+    copies = [path.read_text() for path in sorted(tmp_path.glob("config.*.yaml"))]
+    assert copies == ["a: 1\n", "a: 3\n"] if file == "a: 3\n" else ["a: 1\n"]
+    assert keep_old_config(tmp_path / "other" / "config.yaml", now, before=now) == ([], None)
 
 
 def test_what_changes_the_goal_comes_first_and_says_so():

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +56,44 @@ SUBCOMMANDS = tuple(DESCRIPTIONS)
 class SaveAcceptedConfig(SaveConfigCallback):
     """Writes config.yaml when training begins, so that a start that fails earlier leaves the old file unchanged.
 
-    The file is written atomically, which Lightning's own callback does not do.
+    The file is written atomically, which Lightning's own callback does not do. Checkpoints have the text too, so that
+    a start that goes on from one can say what it changes, whether or not the file was edited, removed or is of another
+    run.
     """
+
+    _trained_with: str | None = None
+    """Settings of the start that wrote the checkpoint; None in a new run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"config": self._text}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trained_with = state_dict["config"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" and (path := self._path(trainer)):
-            write_whole(path, self._text())
+            write_whole(path, self._text)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if path := self._path(trainer):
-            text = self._text()
-            changes, kept = keep_old_config(path, text)
+            if trainer.global_step and self._trained_with is None and not path.exists():
+                rank_zero_warn(
+                    f"neither {path} nor the checkpoint has the settings of the {trainer.global_step} optimizer steps "
+                    "before this start, so it is not known what changes"
+                )
+            changes, kept = keep_old_config(path, self._text, before=self._trained_with)
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
-            log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(text)))
-            write_whole(path, text)
+            log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(self._text)))
+            write_whole(path, self._text)
 
     def _path(self, trainer: Trainer) -> Path | None:
         """Return the path of config.yaml on rank 0, and None on all other ranks."""
         folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
         return Path(folder, self.config_filename) if trainer.is_global_zero and folder is not None else None
 
+    @cached_property
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
 

@@ -36,33 +36,37 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
 
 
-def keep_old_config(config: Path, now: str) -> tuple[list[str], Path | None]:
-    """Copy a run's config.yaml to a free name if the caller is about to overwrite it with different settings.
+def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tuple[list[str], Path | None]:
+    """Keep the settings of a run under a free name if the caller is about to overwrite its config.yaml with different
+    ones; those of the file too, if it is not what the run was trained with.
 
     Args:
         config: the run's config.yaml; it need not exist.
         now: text of the new config.yaml, which the caller will write.
+        before: text with the settings that the run was trained with, from its checkpoint; None: what ``config`` has.
 
     Returns:
-        The changed settings, and the path of the copy (config.1.yaml, config.2.yaml, ...) or None if nothing was
-        copied.
+        The changed settings, and the path of the kept ones (config.1.yaml, config.2.yaml, ...) or None if nothing has
+        changed.
     """
-    if not config.exists():
-        return [], None
-    text = config.read_text(encoding="utf-8")
+    written = config.read_text(encoding="utf-8") if config.exists() else None
+    found: list[tuple[list[str], Path]] = []
+    for text in dict.fromkeys(text for text in (before, written) if text is not None):
+        if changes := _changes(text, now, config):
+            free = next(path for n in itertools.count(1) if not (path := config.with_name(f"config.{n}.yaml")).exists())
+            write_whole(free, text)
+            found.append((changes, free))
+    return found[0] if found else ([], None)
+
+
+def _changes(text: str, now: str, config: Path) -> list[str]:
     try:
-        before = yaml.safe_load(text)
+        settings = yaml.safe_load(text)
     except yaml.YAMLError:
-        before = None
-    if not isinstance(before, dict):
-        changes = [f"{config} cannot be read as YAML, so nothing can be compared"]
-    else:
-        changes = changed_settings(before, yaml.safe_load(now))
-    if not changes:
-        return [], None
-    free = next(path for n in itertools.count(1) if not (path := config.with_name(f"config.{n}.yaml")).exists())
-    write_whole(free, text)
-    return changes, free
+        settings = None
+    if not isinstance(settings, dict):
+        return [f"{config} cannot be read as YAML, so nothing can be compared"]
+    return changed_settings(settings, yaml.safe_load(now))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
