@@ -200,6 +200,7 @@ class QeRLModule(LightningModule):
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
         """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
         index, watch = self.rollout_index, Stopwatch()
+        self._forget_scalars()
         self.start_engine()
         self.loop.progress = Progress(self.trainer.global_step, self.trainer.max_steps)
         rollout = self.loop.collect(
@@ -231,6 +232,15 @@ class QeRLModule(LightningModule):
         self.log_dict(report.metrics)
         self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
+
+    def _forget_scalars(self) -> None:
+        """Forget the scalars of the step before. Lightning would log those that this step does not measure again, and
+        a resumed run would not."""
+        for logged in self.trainer.fit_loop.epoch_loop._results.values():
+            if (
+                not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start"
+            ):  # whose hooks this step has called
+                logged.reset()
 
     def _optimizer_step(self) -> Tensor:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
