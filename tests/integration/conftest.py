@@ -59,6 +59,11 @@ def load_last(run_dir: Path) -> dict[str, Any]:
     return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
 
 
+OF_THE_LAST_VALIDATION = ("/current_score", "/epoch_loop.val_loop.batch_progress/current/")
+"""Parts of a checkpoint's state that the next validation sets anew before anything reads them: Lightning counts no
+batches of a validation that a resumed run has behind it, and does not restore the score."""
+
+
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
     """Where two nested structures of tensors and builtins differ, to the last bit."""
     if isinstance(left, torch.Tensor):
@@ -79,11 +84,28 @@ def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
 
 
+def without_places(state: Any, run_dir: Path) -> Any:
+    """Replace the run's folder in the texts of a checkpoint, and leave out the seconds of ``Timer`` and the settings,
+    which name the callbacks that interrupt a run."""
+    if isinstance(state, str):
+        return state.replace(str(run_dir), "RUN")
+    if isinstance(state, dict):
+        return {
+            without_places(key, run_dir): without_places(value, run_dir)
+            for key, value in state.items()
+            if key not in ("Timer", "SaveAcceptedConfig")
+        }
+    if isinstance(state, list | tuple):
+        return [without_places(value, run_dir) for value in state]
+    return state
+
+
 def different_parts(straight: Path, resumed: Path) -> list[str]:
-    """Where the last checkpoints, curves and completions of two runs differ, to the last bit."""
-    one, other = load_last(straight), load_last(resumed)
-    parts = "global_step", "state_dict", "optimizer_states", "lr_schedulers"
-    found = [path for part in parts for path in differences(one[part], other[part], part)]
+    """Where the last checkpoints, curves and completions of two runs differ, to the last bit; the folders of the runs
+    and seconds are left out."""
+    one, other = (without_places(load_last(run_dir), run_dir) for run_dir in (straight, resumed))
+    found = differences(one, other, "checkpoint")
+    found = [path for path in found if not any(part in path for part in OF_THE_LAST_VALIDATION)]
     found += differences(scalars(straight), scalars(resumed), "curves")
     for path in sorted((straight / "completions").iterdir()):
         if path.read_bytes() != (resumed / "completions" / path.name).read_bytes():

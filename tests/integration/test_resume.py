@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from callbacks.graceful_stop import GracefulStop
 from qerl_pl.tools.curves import read_curves
@@ -58,6 +59,27 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     assert max(quiet) < 1e-4, "sampler and trainer disagree in fp32 without noise"
     assert max(curves["gap/max"].values) > 1e-4, "noise did not reach the sampler"
     assert set(curves["aqn/noisy_norms"].values) == {0.0, 4.0}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(540)
+def test_killed_in_every_phase_of_a_step_and_resumed_equals_the_straight_run(bases, tmp_path):
+    updates = ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "24")
+    updates += ("--model.micro_batch_tokens", "120", "--data.val_batch_size", "4")  # 2 batches of a validation
+    straight = launch("fit", bases["nvfp4"], tmp_path / "straight", *updates)
+    output, _ = straight.communicate()
+    assert straight.returncode == 0, output
+    kills = (("rollout", 4), ("scored", 8), ("validation", 12), ("update", 14), ("saving", 20))
+    for phase, step in kills:
+        killed = ("--trainer.callbacks+=tests.integration.toy.Killed", f"--trainer.callbacks.phase={phase}")
+        killed += (f"--trainer.callbacks.at={step}", "--ckpt_path", "last")
+        process = launch("fit", bases["nvfp4"], tmp_path / "killed", *updates, *killed)
+        output, _ = process.communicate()
+        assert process.returncode == -9, f"{phase}: {output}"
+    process = launch("fit", bases["nvfp4"], tmp_path / "killed", *updates, "--ckpt_path", "last")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert_same_run(tmp_path / "straight", tmp_path / "killed")
 
 
 @pytest.mark.gpu
@@ -142,6 +164,39 @@ def test_settings_of_the_optimizer_are_those_of_the_start_that_goes_on(finished,
     rates, usual = (read_curves(run_dir)["lr-AdamW"].values for run_dir in (tmp_path / "stopped", finished))
     assert rates[:4] == usual[:4]
     assert rates[4:] == pytest.approx([rate / 50 for rate in usual[4:]])
+
+
+@pytest.mark.slow
+def test_a_scalar_belongs_to_the_step_that_measured_it_and_not_to_later_ones(run, tmp_path):
+    # One prompt of two completions, of which the reward looks at one token: many rollouts have no signal.
+    rare = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2", "--data.batch_size", "1")
+    rare += ("--trainer.limit_val_batches", "0", "--trainer.max_steps", "10")
+    run("fit", tmp_path / "straight", *rare)
+    curves = read_curves(tmp_path / "straight")
+    signal = dict(zip(*curves["rollout/groups_with_signal"][:2], strict=True))
+    assert curves["policy/ratio"].steps == [step for step, share in signal.items() if share > 0]
+    assert 0 < len(curves["policy/ratio"].steps) < len(signal)
+    silent = next(step for step in signal if signal[step] == 0 and max(curves["policy/ratio"].steps) > step > 0)
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", f"--trainer.callbacks.at={silent - 1}")
+    run("fit", tmp_path / "stopped", *rare, *ctrl_c)
+    run("fit", tmp_path / "stopped", *rare, "--ckpt_path", "last")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_gone(run, tmp_path):
+    run("fit", tmp_path, "--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
+    config, lower = tmp_path / "config.yaml", ("--model.optimizer.init_args.lr", "1e-4")
+    config.write_text(config.read_text().replace("lr: 0.005", "lr: 0.0001"))
+    more = ("--ckpt_path", "last", "--trainer.limit_val_batches", "0")
+    with pytest.warns(UserWarning, match=r"model\.optimizer\.init_args\.lr: 0\.005 -> 0\.0001"):
+        run("fit", tmp_path, *lower, *more, "--trainer.max_steps", "5")
+    config.unlink()
+    with pytest.warns(UserWarning, match=r"trainer\.max_steps: 5 -> 6"):
+        run("fit", tmp_path, *lower, *more, "--trainer.max_steps", "6")
+    assert yaml.safe_load(config.read_text())["trainer"]["max_steps"] == 6
+    with pytest.raises(ValueError, match="max_steps is 4 and the checkpoint has done 6 optimizer steps"):
+        run("fit", tmp_path, *lower, *more, "--trainer.max_steps", "4")
 
 
 @pytest.mark.slow
