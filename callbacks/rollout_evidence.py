@@ -108,7 +108,8 @@ class RolloutEvidence(Callback):
       place in the group, as when the engine chooses among them, or samples some with another policy.
     - After the update, the trainer's log-probabilities of all rows, which the update has computed, are compared with
       the sampler's as above. They are without noise, so in rollouts with noise only the share of tokens that are far
-      apart counts. The stop leaves the checkpoint of the step before.
+      apart counts; with ``lora.dropout`` they are those of an adapter with dropout, so they are only logged. The stop
+      leaves the checkpoint of the step before.
     - A warning tells if length, share of finished completions, reward or share of distinct completions is not what it
       was in the rollout before (``qerl_pl.policy.jumps.change``): a policy may change so fast, so the run goes on.
 
@@ -311,6 +312,8 @@ class RolloutEvidence(Callback):
     ) -> None:
         """Check what ``gaps_of`` returned; ``names`` maps the kinds of gaps to their names as metrics."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in found.items()}, step=index)
+        if names is OF_ALL and pl_module.settings.lora.dropout > 0:
+            return
         far = found["far_share"]
         dtype = pl_module.policy.dtype
         advice = (
