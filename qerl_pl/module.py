@@ -185,7 +185,8 @@ class QeRLModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Close the engine and free its memory."""
-        self.engine.close()
+        with phase(f"closing {type(self.engine).__name__}"):
+            self.engine.close()
 
     def cpu(self) -> Self:
         """Move only the trained parameters to the CPU. Lightning calls this when a run ends.
