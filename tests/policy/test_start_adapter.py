@@ -32,21 +32,27 @@ def base(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def stock(base, tmp_path_factory) -> tuple[Path, Tensor]:
-    """An adapter that stock PEFT wrote, and its log-probabilities, [2, 19] nats."""
-    settings: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "lora_dropout": 0.1}
+def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:
+    """Write an adapter by stock PEFT; returns its log-probabilities, [2, 19] nats."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **settings)).eval()
+    adapted = get_peft_model(
+        model, LoraConfig(**{"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM", **settings})
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in adapted.named_parameters():
-            if "lora_B" in name:
-                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+            if "lora_B" in name or "modules_to_save" in name:
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
         logprobs = adapted(input_ids=TOKENS).logits.log_softmax(-1)[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0]
-    folder = tmp_path_factory.mktemp("stock") / "adapter"
     adapted.save_pretrained(str(folder))
-    return folder, logprobs
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def stock(base, tmp_path_factory) -> tuple[Path, Tensor]:
+    """An adapter that stock PEFT wrote, and its log-probabilities, [2, 19] nats."""
+    folder = tmp_path_factory.mktemp("stock") / "adapter"
+    return folder, write_stock(base, folder, target_modules=["q_proj", "down_proj"], use_rslora=True, lora_dropout=0.1)
 
 
 @pytest.fixture
@@ -93,6 +99,23 @@ def test_the_reference_is_the_policy_at_its_start_and_the_policy_is_left_as_it_w
     with fresh.as_reference(), fresh.model.disable_adapter():
         plain = logprobs_of(fresh)
     assert torch.equal(logprobs_of(fresh), plain)  # without a start adapter it is the base
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*self_attn\.[vo]_proj", "init_lora_weights": "gaussian"},
+        {"target_modules": ["k_proj", "lm_head"], "exclude_modules": ["lm_head"]},
+        {"target_modules": ["up_proj"], "modules_to_save": ["input_layernorm", "post_attention_layernorm"]},
+        {"target_modules": ["o_proj"], "init_lora_weights": "orthogonal", "r": 4, "lora_alpha": 0.5},
+    ],
+    ids=lambda settings: str(settings["target_modules"]),
+)
+def test_every_way_to_name_the_linears_gives_the_policy_of_stock_peft(base, tmp_path, settings):
+    expected = write_stock(base, tmp_path / "adapter", **settings)
+    start = LoraSettings(start=str(tmp_path / "adapter"), train_norms="modules_to_save" in settings)
+    torch.testing.assert_close(logprobs_of(policy_of(base, start)), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
