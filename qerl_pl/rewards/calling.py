@@ -117,7 +117,13 @@ def call(
     given = _columns(prompts) | _sampled(prompts, completions, messages)
     given |= {"trainer_state": _State(progress), "log_extra": log_extra, "log_metric": log_metric}
     bound = _bound(name, reward, given)
-    scores = _finished(reward(*bound.args, **bound.kwargs))
+    try:
+        scores = _finished(reward(*bound.args, **bound.kwargs))
+    except AttributeError as error:
+        if str(error).startswith(("'str' object", "'list' object")):
+            more = ", ".join(key for key in bound.signature.parameters if key not in OBJECTS)
+            error.args = (f"{error}; a reward with parameters besides prompts and completions ({more}) gets texts",)
+        raise
     return Called(scores, ["; ".join(row) for row in logged], metrics)
 
 

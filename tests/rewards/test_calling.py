@@ -151,3 +151,11 @@ def test_scores_equal_those_of_trl_calling_its_own_rewards(name, settings):
     )
     assert scores(reward, conversational=True) == scores(reward, messages=True) == torch.tensor(by_trl).tolist()
     assert len(set(by_trl)) > 1 or name == "get_repetition_penalty_reward"
+
+
+def test_a_reward_that_expects_objects_and_gets_texts_is_told_why():
+    def scaled(prompts, completions, scale=2.0):
+        return [scale * len(completion.text) for completion in completions]
+
+    with pytest.raises(ValueError, match=r"'mine' failed .* has no attribute 'text'; .*\(scale\) gets texts .*test_calling.py"):
+        scores(scaled)
