@@ -156,7 +156,6 @@ REWARD = "def right(completions, level, **kwargs):\n    return [float('18' in te
         "score --help",
         "report runs/one --html page.html",
         "init new",
-        "problems --output problems --train 8 --validation 8 --reach 8",
         "--version",
     ],
 )

@@ -37,7 +37,6 @@ HOUR = [
     "report run --html page.html",
     "export --run run --output adapter",
     "export --run run --output merged --merge bf16",
-    "problems --output problems",
     "score --reward gsm8k --input rows.jsonl --output gsm8k.jsonl",
     "score --reward math --input rows.jsonl --output math.jsonl",
 ]
