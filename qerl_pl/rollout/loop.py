@@ -165,8 +165,8 @@ class RolloutLoop:
             reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
             raise CheckFailed(
                 f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
-                f"({self.max_unscored_share:.1%}), most often because {next(filter(None, reasons))}: look at the "
-                "answers of these prompts, or raise the limit"
+                f"({self.max_unscored_share:.1%}); the most frequent reason: {next(filter(None, reasons))}. Look at "
+                "the answers of these prompts, or raise the limit"
             )
 
     def signal(self, evaluation: ScoredBatch) -> Tensor:

@@ -131,7 +131,7 @@ def test_answers_that_no_reward_can_read_are_refused_before_anything_is_sampled(
 @pytest.mark.slow
 def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
     more = ("--model.rewards+", "{name: odd, reward: tests.integration.toy.undecided}", "--trainer.max_steps", "4")
-    with pytest.raises(RuntimeError, match=r"50\.0%.*most often because the reward does not say why"):
+    with pytest.raises(RuntimeError, match=r"50\.0%.*the most frequent reason: the reward does not say why"):
         run("fit", tmp_path / "a", *more)
     run("fit", tmp_path / "b", *more, "--model.max_unscored_share", "0.5")
     curves = read_curves(tmp_path / "b")
