@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from tests.bench.harness import emit
@@ -43,7 +44,7 @@ HOUR = [
 """Command lines, in an order in which each finds the files that it needs."""
 
 
-def observe(arguments: list[str], folder: Path) -> dict[str, object]:
+def observe(arguments: list[str], folder: Path) -> dict[str, Any]:
     """Run a command of the program; returns its exit status and the measurements that the module's docstring names."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     words = [sys.executable, "-m", "qerl_pl", *arguments]

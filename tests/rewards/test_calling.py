@@ -157,5 +157,7 @@ def test_a_reward_that_expects_objects_and_gets_texts_is_told_why():
     def scaled(prompts, completions, scale=2.0):
         return [scale * len(completion.text) for completion in completions]
 
-    with pytest.raises(ValueError, match=r"'mine' failed .* has no attribute 'text'; .*\(scale\) gets texts .*test_calling.py"):
+    with pytest.raises(
+        ValueError, match=r"'mine' failed .* has no attribute 'text'; .*\(scale\) gets texts .*test_calling.py"
+    ):
         scores(scaled)
