@@ -1,9 +1,10 @@
 """Find the marks that models put around their thoughts, in linear time.
 
 Families mark them differently: ``<think>`` (DeepSeek-R1, Qwen3, Olmo 3), ``[THINK]`` (Ministral 3, Magistral),
-``<|channel>thought`` and ``<channel|>`` (Gemma 4), ``<|channel|>analysis<|message|>`` (Harmony), ``<seed:think>``,
-``<|START_THINKING|>``, ``<|begin_of_thought|>``. The common principle is a word for thinking in brackets, and a slash,
-or a word for the end, in the mark that closes. Letters may be of either case, with blanks inside the brackets.
+``<|channel>thought`` and ``<channel|>`` (Gemma 4), ``<unused94>thought`` (MedGemma), ``<|channel|>analysis<|message|>``
+(Harmony), ``<seed:think>``, ``<|START_THINKING|>``, ``<|begin_of_thought|>``, or a turn of their own, as
+``<|start_of_role|>thinking<|end_of_role|>``. The common principle is a word for thinking in brackets or as a role, and
+a slash, or a word for the end, in the mark that closes. Letters may be of either case, with blanks inside the brackets.
 """
 
 from __future__ import annotations
@@ -14,23 +15,40 @@ from typing import NamedTuple
 
 OPEN, CLOSE = "<think>", "</think>"
 """The form to which ``in_one_form`` translates all marks."""
-_WORD = r"(?P<{0}>(?:\w{{1,20}}:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?))"
+_THINKING = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?)"
+_TAGS = r"(?:working_out|scratchpad|reflection|analysis|(?:inner_)?monologue)"
 _BEGIN, _END = r"(?:begin|start)", r"(?:end|stop)"
 _OF = r"[_\u2581](?:of[_\u2581])?"
 _BAR = r"[|\uff5c]"
-_SPELT = rf"<\s*(?P<spelt_end>/?)\s*{_WORD.format('spelt')}\s*>"
+
+
+def _inside(kind: str, word: str) -> str:
+    """Return the regex of what a mark has between its brackets, with groups that are named after its kind."""
+    return (
+        rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
+        rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
+    )
+
+
+_NAMED = rf"(?:(?:\w{{1,20}}[:_])?{_THINKING}(?:_(?:process|content|trace))?)"
+_SPELT = rf"<{_inside('spelt', f'{_NAMED}|{_TAGS}')}(?:(?<=\s)\w{{1,20}}\s*=[^<>]{{0,80}})?>"
+_HEADER = r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|start_of_role\|>|<start_of_turn>|<\|turn>)[ \t]*"
+_HEADER_END = r"[ \t]*(?:(?:<\|end_header_id\|>|<\|end_of_role\|>)\n{0,2}|\n)"
 _TOKENS = (
-    r"\[\s*(?P<square_end>/?)\s*(?P<square>think(?:ing)?)\s*\]",
-    rf"\u25c1\s*(?P<triangle_end>/?)\s*{_WORD.format('triangle')}\s*\u25b7",
-    rf"<{_BAR}(?:(?P<bar_end>/|{_END}{_OF})|{_BEGIN}{_OF})?{_WORD.format('bar')}"
-    rf"(?:(?P<bar_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?{_BAR}>",
+    rf"\[{_inside('square', 'think(?:ing)?')}\]",
+    rf"\u25c1{_inside('triangle', _NAMED)}\u25b7",
+    rf"<{_BAR}{_inside('bar', _NAMED)}{_BAR}>|<(?P<slash_end>/){_BAR}(?P<slash>{_NAMED}){_BAR}>",
     r"<\|channel>[ \t]*(?P<channel>thoughts?|thinking|analysis)\b\n?|(?P<channel_end><channel\|>)",
+    r"<unused\d{1,4}>[ \t]*(?P<unused>thoughts?|thinking)\b\n?|(?P<unused_end><unused\d{1,4}>)",
+    rf"{_HEADER}(?:\w{{1,20}}/)?(?P<role>{_THINKING}){_HEADER_END}"
+    rf"|(?P<role_end>{_HEADER}(?:assistant|model|answer|final|response){_HEADER_END})",
     r"<\|channel\|>(?P<harmony>analysis|commentary)[^<>]{0,80}<\|message\|>"
     r"|(?P<harmony_end>(?:<\|end\|>)?\s{0,4}(?:<\|start\|>assistant)?<\|channel\|>final[^<>]{0,80}<\|message\|>)",
 )
-_MARK = re.compile("|".join((_SPELT, *_TOKENS)), re.IGNORECASE)
+_FIRST = r"(?=<[\s/\w|\uff5c]|[\[\u25c1\s])"  # for speed: most brackets in formulas begin no mark
+_MARK = re.compile(f"{_FIRST}(?:{'|'.join((_SPELT, *_TOKENS))})", re.IGNORECASE)
 _THINK = r"(?-i:<(?P<spelt_end>/?)(?:seed:)?(?P<spelt>think)>)"
-_THINK_OR_TOKEN = re.compile("|".join((_THINK, *_TOKENS)), re.IGNORECASE)
+_THINK_OR_TOKEN = re.compile(f"{_FIRST}(?:{'|'.join((_THINK, *_TOKENS))})", re.IGNORECASE)
 _LONGEST = 200  # characters of a mark, and of the white space after it
 
 
@@ -76,9 +94,12 @@ def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str],
     that opened the thoughts around it."""
     opened = None
     for mark in pattern.finditer(text):
-        closes = any(mark[group] for group in _ENDS)
-        words = (f"{group} {mark[group].lower()}" for group in _WORDS if mark[group])
+        found = {name for name, text in mark.groupdict().items() if text}
+        closes = any("_end" in name for name in found)
+        words = (f"{_BRACKETS.get(group, group)} {mark[group].lower()}" for group in _WORDS if group in found)
         kind = next(words, str(mark.lastgroup).removesuffix("_end"))
+        if closes and opened is None and kind in _OTHERWISE:
+            continue
         if opened not in (None, kind):
             yield mark, ""
         else:
@@ -86,5 +107,8 @@ def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str],
             yield mark, CLOSE if closes else OPEN
 
 
-_ENDS = tuple(name for name in _MARK.groupindex if "_end" in name)
-_WORDS = tuple(name for name in _MARK.groupindex if "_end" not in name and name not in ("channel", "harmony"))
+_NO_WORDS = ("channel", "unused", "role", "harmony")
+_WORDS = tuple(name for name in _MARK.groupindex if "_end" not in name and name not in _NO_WORDS)
+_BRACKETS = {"slash": "bar"}
+_OTHERWISE = ("unused", "role")
+"""Kinds whose closing mark has other meanings where no thoughts are open."""

@@ -10,10 +10,17 @@ from qerl_pl.rewards.answers import Marker, joined, marked_answer
 from qerl_pl.rewards.thoughts import thoughts_of
 
 _TAIL = 3000  # characters at the end of a completion that are searched for an unmarked answer
+_ROLE = r"(?:user|human|system|developer|assistant|tool|observation|environment)"
 _END_OF_TURN = re.compile(
-    "<[|\uff5c](?:im_end|endoftext|end_of_text|eot_id|eom_id|end|return|end\u2581of\u2581sentence)[|\uff5c]>"
+    r"(?=<[|\uff5c/\w]|\[[/IE])(?:"
+    # a token in bars that names an end of a text or turn, or the role of another turn
+    "(?i:<[|\uff5c](?:im_end|endof(?:text|prompt)|end|return|call|(?:[a-z]{1,20}_)??eo[smt](?:_id)?"
+    r"|end[_\u2581]of[_\u2581](?:text|turn|role|sentence|utterance|message)(?:_token)?"
+    rf"|(?:[a-z]{{1,20}}_)??{_ROLE}(?:_end)?)[|\uff5c]>)"
     r"(?!\s{0,4}<\|start\|>assistant)"  # there the turn goes on in another of Harmony's channels
-    "|</s>|<eos>|<end_of_turn>"
+    r"|</s>|<eos>|<eot>|<turn\|>|<end_of_(?:turn|utterance)>|\[/?INST\]|\[EOS\]"
+    rf"|<\|(?:im_start|start_header_id|start_of_role|turn|start)\|?>(?={_ROLE})(?!(?<=<\|start\|>)assistant)"
+    r"|<start_of_turn>(?:user|model))"
 )
 _NEXT_QUESTION = re.compile(
     r"^[#*_ \t]*(?:(?:Q|Question|Problem|Exercise|Human|User|Instruction)[ \t]*:"

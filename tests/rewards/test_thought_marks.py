@@ -27,6 +27,16 @@ TOKENS = {
     "kimi": ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "sky": ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    "jais": ("<|think_start|>", "<|think_end|>"),
+    "slash": ("<|thinking|>", "</|thinking|>"),
+}
+# Where these close nothing they have another meaning: an unused token, the header of an ordinary turn.
+ONLY_OPENED = {
+    "medgemma": ("<unused94>thought\n", "<unused95>"),
+    "granite": ("<|start_of_role|>thinking<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>"),
+    "llama": ("<|start_header_id|>thinking<|end_header_id|>\n\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "s1": ("<|im_start|>think\n", "<|im_start|>answer\n"),
+    "gemma": ("<start_of_turn>thinking\n", "<start_of_turn>model\n"),
 }
 SPELT = {
     "thinking": ("<thinking>", "</thinking>"),
@@ -34,8 +44,14 @@ SPELT = {
     "thought": ("<thought>", "</thought>"),
     "case": ("<THINK>", "</Think>"),
     "blanks": ("<think >", "</ think>"),
+    "attribute": ('<think budget="4">', "</think>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "process": ("<thought_process>", "</thought_process>"),
+    "working": ("<start_working_out>", "<end_working_out>"),
+    "begin": ("<begin_of_thought>", "<end_of_thought>"),
+    "scratch": ("<scratchpad>", "</scratchpad>"),
 }
-EVERY = {**TOKENS, **SPELT}
+EVERY = {**TOKENS, **ONLY_OPENED, **SPELT}
 PROMPT = Prompt((1,), "4", text="<|im_start|>assistant\n")
 
 
@@ -49,10 +65,10 @@ def test_an_answer_within_thoughts_does_not_count_and_one_after_them_does(family
     assert score(f"{opens}is it \\boxed{{4}}? not sure{closes}I cannot say.") == 0
     assert score(f"{opens}perhaps \\boxed{{4}}") == 0, "the completion was cut off within its thoughts"
     assert score(f"{opens}or \\boxed{{5}}?{closes}It is \\boxed{{4}}.") == 1
-    assert score(f"is it \\boxed{{4}}?{closes}I cannot say.") == 0
+    assert score(f"is it \\boxed{{4}}?{closes}I cannot say.") == (family in ONLY_OPENED)
     assert final_part(f"{opens}4") == ""
     assert final_part(f"{opens}4{closes}5") == after_thoughts(f"{opens}4{closes}5") == "5"
-    turn = f"{opens}The answer is 6.\nQuestion: is it?\nNo.{closes}The answer is 5."
+    turn = in_one_form(f"{opens}The answer is 6.\nQuestion: is it?\nNo.{closes}The answer is 5.")
     assert own_turn(turn, "any", stated=True) == turn
 
 
@@ -66,9 +82,9 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(family):
     assert score("\\boxed{4}", closed) == 1
 
 
-@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize("family", [*TOKENS, *ONLY_OPENED])
 def test_the_format_may_be_written_with_the_familys_tokens(family):
-    opens, closes = TOKENS[family]
+    opens, closes = EVERY[family]
     texts = [
         f"{opens}a{closes}<answer>4</answer>",
         f"{opens}a{closes}b<answer>4</answer>",
@@ -97,7 +113,18 @@ def test_marks_of_another_kind_within_thoughts_do_not_end_them():
 
 
 @pytest.mark.parametrize(
-    "text", ["x < think > y", "a[think", "<reason", "2 < 3 > 1", "<thinker>", "[reason]", "<|im_start|>"]
+    "text",
+    [
+        "x < think > y",
+        "a[think",
+        "<reason",
+        "2 < 3 > 1",
+        "<thinker>",
+        "[reason]",
+        "<|im_start|>",
+        "</no_think>",
+        "<|im_start|>assistant\n",
+    ],
 )
 def test_text_without_marks_is_left_alone(text):
     assert in_one_form(text) == text
@@ -106,7 +133,23 @@ def test_text_without_marks_is_left_alone(text):
 
 
 @pytest.mark.parametrize(
-    "unit", ["<", "< ", "[", "<|", "<|channel|>", "<|channel>", "\u25c1 ", "<a:", "<|end|>", "<think>"]
+    "unit",
+    [
+        "<",
+        "< ",
+        "[",
+        "<|",
+        "<|channel|>",
+        "<|channel>",
+        "\u25c1 ",
+        "<a:",
+        "<|end|>",
+        "<think>",
+        "<unused1>",
+        "< \n",
+        "<a_",
+        "<|im_start|> ",
+    ],
 )
 def test_marks_are_found_in_linear_time(unit):
     text = unit * (200_000 // len(unit))
@@ -114,6 +157,38 @@ def test_marks_are_found_in_linear_time(unit):
     thoughts_of(text)
     in_one_form(text)
     assert time.process_time() - begin < 3
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *(
+            "<turn|>",
+            "<|turn>user\n",
+            "<|end_of_role|>",
+            "<|im_start|>user\n",
+            "<start_of_turn>user\n",
+            "[INST]",
+            "[/INST]",
+        ),
+        *(
+            "<|user|>",
+            "<|start_header_id|>user<|end_header_id|>",
+            "<\uff5cUser\uff5c>",
+            "<\uff5chy_User\uff5c>",
+            "<|hy_eos|>",
+        ),
+        *("<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|eos|>", "<eot>", "[EOS]", "<end_of_utterance>", "<|call|>"),
+    ],
+)
+def test_a_token_that_ends_a_turn_or_begins_another_ends_the_answer(token):
+    assert own_turn(f"\\boxed{{5}}{token}\n\\boxed{{4}}", "boxed", stated=False) == "\\boxed{5}"
+
+
+@pytest.mark.parametrize("token", ["<|begin_of_box|>", "<|end_of_box|>", "<|end_of_solution|>", "<|message|>", "[END]"])
+def test_a_token_within_a_turn_ends_nothing(token):
+    text = f"It is {token}\\boxed{{4}}"
+    assert own_turn(text, "boxed", stated=False) == text
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
