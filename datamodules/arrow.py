@@ -32,13 +32,26 @@ def parquet_rows(path: str) -> Iterator[dict[str, object]]:
 
 def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
     """Return the rows of a ``datasets.Dataset``; a class label is its name, as the hub shows it."""
-    labels = {name: feature.names for name, feature in dataset.features.items() if hasattr(feature, "int2str")}
     for table in dataset.with_format("arrow").iter(ROWS):
         for row in table_rows(table):
-            for name, names in labels.items():
-                number = row[name]
-                row[name] = names[number] if isinstance(number, int) and number >= 0 else None  # -1: no label
-            yield row
+            yield {name: _with_labels(value, dataset.features[name]) for name, value in row.items()}
+
+
+def _with_labels(value: Any, feature: Any) -> Any:
+    """Replace the numbers of class labels in a value by their names, at any depth; -1, which means no label, by None.
+
+    Args:
+        value: a value of a data set's column.
+        feature: the feature of ``datasets`` that describes the column.
+    """
+    if hasattr(feature, "int2str"):
+        return feature.names[value] if isinstance(value, int) and value >= 0 else None
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _with_labels(each, feature[name]) for name, each in value.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and inner is not None:
+        return [_with_labels(each, inner) for each in value]
+    return value
 
 
 def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:

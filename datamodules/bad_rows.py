@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from datamodules.rows import NoColumnError
+from datamodules.rows import NoColumnError, Row, read_rows
+from qerl_pl.common.types import Problem
 
 OnBadRows = Literal["refuse", "drop"]
 
@@ -17,9 +18,14 @@ class BadRows:
 
     Args:
         action: "refuse" raises the error of the first such row; "drop" counts them.
+
+    Raises:
+        ValueError: ``action`` is neither.
     """
 
     def __init__(self, action: OnBadRows) -> None:
+        if action not in ("refuse", "drop"):
+            raise ValueError(f"bad_rows is {action!r}; expected 'refuse' or 'drop'")
         self.action = action
         self.num = 0
         self.first: ValueError | None = None
@@ -47,3 +53,23 @@ class BadRows:
             f"data: dropped {self.num} of {self.num + num_good} rows of {path} that cannot be used; the first: "
             f"{self.first}"
         )
+
+
+def read_problems(
+    path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
+) -> list[Problem]:
+    """Read a table with one problem per row.
+
+    Args:
+        path, split, subset: as in ``rows.read_rows``.
+        make: returns a row's problem; raises ValueError for a row that cannot be used.
+        bad_rows: "refuse" or "drop", see ``BadRows``.
+    """
+    bad, problems = BadRows(bad_rows), []
+    for row in read_rows(path, split=split, subset=subset, bad=bad):
+        try:
+            problems.append(make(row))
+        except ValueError as error:
+            bad(error)
+    bad.report(path, num_good=len(problems))
+    return problems

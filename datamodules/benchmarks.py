@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from datamodules.rows import read_rows, text
+from datamodules.bad_rows import BadRows, OnBadRows, read_problems
+from datamodules.rows import Row, text
 from qerl_pl.common.types import Problem
 
 
@@ -28,11 +29,19 @@ class Benchmark:
     Args:
         name: name of the benchmark.
         path: a .jsonl or .parquet file or a hub name, with the columns of the published data set, which None reads.
+        bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
     """
 
-    def __init__(self, name: Literal["math500", "aime24", "aime25", "amc23"], path: str | None = None) -> None:
+    def __init__(
+        self,
+        name: Literal["math500", "aime24", "aime25", "amc23"],
+        path: str | None = None,
+        bad_rows: OnBadRows = "refuse",
+    ) -> None:
+        BadRows(bad_rows)  # refuses other words
         self.name = name
         self.path = path
+        self.bad_rows: OnBadRows = bad_rows
 
     def train(self) -> list[Problem]:
         """Refuse: a benchmark has no training problems.
@@ -45,7 +54,8 @@ class Benchmark:
     def validation(self) -> list[Problem]:
         """Return the benchmark's problems."""
         place = _HUB[self.name]
-        rows = read_rows(self.path or place.path, split=place.split)
-        return [
-            Problem(text(row, place.question), text(row, "answer").removesuffix(".0"), row=row.columns) for row in rows
-        ]
+
+        def problem(row: Row) -> Problem:
+            return Problem(text(row, place.question), text(row, "answer").removesuffix(".0"), row=row.columns)
+
+        return read_problems(self.path or place.path, problem, bad_rows=self.bad_rows, split=place.split)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datamodules.rows import Row, read_rows, text
+from datamodules.bad_rows import BadRows, OnBadRows, read_problems
+from datamodules.rows import Row, text
 from qerl_pl.common.types import Problem
 
 
@@ -12,22 +13,30 @@ class GSM8K:
     Args:
         train_path: hub name, or a .jsonl or .parquet file with the columns question and answer.
         validation_path: the same for the test split.
+        bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
 
     Raises:
         ValueError: while reading, if a solution has no final answer; names file and line.
     """
 
-    def __init__(self, train_path: str = "openai/gsm8k", validation_path: str = "openai/gsm8k") -> None:
+    def __init__(
+        self,
+        train_path: str = "openai/gsm8k",
+        validation_path: str = "openai/gsm8k",
+        bad_rows: OnBadRows = "refuse",
+    ) -> None:
+        BadRows(bad_rows)  # refuses other words
         self.train_path = train_path
         self.validation_path = validation_path
+        self.bad_rows: OnBadRows = bad_rows
 
     def train(self) -> list[Problem]:
         """Return the training problems."""
-        return [_problem(row) for row in read_rows(self.train_path, subset="main", split="train")]
+        return read_problems(self.train_path, _problem, bad_rows=self.bad_rows, subset="main", split="train")
 
     def validation(self) -> list[Problem]:
         """Return the test problems."""
-        return [_problem(row) for row in read_rows(self.validation_path, subset="main", split="test")]
+        return read_problems(self.validation_path, _problem, bad_rows=self.bad_rows, subset="main", split="test")
 
 
 def _problem(row: Row) -> Problem:

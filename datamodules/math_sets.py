@@ -1,13 +1,15 @@
 """Training sets of mathematical problems with checkable answers; each is a function that YAML can name as a data
 source.
 
-The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parquet file with the same columns.
+The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parquet file with the same columns;
+``bad_rows`` is as in ``datamodules.table.Table``.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from datamodules.bad_rows import OnBadRows
 from datamodules.table import Table
 
 
@@ -16,6 +18,7 @@ def big_math(
     path: str = "open-r1/Big-Math-RL-Verified-Processed",
     solve_rate: tuple[float, float] | None = None,
     validation_share: float = 0.005,
+    bad_rows: OnBadRows = "refuse",
 ) -> Table:
     """Create Big-Math (arXiv 2502.17387) by difficulty: QeRL trains 7B and 14B on levels 3-5, 32B on levels 4-5.
 
@@ -25,6 +28,7 @@ def big_math(
         solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved the problem (column
             llama8b_solve_rate), because problems that are always or never solved teach nothing.
         validation_share: share that is held out, chosen by a hash of the question.
+        bad_rows: what happens to a row that cannot be used.
     """
     return Table(
         path,
@@ -33,6 +37,7 @@ def big_math(
         answer="solution",
         subset={"3-5": "level_3_4_5", "4-5": "level_4_5"}[levels],
         between=None if solve_rate is None else {"llama8b_solve_rate": solve_rate},
+        bad_rows=bad_rows,
     )
 
 
@@ -40,6 +45,7 @@ def dapo_math(
     language: Literal["en", "cn", "all"] = "en",
     path: str = "open-r1/DAPO-Math-17k-Processed",
     validation_share: float = 0.02,
+    bad_rows: OnBadRows = "refuse",
 ) -> Table:
     """Create DAPO-Math-17k (arXiv 2503.14476) without duplicates; the answers are integers.
 
@@ -47,24 +53,36 @@ def dapo_math(
         language: subset of the hub data set; not used for a file.
         path: data set with the columns prompt (only the question) and solution (only the answer).
         validation_share: share that is held out, chosen by a hash of the question.
+        bad_rows: what happens to a row that cannot be used.
     """
-    return Table(path, validation_share=validation_share, question="prompt", answer="solution", subset=language)
+    return Table(
+        path,
+        validation_share=validation_share,
+        question="prompt",
+        answer="solution",
+        subset=language,
+        bad_rows=bad_rows,
+    )
 
 
-def miromind(path: str = "miromind-ai/MiroMind-M1-RL-62K", validation_share: float = 0.01) -> Table:
+def miromind(
+    path: str = "miromind-ai/MiroMind-M1-RL-62K", validation_share: float = 0.01, bad_rows: OnBadRows = "refuse"
+) -> Table:
     """Create MiroMind-M1-RL-62K (arXiv 2507.14683).
 
     Args:
         path: data set with the columns problem and clean_answer.
         validation_share: share that is held out, chosen by a hash of the question.
+        bad_rows: what happens to a row that cannot be used.
     """
-    return Table(path, validation_share=validation_share, question="problem", answer="clean_answer")
+    return Table(path, validation_share=validation_share, question="problem", answer="clean_answer", bad_rows=bad_rows)
 
 
 def math(
     levels: list[int] | None = None,
     train_path: str = "DigitalLearningGmbH/MATH-lighteval",
     validation_path: str = "DigitalLearningGmbH/MATH-lighteval",
+    bad_rows: OnBadRows = "refuse",
 ) -> Table:
     """Create MATH (arXiv 2103.03874), 12 500 competition problems; the answer is the box at the end of the solution.
 
@@ -72,6 +90,7 @@ def math(
         levels: difficulties of the training problems, 1 to 5; None takes all.
         train_path: data set with the columns problem, level ("Level 5") and solution.
         validation_path: the same for the test split, of which all levels are used.
+        bad_rows: what happens to a row that cannot be used.
     """
     return Table(
         train_path,
@@ -80,4 +99,5 @@ def math(
         answer="solution",
         marker="boxed",
         only=None if levels is None else {"level": [f"Level {level}" for level in levels]},
+        bad_rows=bad_rows,
     )

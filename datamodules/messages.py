@@ -12,21 +12,27 @@ from transformers import PreTrainedTokenizerBase
 
 from datamodules.rows import Row, text
 from qerl_pl.base.tokenizer import render
+from qerl_pl.common.stored_text import is_null
 from qerl_pl.common.types import Message, Problem
 
 ROLES = ("system", "developer", "user", "assistant")
 _PLACE = re.compile(r"(?<![\w{}^_\\])\{\d*\}")  # not an argument, as in \frac{1}{2}, x^{2} and \boxed{}
 _BRACED = re.compile(r"(?<![\w{}^_\\])\{\{question\}\}")
 _NAMED_PLACE = re.compile(r"(?<![\w{}^_\\])\{[A-Za-z_]\w*\}")
-_LIST = re.compile(r"\s*\[\s*\{")
-_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
+_LIST = re.compile(r"\s*(?:\[\s*)?\{")
+_CHAT = re.compile(
+    r"""\s*(?:\[\s*)?\{\s*["'](?:(?:role|content)["']\s*:|from["']\s*:\s*["'](?:system|human|user|gpt|assistant)["'])"""
+)
+_KEYS = ({"role", "content"}, {"from", "value"})
+"""Keys of a message; those of the second form are refused by name, because its chats are whole and not prompts."""
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
     """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``.
 
     The role ``developer`` is the system's, under its newer name. A content may be a list of parts of text,
-    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks.
+    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message that is null or blank means
+    none, as tables have it whose rows have equally many messages.
 
     Args:
         value: the list.
@@ -43,20 +49,29 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
             raise ValueError(
                 f"{where}, message {number} is {str(entry)[:80]!r}; expected role ({', '.join(ROLES)}) and content"
             )
-        content = _content(entry, f"{where}, message {number}")
         role = "system" if entry["role"] == "developer" else str(entry["role"])
+        said = entry.get("content")
+        if role == "system" and (is_null(said) or said == [] or (isinstance(said, str) and not said.strip())):
+            continue
+        content = _content(entry, f"{where}, message {number}")
         messages.append({"role": role, "content": content})
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"{where}: the last message is of role {messages[-1]['role']!r}; expected the user's")
+    last = messages[-1]["role"] if messages else "system"
+    if last != "user":
+        raise ValueError(f"{where}: the last message is of role {last!r}; expected the user's")
     return tuple(messages)
 
 
-def chat_in_text(value: object, where: str) -> list[object] | None:
-    """Read a list of messages that is stored as JSON text; None if the value is no such text.
+def chat_of_value(value: object, where: str) -> list[object] | None:
+    """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if it is
+    something else.
 
     Raises:
         ValueError: the text begins as a list of messages does, and is not JSON.
     """
+    if isinstance(value, list):
+        return value
+    if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
+        return [value]
     if not isinstance(value, str) or not _LIST.match(value):
         return None
     try:
@@ -68,8 +83,9 @@ def chat_in_text(value: object, where: str) -> list[object] | None:
             f"{where} is a list of messages as text that is not JSON ({error}): {value.strip()[:60]!r}; store "
             "the list, or its JSON text"
         ) from None
-    are_messages = all(isinstance(entry, Mapping) and {"role", "content"} <= entry.keys() for entry in chat)
-    return chat if are_messages else None
+    entries = chat if isinstance(chat, list) else [chat]
+    are_messages = any(all(isinstance(each, Mapping) and keys <= each.keys() for each in entries) for keys in _KEYS)
+    return entries if are_messages else None
 
 
 def _content(entry: Mapping[str, object], where: str) -> str:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_info
 
 from qerl_pl.common.extras import not_installed
-from qerl_pl.common.json_lines import read_json_lines, refuse
+from qerl_pl.common.json_lines import object_in_text, read_json_lines, refuse
 from qerl_pl.common.phases import phase
 from qerl_pl.common.stored_text import is_null, only_entry, stored_text
 
 # most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
 MAX_TEXT = 1_000_000
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Endings of files with a JSON object per line."""
 
 
 class Row(NamedTuple):
@@ -35,14 +37,14 @@ class NoColumnError(ValueError):
 def read_rows(
     path: str | Sequence[str], *, split: str, subset: str | None = None, bad: Callable[[ValueError], None] = refuse
 ) -> Iterator[Row]:
-    """Read the rows of .jsonl files, .parquet files or a data set of the hub, in order.
+    """Read the rows of JSON Lines files, .parquet files or a data set of the hub, in order.
 
     Args:
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
             data set on the hub (or of a local copy of one), or a list of these. ``~`` is the home folder.
         split: split of a hub data set; not used for a file.
         subset: subset of a hub data set; not used for a file.
-        bad: is called with the error of a row of a .jsonl file that cannot be read; raises it by default.
+        bad: is called with the error of a row of a JSON Lines file that cannot be read; raises it by default.
 
     Raises:
         ValueError: there is no such file or data set, it cannot be read, has no rows, or is named twice.
@@ -59,7 +61,8 @@ def read_rows(
 
 def value_of(row: Row, column: str) -> object:
     """Return the value in a row's column. A name with dots may name a field in a column, e.g.
-    ``reward_model.ground_truth``; the field of a column that is null is null.
+    ``reward_model.ground_truth``; the field of a column that is null is null. The column may hold the JSON text of an
+    object.
 
     Raises:
         NoColumnError: the row has no such column or field.
@@ -70,6 +73,7 @@ def value_of(row: Row, column: str) -> object:
     for name in column.split("."):
         if found is None:
             return None
+        found = object_in_text(found) if isinstance(found, str) else found
         if not isinstance(found, Mapping) or name not in found:
             raise NoColumnError(
                 f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, _names(row.columns)))}. The "
@@ -145,7 +149,7 @@ def _named(path: str) -> list[str]:
 
 def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueError], None]) -> Iterator[Row]:
     suffix = Path(path).suffix.lower()
-    if suffix == ".jsonl":
+    if suffix in JSON_LINES:
         return (Row(where, columns) for where, columns in read_json_lines(path, bad, say=rank_zero_info))
     if suffix == ".parquet":
         return _parquet_rows(path)

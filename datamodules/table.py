@@ -6,7 +6,7 @@ from typing import Literal
 
 from datamodules.bad_rows import BadRows, OnBadRows
 from datamodules.filters import Filters, Value
-from datamodules.messages import chat_in_text, question_of, read_messages
+from datamodules.messages import chat_of_value, question_of, read_messages
 from datamodules.rows import NoColumnError, Row, answer_text, in_share, optional_text, read_rows, text, value_of
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
@@ -15,11 +15,12 @@ from qerl_pl.rewards.answers import marked_answer
 class Table:
     """A source that reads problems from a table; rewards see all columns of a problem's row as ``prompt.row``.
 
-    A setting that names a column may also name a field in a column, e.g. ``reward_model.ground_truth``.
+    A setting that names a column may also name a field in a column, e.g. ``reward_model.ground_truth``; the column may
+    hold the JSON text of its fields.
 
     Args:
-        train_path: a .jsonl or .parquet file, a pattern such as ``data/*.parquet``, a hub name such as
-            ``openai/gsm8k``, or a list of these.
+        train_path: a file of JSON lines (.jsonl, .ndjson, .json) or a .parquet file, a pattern such as
+            ``data/*.parquet``, a hub name such as ``openai/gsm8k``, or a list of these.
         validation_path: the same for the validation rows; None takes them from the training rows.
         validation_share: share of the training rows used for validation if there is no validation_path. They are chosen
             by a hash of the question, so they are the same in every run and for any order of the rows.
@@ -70,8 +71,7 @@ class Table:
             raise ValueError(f"validation_share is {validation_share}; expected more than 0 and less than 1")
         if question is not None and not question:
             raise ValueError(f"question is {question!r}; expected a column, a list of columns, or null")
-        if bad_rows not in ("refuse", "drop"):
-            raise ValueError(f"bad_rows is {bad_rows!r}; expected 'refuse' or 'drop'")
+        BadRows(bad_rows)  # refuses other words
         Filters(only, between)  # refuses impossible ones before anything is read
         self.train_path = train_path
         self.validation_path = validation_path
@@ -144,7 +144,7 @@ class Table:
         if not isinstance(column, str):
             return "\n".join(text(row, each) for each in column), ()
         value = value_of(row, column)
-        chat = value if isinstance(value, list) else chat_in_text(value, f"{row.where}: column {column!r}")
+        chat = chat_of_value(value, f"{row.where}: column {column!r}")
         if chat is None:
             return text(row, column), ()
         messages = read_messages(chat, f"{row.where}: column {column!r}")

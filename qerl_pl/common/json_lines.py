@@ -57,6 +57,15 @@ def read_json_lines(
         say(f"{path}: skipped {num_blank} blank lines")
 
 
+def object_in_text(text: str) -> dict[str, object] | None:
+    """Return the JSON object that a text is, with numbers that keep their digits; None if it is none."""
+    try:
+        found = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _parse(line: str, where: str) -> dict[str, object]:
     too_deep = f"{where}: brackets are nested too deeply to be read; expected at most {MAX_DEPTH} levels"
     try:

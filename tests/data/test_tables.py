@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 from pyarrow import parquet
 
+from datamodules import math_sets
 from datamodules.arrow import table_rows
+from datamodules.benchmarks import Benchmark
 from datamodules.filters import Filters
+from datamodules.gsm8k import GSM8K
 from datamodules.rows import Row, read_rows
 from datamodules.sources import PromptSource
 from datamodules.table import Table
@@ -152,6 +155,13 @@ def test_a_data_set_gives_what_its_files_give(tmp_path):
     rows = dataset_rows(datasets.Dataset.from_dict({"kind": [1, 0, None]}, features=labels))
     assert [row["kind"] for row in rows] == ["yes", "no", None]
 
+    kind = datasets.ClassLabel(names=["no", "yes"])
+    nested = datasets.Features({"row": {"kinds": datasets.List(kind)}, "pair": datasets.List({"kind": kind})})
+    values = {"row": [{"kinds": [1, 0]}, {"kinds": None}], "pair": [[{"kind": 1}], [None]]}
+    rows = list(dataset_rows(datasets.Dataset.from_dict(values, features=nested)))
+    assert [row["row"]["kinds"] for row in rows] == [["yes", "no"], None]
+    assert rows[0]["pair"] == [{"kind": "yes"}]
+
 
 def test_a_folder_with_a_script_and_no_data_is_refused_in_one_line(tmp_path):
     pytest.importorskip("datasets")
@@ -274,6 +284,7 @@ def test_the_layout_of_verl_is_read_by_a_dotted_name(tmp_path):
         json.dumps(CHAT),
         [{"role": "developer", "content": "Be brief."}, CHAT[1]],
         [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "1+1=?", "image": None}]}],
+        [CHAT[0], {"role": "system", "content": None}, {"role": "developer", "content": " "}, CHAT[1]],
         json.dumps(
             [{"name": None, **CHAT[0]}, {"content": [{"text": "1+1=?", "type": "text"}], "role": "user"}], indent=1
         ),
@@ -291,6 +302,69 @@ def test_a_chat_is_the_same_in_every_form(tmp_path, stored):
 def test_other_text_with_brackets_is_a_question(tmp_path, question):
     [problem] = table(lines(tmp_path / "t.jsonl", {"question": question, "answer": "2"})).train()
     assert (problem.question, problem.messages) == (question, ())
+
+
+@pytest.mark.parametrize("stored", [CHAT[1], json.dumps(CHAT[1]), [{"role": "system", "content": None}, CHAT[1]]])
+def test_one_message_is_a_chat_and_a_null_system_message_is_none(tmp_path, stored):
+    [problem] = table(lines(tmp_path / "t.jsonl", {"prompt": stored, "answer": "2"})).train()
+    assert problem.messages == (CHAT[1],)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        [{"from": "human", "value": "1+1=?"}],
+        json.dumps([{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2"}]),
+        "[{'from': 'human', 'value': '1+1=?'}]",
+        "{'role': 'user', 'content': '1+1=?'}",
+        [{"role": "system", "content": None}],
+    ],
+)
+def test_a_chat_of_another_form_is_no_question(tmp_path, stored):
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: column 'prompt'"):
+        table(lines(tmp_path / "t.jsonl", {"prompt": stored, "answer": "2"})).train()
+
+
+def test_a_dotted_name_reads_fields_in_json_text_with_their_digits(tmp_path):
+    path = lines(tmp_path / "t.jsonl", '{"question": "q", "info": "{\\"truth\\": {\\"value\\": 2.50}}"}')
+    assert table(path, answer="info.truth.value").train()[0].answer == "2.50"
+    for text in ("{", "[1]", "{}", "truth"):
+        path = lines(tmp_path / "t.jsonl", {"question": "q", "info": text})
+        with pytest.raises(ValueError, match=r"no column 'info\.truth'"):
+            table(path, answer="info.truth").train()
+
+
+def test_json_lines_are_read_under_all_their_endings(tmp_path):
+    for ending in ("jsonl", "ndjson", "json", "JSON"):
+        assert len(table(lines(tmp_path / f"t.{ending}", {"question": "q", "answer": 1})).train()) == 1
+    (tmp_path / "t.json").write_text('[\n{"question": "q", "answer": 1}\n]')
+    with pytest.raises(ValueError, match=r"t\.json:1: not JSON: .*expected a JSON object per line"):
+        table(tmp_path / "t.json").train()
+
+
+def test_every_source_of_files_can_drop_bad_rows(tmp_path, caplog):
+    good = dict.fromkeys(("problem", "question", "prompt"), "q")
+    good |= {"solution": "\\boxed{1}", "clean_answer": "1", "answer": "#### 1"}
+    bad = {**good, "answer": None, "solution": "", "clean_answer": " "}
+    path = str(lines(tmp_path / "t.jsonl", good, '{"answer":', bad))
+    for make in (
+        lambda **settings: GSM8K(path, path, **settings),
+        lambda **settings: Benchmark("math500", path, **settings),
+        lambda **settings: Benchmark("amc23", path, **settings),
+        lambda **settings: math_sets.math(None, path, path, **settings),
+        lambda **settings: math_sets.big_math(path=path, **settings),
+        lambda **settings: math_sets.dapo_math(path=path, **settings),
+        lambda **settings: math_sets.miromind(path, **settings),
+    ):
+        caplog.clear()
+        source = make(bad_rows="drop")
+        with caplog.at_level("INFO"):
+            assert source.validation() == [] or len(source.validation()) == 1
+        assert f"dropped 2 of 3 rows of {path}" in caplog.text
+        with pytest.raises(ValueError, match=r"t\.jsonl:2.*set bad_rows to drop"):
+            make().validation()
+        with pytest.raises(ValueError, match="bad_rows is 'skip'; expected 'refuse' or 'drop'"):
+            make(bad_rows="skip")
 
 
 def test_question_goes_before_prompt_and_columns_can_be_joined(tmp_path):
