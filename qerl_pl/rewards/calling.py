@@ -1,14 +1,15 @@
 """Call a reward: its parameters get prompts, completions and columns of the data set by their names.
 
-A reward whose parameters are ``prompts`` and ``completions``, in any order, gets ``Prompt`` and ``Completion``. Any
-other reward is called as TRL 1.16 calls reward functions: ``completions`` are texts or lists of messages, and every
-column of the data set is an argument.
+A reward whose parameters are ``prompts`` and ``completions``, in any order, or whose ``completions`` are annotated with
+``Completion``, gets ``Prompt`` and ``Completion``. Any other reward is called as TRL 1.16 calls reward functions:
+``completions`` are texts or lists of messages. Every column of the data set is an argument.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,7 +74,10 @@ def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
             f"reward {name!r} takes {signature}; expected two parameters named prompts and completions, or, as TRL "
             f"calls rewards, some of {', '.join(SAMPLED)} and columns of the data set"
         )
-    return not is_open and names == OBJECTS
+    annotated = "completions" in names and re.search(
+        r"\bCompletion\b", str(signature.parameters["completions"].annotation)
+    )
+    return bool(annotated) or (not is_open and names == OBJECTS)
 
 
 def call(
@@ -100,8 +104,8 @@ def call(
         ValueError: a parameter has no default and names no column of the data set.
     """
     if takes_objects(name, reward):
-        bound = _bound(name, reward, {"prompts": list(prompts), "completions": list(completions)})
-        return Called(_finished(reward(*bound.args, **bound.kwargs)), [""] * len(prompts), {})
+        objects = {"prompts": list(prompts), "completions": list(completions)}
+        return Called(_finished(_called(name, reward, _columns(prompts) | objects)), [""] * len(prompts), {})
     logged: list[list[str]] = [[] for _ in prompts]
     metrics: dict[str, list[float]] = {}
 
@@ -116,12 +120,11 @@ def call(
 
     given = _columns(prompts) | _sampled(prompts, completions, messages)
     given |= {"trainer_state": _State(progress), "log_extra": log_extra, "log_metric": log_metric}
-    bound = _bound(name, reward, given)
     try:
-        scores = _finished(reward(*bound.args, **bound.kwargs))
+        scores = _finished(_called(name, reward, given))
     except AttributeError as error:
         if str(error).startswith(("'str' object", "'list' object")):
-            more = ", ".join(key for key in bound.signature.parameters if key not in OBJECTS)
+            more = ", ".join(key for key in _signature(name, reward).parameters if key not in OBJECTS)
             error.args = (f"{error}; a reward with parameters besides prompts and completions ({more}) gets texts",)
         raise
     return Called(scores, ["; ".join(row) for row in logged], metrics)
@@ -133,9 +136,8 @@ def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Promp
     Raises:
         ValueError: it lacks one; the message has the names that there are.
     """
-    if not takes_objects(name, reward):
-        given = dict.fromkeys((*_columns(prompts), *SAMPLED, "trainer_state", "log_extra", "log_metric"))
-        _bound(name, reward, given)
+    more = () if takes_objects(name, reward) else (*SAMPLED, "trainer_state", "log_extra", "log_metric")
+    _bound(name, reward, dict.fromkeys((*_columns(prompts), *sorted(OBJECTS), *more)))
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -158,6 +160,25 @@ def _sampled(
         answered = [completion.text for completion in completions]
     tokens = [list(completion.tokens) for completion in completions]
     return {"prompts": asked, "completions": answered, "completion_ids": tokens}
+
+
+def _called(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a reward by keywords, as TRL does, since a decorator's wrapper may have its parameters in another order than
+    the function whose signature it shows. A wrapper that takes no keywords gets them in that function's order."""
+    bound = _bound(name, reward, given)
+    first, named = [], {}
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            first.append(bound.arguments.get(parameter.name, parameter.default))
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= bound.arguments[parameter.name]
+        elif parameter.name in bound.arguments:
+            named[parameter.name] = bound.arguments[parameter.name]
+    try:
+        inspect.signature(reward, follow_wrapped=False).bind(*first, **named)
+    except TypeError:
+        return reward(*bound.args, **bound.kwargs)
+    return reward(*first, **named)
 
 
 def _bound(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:

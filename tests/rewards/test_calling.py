@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,55 @@ def test_a_column_is_given_by_name_whatever_the_order(names):
     assert seen["kwargs"]["prompts"] == ["question 0", "question 1", "question 2"]
     assert seen["kwargs"]["completion_ids"][0] == list(range(30))
     assert not {"completions", "answer", "solution"} & seen["kwargs"].keys()
+
+
+def test_a_decorator_with_another_order_gets_arguments_by_name():
+    def plain(completions, solution, prompts, **kwargs):
+        return [
+            float(completion == text) + 2 * (gold in GOLD)
+            for completion, text, gold in zip(completions, TEXTS, solution, strict=True)
+        ]
+
+    @functools.wraps(plain)
+    def named(prompts, solution, completions, **kwargs):
+        return plain(prompts=prompts, completions=completions, solution=solution, **kwargs)
+
+    @functools.wraps(plain)
+    def keywords(**kwargs):
+        return plain(**kwargs)
+
+    @functools.wraps(plain)
+    async def variadic(*args, **kwargs):
+        return plain(*args, **kwargs)
+
+    def swapped(completions, prompts):
+        return [float(len(completion.text)) for completion in completions]
+
+    @functools.wraps(swapped)
+    def places(*args):
+        return swapped(*args)
+
+    def only_places(unknown=None, completions=None, /, solution=None, **kwargs):
+        assert unknown is None
+        return plain(completions, solution, None)
+
+    for reward in (plain, named, keywords, variadic, only_places, functools.partial(plain, scale=2)):
+        assert scores(reward) == [3.0] * 3
+    assert scores(places) == [float(len(text)) for text in TEXTS]
+
+
+def test_annotated_completions_are_objects_with_further_settings_and_columns():
+    def reward(prompts: list[Prompt], completions: list[Completion], solution, scale=2.0):
+        assert solution == list(GOLD)
+        return [scale * len(completion.tokens) for completion in completions]
+
+    assert scores(reward) == [60.0, 120.0, 180.0]
+    with pytest.raises(ValueError, match="takes 'solution', which the data does not have"):
+        check_answers([WeightedReward("mine", reward)], [Prompt((1,), "4")])
+
+
+def test_scores_may_be_numpy_values():
+    assert scores(lambda completions, **rest: [np.bool_(True), np.float16(0.5), np.int8(3)]) == [1.0, 0.5, 3.0]
 
 
 def test_a_column_with_a_default_is_given_too_and_one_that_is_missing_keeps_it():
