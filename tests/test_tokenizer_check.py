@@ -14,7 +14,8 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from datamodules.arithmetic import Arithmetic
 from datamodules.prompts import PromptDataModule
-from qerl_pl.base.folder import check_base
+from qerl_pl.base.folder import base_folder, check_base
+from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
@@ -53,6 +54,11 @@ def test_a_base_without_a_usable_tokenizer_is_refused(base, file, text, said):
     with pytest.raises(ValueError, match=said) as refused:
         check_base(base)
     assert "\n" not in str(refused.value)
+
+
+def test_a_base_in_the_home_folder_may_be_written_with_a_tilde(base, monkeypatch):
+    monkeypatch.setenv("HOME", str(base.parent))
+    assert base_folder("~/base", None) == prepared_base("~/base") == str(base)
 
 
 def test_a_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(base):
@@ -108,6 +114,13 @@ def test_a_system_prompt_that_the_template_refuses_or_drops_is_told_before_the_d
     tokenizer.chat_template = CHAT_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
     with pytest.raises(ValueError, match="leaves out the system turn"):
         check_chat_template(tokenizer, system_prompt="Be brief.")
+
+
+def test_a_system_prompt_that_only_switches_thoughts_is_accepted():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].replace('/no_think', '')")
+    assert tokenizer.chat_template != CHAT_TEMPLATE
+    check_chat_template(tokenizer, system_prompt="/no_think")
 
 
 ASKED = "{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %}"
@@ -214,6 +227,16 @@ def test_templates_of_which_none_is_the_default_are_named(base):
     (base / "chat_templates" / "default.jinja").rename(base / "chat_templates" / "rag.jinja")
     with pytest.raises(ValueError, match=r"chat templates rag, tool_use, and none .*chat_template\.jinja"):
         check_chat_template(read_tokenizer(base))
+
+
+def test_a_single_template_is_taken_whatever_its_name(base):
+    expected = render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None)
+    as_folder(base)
+    (base / "chat_template.jinja").unlink()
+    (base / "chat_templates" / "tool_use.jinja").unlink()
+    (base / "chat_templates" / "default.jinja").rename(base / "chat_templates" / "chat.jinja")
+    check_chat_template(read_tokenizer(base))
+    assert render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None) == expected
 
 
 def test_a_damaged_chat_template_json_is_named(base):

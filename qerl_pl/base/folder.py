@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
     """Return the folder of the checkpoint that a run uses: the given base, or its existing copy in a 4-bit format.
 
     Args:
-        base: folder of a checkpoint, or a GGUF file, which is dequantised into the cache.
+        base: folder of a checkpoint, or a GGUF file, which is dequantised into the cache; ``~`` is the home folder.
         base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None means the given
             base.
         must_exist: raise an error if the folder of the copy does not exist.
@@ -28,6 +29,7 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
         ValueError: the copy does not exist, in which case the message has the command that quantises the base to this
             format; or the base is a GGUF file that cannot be used.
     """
+    base = os.path.expanduser(base)
     if is_gguf(base):
         if base_format is not None:
             raise ValueError(

@@ -4,6 +4,7 @@ if necessary."""
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     Raises:
         ValueError: the base cannot be used; the message says why in one line.
     """
+    base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     check_format(base, base_format, quantization)
     if is_hub_name(base):
