@@ -46,17 +46,22 @@ def template_clock(date: str) -> Callable[[str], str]:
         "b": _MONTHS[moment.month - 1][:3],
         "h": _MONTHS[moment.month - 1][:3],
         "p": "AM" if moment.hour < 12 else "PM",
+        "P": "am" if moment.hour < 12 else "pm",
         "s": str(int((moment - datetime(1970, 1, 1)).total_seconds())),  # strftime's depends on the time zone
     }
 
     def directive(found: re.Match[str]) -> str:
-        if found[2] in _WHOLE:
-            return strftime_now(_WHOLE[found[2]])
-        if (word := words.get(found[2])) is None:
-            return moment.strftime(found.group())
-        return word.upper() if found[1] == "^" else word
+        flags, width, letter = found.groups()
+        if letter in _WHOLE:
+            word = strftime_now(_WHOLE[letter])
+        elif letter in words:
+            word = words[letter]
+        else:
+            return moment.strftime(f"%{flags}{width}{letter}")
+        return (word.upper() if {*flags} & {*"^#"} else word).rjust(int(width or 0))
 
     def strftime_now(format: str) -> str:
-        return re.sub(r"%([-_0^#]?)(.)", directive, format)
+        # E and O ask for a locale's own numerals and eras
+        return re.sub(r"%([-_0^#]*)(\d{0,2})[EO]?([A-Za-z%+])", directive, format)
 
     return strftime_now

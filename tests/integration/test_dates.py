@@ -120,6 +120,9 @@ def test_the_clock_of_templates_does_not_depend_on_locale_and_time_zone(monkeypa
         monkeypatch.delenv("TZ")
         time.tzset()
     assert template_clock("2026-03-07")("%H:%M %^a %^B") == "00:00 SAT MARCH"
+    rarer = "%P %Ec|%Od|%EY|%^c|%#B|%_d|%-I%p|%Q|%"
+    expected = "pm Sat Mar  7 15:04:05 2026|07|2026|SAT MAR  7 15:04:05 2026|MARCH| 7|3PM|%Q|%"
+    assert template_clock("2026-03-07T15:04:05")(rarer) == expected
 
 
 def test_other_prompts_on_another_day_are_explained_where_the_checkpoint_has_no_date(dated, day):
@@ -150,7 +153,7 @@ def test_a_run_and_the_evaluations_of_its_checkpoints_keep_the_date_of_its_first
     day(28)
     run("fit", tmp_path / "stopped", *steps, "--ckpt_path", "last")
     straight, stopped = load_last(tmp_path / "straight"), load_last(tmp_path / "stopped")
-    assert stopped["PromptDataModule"] == {"date": "2026-11-27"}
+    assert stopped["PromptDataModule"]["date"] == "2026-11-27"
     assert all((stopped["state_dict"][name] == value).all() for name, value in straight["state_dict"].items())
     assert str(yaml.safe_load((tmp_path / "stopped" / "config.yaml").read_text())["data"]["date"]) == "2026-11-27"
 
