@@ -70,6 +70,11 @@ def thoughts_of(text: str) -> Thoughts:
     return Thoughts(end, are_open)
 
 
+def is_mark(text: str) -> bool:
+    """Return whether a text is one mark of thoughts and nothing else."""
+    return _MARK.fullmatch(text) is not None
+
+
 def in_one_form(text: str) -> str:
     """Write the marks that are tokens of some family, such as ``[THINK]``, as ``<think>`` and ``</think>``, and leave
     out marks of another kind within thoughts. Tags that models write as ordinary text, such as ``<reasoning>``, stay as

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from datamodules.arithmetic import Arithmetic
 from datamodules.messages import chat_of, chat_text
 from datamodules.prompts import PromptDataModule, check_lengths, hold_out, without_shared
+from datamodules.special_tokens import find_special_tokens
 from datamodules.table import Table
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
@@ -175,6 +176,15 @@ def test_the_template_and_the_system_prompt_of_the_settings_may_have_special_tok
     )
     (batch,) = data.train_dataloader()
     assert all(prompt.text.count("<|im_end|>") == 2 for prompt in batch)
+
+
+def test_a_problem_may_ask_for_marks_of_thoughts_and_answers_that_are_special_tokens():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["[THINK]", "[/THINK]", "<think>", "</think>", "<answer>", "</answer>"], special_tokens=True)
+    asked = "Use [THINK]...[/THINK] or <think>...</think>, then <answer>...</answer>."
+    assert find_special_tokens(tokenizer, [Problem(asked, "1"), Problem(f"{asked}<|im_end|>", "1")]) == {
+        1: "<|im_end|>"
+    }
 
 
 @pytest.mark.parametrize("answer", [2, 2.5, None])
