@@ -25,6 +25,10 @@ from qerl_pl.common.run_folder import LAST, PREVIOUS
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.start import digest
 
+OTHER_BASE = (
+    " (digests of config.json and weights: the files were changed, or the model's main branch on the hub has moved; "
+    "`hf download NAME --revision COMMIT --local-dir FOLDER` gets the old files)"
+)
 BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocated together, and of a tensor's place
 
 
@@ -281,7 +285,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     """
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
-        f"this start has {json.dumps(value)}"
+        f"this start has {json.dumps(value)}{OTHER_BASE if name == 'base' else ''}"
         for name, value in current.items()
         if saved.get(name) != value
     ]

@@ -13,9 +13,11 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.base.digest import base_digest
 from qerl_pl.checkpoint import SafeCheckpointIO
 
 IDENTITY = {
@@ -96,6 +98,29 @@ def test_a_base_that_is_a_name_stays_a_name(tmp_path):
     assert export(make_run(tmp_path / "run", "someone/model", torch.ones(4, 8)), tmp_path / "out") == 0
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "someone/model"
+
+
+def test_a_base_of_the_hub_is_named_with_the_commit_that_was_trained_on(tmp_path, monkeypatch, capsys):
+    cache, commit = tmp_path / "hub", "0" * 40
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    model = cache / "models--someone--model"
+    folder = model / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    monkeypatch.setitem(IDENTITY, "base", base_digest(folder))
+    run = make_run(tmp_path / "run", "someone/model", torch.ones(4, 8))
+    assert export(run, tmp_path / "out") == 0
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("someone/model", commit)
+
+    save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+    assert export(run, tmp_path / "other") == 2
+    assert "model.base: the run has" in (said := capsys.readouterr().err)
+    assert "the model's main branch on the hub has moved" in said
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_adapter_that_is_not_finite_is_refused(tmp_path, capsys):

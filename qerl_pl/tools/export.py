@@ -14,11 +14,12 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from qerl_pl.base.digest import base_digest
 from qerl_pl.base.folder import base_folder
 from qerl_pl.base.hub import is_hub_name
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import quantization_of
-from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, identity_of, lora_settings
+from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import read_run_config, run_files
@@ -79,16 +80,21 @@ def _push(folder: Path, name: str) -> int:
 def _has_vision(base: str) -> bool:
     """Tell whether a base model has a vision part; its adapter then belongs to the copy of the text model that was
     trained."""
-    cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
-    file = Path(cached) if isinstance(cached, str) else Path(base) / CONFIG
+    file = _local_folder(base) / CONFIG
     return file.is_file() and has_vision(read_json(file))
+
+
+def _local_folder(base: str) -> Path:
+    """Return the folder of a base: of a model on the hub, that of its commit in the cache here, if it is there."""
+    cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
+    return Path(cached).parent if isinstance(cached, str) else Path(base)
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
     """Write the settings, weights and model card of a run's adapter to a new folder, which is removed after an error.
 
-    The export names its base model by absolute path, or by the name on a hub; if the run quantised the model itself, by
-    the folder of the quantised model in the cache.
+    The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model
+    itself, by the folder of the quantised model in the cache.
 
     Args:
         run: folder of the run.
@@ -99,7 +105,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         The adapter's settings.
 
     Raises:
-        ValueError: there is no such run or checkpoint, the checkpoint is damaged, or ``output`` exists.
+        ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files here are not
+            those of the run, or ``output`` exists.
         OSError: the output cannot be written.
     """
     config_file, path = run_files(run, checkpoint)
@@ -113,6 +120,9 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     if quantization or _has_vision(base):
         base = prepared_base(model["base"], model.get("base_format"), quantization)
     base = str(Path(base).resolve()) if Path(base).exists() else base
+    trained_on = _local_folder(base)
+    if next(trained_on.glob("*.safetensors"), None):
+        check_identity(identity_of(found), {"base": base_digest(trained_on)})
     temporary = output.with_name(output.name + ".tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -121,6 +131,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         targets = sorted({name.split(".")[-3] for name in adapter if ".lora_A." in name})
         config = peft_config(replace(settings, targets=tuple(targets)), base=base, norms=norms)
         config.inference_mode = True
+        config.revision = trained_on.name if is_hub_name(base) and trained_on.is_dir() else None  # the hub's commit
         config.save_pretrained(str(temporary))
         weights = temporary / "adapter_model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
