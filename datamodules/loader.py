@@ -106,9 +106,10 @@ class TrainLoader:
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
+                hint = self.hint if name in ("num_prompts", "prompt_digest") else ""
                 raise ValueError(
                     f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}; "
-                    f"{self.hint if name == 'prompt_digest' else ''}set it back, or start in another --run_dir"
+                    f"{hint}set it back, or start in another --run_dir"
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 

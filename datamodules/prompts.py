@@ -17,13 +17,22 @@ from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.messages import chat_of, chat_text, check_template
 from datamodules.sources import PromptSource, check_problems
 from datamodules.special_tokens import find_special_tokens
-from qerl_pl.base.tokenizer import check_chat_template, read_tokenizer, reads_clock, tokens_without_embedding
+from qerl_pl.base.tokenizer import (
+    check_chat_template,
+    read_tokenizer,
+    reads_clock,
+    template_of,
+    tokens_without_embedding,
+)
 from qerl_pl.common import ranks
 from qerl_pl.common.clock import today
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.rollout.stop import check_stop
 
+PROBLEMS = "the training problems (a data file, or the main branch of a data set on the hub)"
+IN_ANY_ORDER = "the training problems in any order"
+IN_OTHER_ORDER = "only the order of the training problems (does data.source read a set, or files in no fixed order?)"
 SHARED_WORDS = 13  # questions that share so many words in a row are too alike, as in decontaminate.py
 
 
@@ -121,7 +130,8 @@ class PromptDataModule(LightningDataModule):
         self._train: list[Prompt] = []
         self._validation: list[Prompt] = []
         self._held_out: list[Prompt] = []
-        self._saved_date: str | None = None
+        self._inputs: dict[str, str] = {}
+        self._saved: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         """Read and tokenise the problems that a stage (such as "fit") needs. A second call does nothing."""
@@ -141,10 +151,14 @@ class PromptDataModule(LightningDataModule):
         check_stop(self.stop, tokenizer)
         if self.show_prompt and self.stop:
             rank_zero_info(f"data: completions also end at {', '.join(map(repr, self.stop))}")
-        validation = self.source.validation()
+        inputs = input_digests(tokenizer, [self.system_prompt, self.question_template, self.template_arguments])
+        name = type(self.source).__name__
+        validation = check_problems(self.source.validation(), name)
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
-            train, self.num_shared = without_shared(self.source.train(), validation)
+            train = check_problems(self.source.train(), name)
+            self._inputs = {**inputs, **problem_digests(train)}
+            train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
                 raise ValueError(f"all {self.num_shared} training problems are also in validation")
             if self.num_shared:
@@ -161,25 +175,38 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Create the endless loader of this rank's training batches."""
         rank, num_ranks = self._rank()
-        hint = "" if self.date is None else self._hint()
-        return TrainLoader(self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks, hint=hint)
+        return TrainLoader(
+            self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks, hint=self._hint()
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the date that the chat template writes, for the run's checkpoints; nothing if it writes none."""
-        return {} if self.date is None else {"date": self.date}
+        """Return digests of what prompts are made of, and the date that the chat template writes, if any, for the run's
+        checkpoints."""
+        return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the date of a checkpoint, for the message that the prompts differ."""
-        self._saved_date = state_dict.get("date")
+        """Remember the inputs and the date of a checkpoint, for the message that the prompts differ."""
+        self._saved = dict(state_dict)
 
     def _hint(self) -> str:
-        """Return what to do if the prompts of a dated chat template differ from the checkpoint's."""
-        if self._saved_date is None:
+        """Return why the prompts may differ from the checkpoint's."""
+        saved = self._saved.get("inputs") or {}
+        differ = [name for name, value in self._inputs.items() if saved.get(name, value) != value]
+        if PROBLEMS in differ and IN_ANY_ORDER not in differ:
+            differ[differ.index(PROBLEMS)] = IN_OTHER_ORDER
+        differ = [name for name in differ if name != IN_ANY_ORDER]
+        return "".join(f"{name} changed; " for name in differ) or self._date_hint()
+
+    def _date_hint(self) -> str:
+        date = self._saved.get("date")
+        if self.date is None or date == self.date:
+            return ""
+        if date is None:
             return (
                 f"the chat template writes the date, here {self.date}, and the checkpoint does not say its own: set "
                 "data.date to the day of the run's first start; "
             )
-        return f"the chat template writes the date: the checkpoint's is {self._saved_date}, data.date is {self.date}; "
+        return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
         """Return further training prompts for a rollout, none of them in any rank's batch; the
@@ -264,7 +291,6 @@ class PromptDataModule(LightningDataModule):
     def _without_special_tokens(
         self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str
     ) -> list[Problem]:
-        check_problems(problems, type(self.source).__name__)
         found = find_special_tokens(tokenizer, problems)
         self.num_with_special_tokens[side] = len(found)
         if found:
@@ -281,6 +307,32 @@ class PromptDataModule(LightningDataModule):
                 f"{example}"
             )
         return [problem for index, problem in enumerate(problems) if index not in found]
+
+
+def input_digests(tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> dict[str, str]:
+    """Return digests of what makes prompts of problems, by the words with which a message names it.
+
+    Args:
+        tokenizer: the policy's tokenizer, with its chat template.
+        settings: settings of the data module that enter prompts.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return {
+        "the chat template": _digest(template_of(tokenizer)),
+        "the tokenizer": _digest(tokens),
+        "data.system_prompt, question_template or template_arguments": _digest(repr(settings)),
+    }
+
+
+def problem_digests(problems: Sequence[Problem]) -> dict[str, str]:
+    """Return digests of problems, in their order and in any order, by the words with which a message names them."""
+    each = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
+    return {PROBLEMS: _digest(" ".join(each)), IN_ANY_ORDER: _digest(" ".join(sorted(each)))}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from qerl_pl.common.types import Problem
 
@@ -41,13 +41,22 @@ class Pair:
         return self.benchmark.validation()
 
 
-def check_problems(problems: Sequence[Problem], source: str) -> None:
-    """Check that the questions and known answers of a source are text.
+def check_problems(problems: Any, source: str) -> list[Problem]:
+    """Return the problems of a source as a list, and check that each is a ``Problem`` whose question and known answer
+    are text.
 
     Raises:
         ValueError: one is not; names the source, the number of the problem and the value.
     """
-    for number, problem in enumerate(problems):
+    if not isinstance(problems, Iterable):
+        raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
+    found = list(problems)
+    for number, problem in enumerate(found):
+        if not isinstance(problem, Problem):
+            raise ValueError(
+                f"{source}: problem {number} is {str(problem)[:80]!r} of type {type(problem).__name__}; expected "
+                "qerl_pl.common.types.Problem(question, answer)"
+            )
         for field in ("question", "answer"):
             value = getattr(problem, field)
             if not isinstance(value, str):
@@ -55,3 +64,4 @@ def check_problems(problems: Sequence[Problem], source: str) -> None:
                     f"{source}: the {field} of problem {number} is {str(value)[:80]!r} of type {type(value).__name__}; "
                     "expected text"
                 )
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -510,3 +511,73 @@ def test_a_row_that_no_run_can_use_is_named(tmp_path, line, message):
     (tmp_path / "t.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         Table(str(tmp_path / "t.jsonl"), validation_share=0.5).train()
+
+
+HELD = [Problem("v", "1")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path, problems: {"source": Fixed(problems[::-1], HELD)}, "only the order of the training problems"),
+        (
+            lambda path, problems: {"source": Fixed([*problems[:-1], Problem("other", "1")], HELD)},
+            r"the training problems \(a",
+        ),
+        (
+            lambda path, problems: {"source": Fixed(problems[:-1], HELD)},
+            r"num_prompts 4.*the training problems \(a data file",
+        ),
+        (lambda path, problems: {"system_prompt": "Be brief."}, r"data\.system_prompt, question_template or"),
+        (
+            lambda path, problems: {
+                "tokenizer": retouched(path, "chat_template.jinja", "<|im_start|>", "<|im_start|> ")
+            },
+            "the chat template",
+        ),
+    ],
+)
+def test_a_resumed_run_with_other_prompts_is_told_what_changed(tokenizer_path, tmp_path, change, said):
+    problems = [Problem(f"q{number}", str(number)) for number in range(4)]
+
+    def data(**settings):
+        module = PromptDataModule(
+            **{"source": Fixed(problems, HELD), "tokenizer": tokenizer_path, "batch_size": 2, **settings}
+        )
+        module.setup("fit")
+        return module
+
+    first = data()
+    path = shutil.copytree(tokenizer_path, tmp_path / "copy")
+    again = data(**change(path, problems))
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=f"cannot resume: .*{said}.*changed; set it back, or start in another"):
+        again.train_dataloader().load_state_dict(first.train_dataloader().state_dict())
+    same = data(tokenizer=str(shutil.copytree(tokenizer_path, tmp_path / "same")))
+    assert same.state_dict() == first.state_dict()
+
+
+def retouched(folder: Path, name: str, old: str, new: str) -> str:
+    file = folder / name
+    file.write_text(file.read_text().replace(old, new))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("problems", "said"),
+    [
+        ([("q", "1")], r"Fixed: problem 0 is .* of type tuple; expected .*Problem\(question, answer\)"),
+        ([{"question": "q", "answer": "1"}], "of type dict"),
+        (None, "Fixed gives 'None'; expected a list"),
+    ],
+)
+def test_a_source_that_gives_no_problems_is_told_their_type(tokenizer_path, problems, said):
+    with pytest.raises(ValueError, match=said):
+        PromptDataModule(Fixed([Problem("q", "1")] * 4, problems), tokenizer_path, batch_size=1).setup("fit")
+
+
+def test_a_source_may_give_its_problems_one_by_one(tokenizer_path):
+    train = (Problem(f"q{number}", "1") for number in range(4))
+    data = PromptDataModule(Fixed(train, (Problem("v", "1") for _ in range(1))), tokenizer_path, batch_size=2)
+    data.setup("fit")
+    assert len(data.some_train_prompts()) == 4
