@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
 
     Args:
         name: name of the reward, for messages.
-        found: a list, tuple, or one-dimensional tensor or array, with a number per row, or None for an unscored row.
+        found: a list, one-dimensional tensor or array, or another sequence or iterator, with a number per row, or None
+            for an unscored row.
         num_rows: expected length.
 
     Raises:
@@ -83,6 +85,8 @@ def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
     """
     if hasattr(found, "tolist"):
         found = found.tolist()
+    elif isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set):
+        found = list(found)  # of a generator, say, or a column of pandas
     if not isinstance(found, list | tuple):
         raise RewardError(
             f"reward {name!r} returned {_short(found)}; expected a list with a number, or None for unscored, for each "
@@ -98,7 +102,7 @@ def _checked(name: str, row: int, score: Any) -> float | None:
         score = score.item()
     if score is None:
         return None
-    if not isinstance(score, numbers.Real) or not abs(float(score)) <= LARGEST:  # also refuses nan
+    if not isinstance(score, numbers.Real | Decimal) or not abs(float(score)) <= LARGEST:  # also refuses nan
         raise RewardError(f"reward {name!r} scored row {row} as {_short(score)}; expected a finite number or None")
     return float(score)
 

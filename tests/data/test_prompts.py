@@ -577,7 +577,6 @@ def test_a_source_that_gives_no_problems_is_told_their_type(tokenizer_path, prob
 
 
 def test_a_source_may_give_its_problems_one_by_one(tokenizer_path):
-    train = (Problem(f"q{number}", "1") for number in range(4))
-    data = PromptDataModule(Fixed(train, (Problem("v", "1") for _ in range(1))), tokenizer_path, batch_size=2)
-    data.setup("fit")
-    assert len(data.some_train_prompts()) == 4
+    train: Any = iter(problems(4))
+    validation: Any = iter(HELD)
+    assert len(module(tokenizer_path, train, validation, batch_size=2).some_train_prompts()) == 4

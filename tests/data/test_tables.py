@@ -159,7 +159,7 @@ def test_a_data_set_gives_what_its_files_give(tmp_path):
     nested = datasets.Features({"row": {"kinds": datasets.List(kind)}, "pair": datasets.List({"kind": kind})})
     values = {"row": [{"kinds": [1, 0]}, {"kinds": None}], "pair": [[{"kind": 1}], [None]]}
     rows = list(dataset_rows(datasets.Dataset.from_dict(values, features=nested)))
-    assert [row["row"]["kinds"] for row in rows] == [["yes", "no"], None]
+    assert [row["row"] for row in rows] == [{"kinds": ["yes", "no"]}, {"kinds": None}]
     assert rows[0]["pair"] == [{"kind": "yes"}]
 
 

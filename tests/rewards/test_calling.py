@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,15 @@ def test_annotated_completions_are_objects_with_further_settings_and_columns():
 
 def test_scores_may_be_numpy_values():
     assert scores(lambda completions, **rest: [np.bool_(True), np.float16(0.5), np.int8(3)]) == [1.0, 0.5, 3.0]
+
+
+def test_scores_may_come_one_by_one():
+    lengths = [float(len(text)) for text in TEXTS]
+    assert scores(lambda completions, **rest: (float(len(text)) for text in completions)) == lengths
+    assert scores(lambda completions, **rest: map(Decimal, ("0.5", "1", "2"))) == [0.5, 1.0, 2.0]
+    for wrong in ({0: 1.0, 1: 1.0, 2: 1.0}, {1.0, 2.0, 3.0}, "123"):
+        with pytest.raises(ValueError, match="expected a list with a number"):
+            scores(lambda completions, wrong=wrong, **rest: wrong)
 
 
 def test_a_column_with_a_default_is_given_too_and_one_that_is_missing_keeps_it():
