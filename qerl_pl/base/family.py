@@ -153,14 +153,13 @@ _QWEN35 = Family(
 # their position, and SmolLM3 has rotary embeddings in some of its layers only.
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
 
-_QWEN = Family(
-    refused=(("dual_chunk_attention_config", "attention in chunks (the models of a million tokens)"),),
-    one_window=True,
-)
+_CHUNKS = ("dual_chunk_attention_config", "attention in chunks (the models of a million tokens)")
+_BIASES = ("attention_bias", "biases in attention, which vLLM does not have in this family,")
+_QWEN = Family(refused=(_CHUNKS,), one_window=True)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": _QWEN,
-    "qwen3": _QWEN,
+    "qwen3": replace(_QWEN, refused=(_CHUNKS, _BIASES)),
     "llama": Family(),
     "mistral": Family(),
     "ministral3": _OWN_ATTENTION,
@@ -170,7 +169,9 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _MERGED,  # the model_type of Phi-3, Phi-3.5 and Phi-4
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
-    "qwen3_5_text": _QWEN35,  # dense models (not mixtures of experts) of Qwen3.5 and Qwen3.6
+    "qwen3_5_text": replace(
+        _QWEN35, refused=(_BIASES,)
+    ),  # dense models (not mixtures of experts) of Qwen3.5 and Qwen3.6
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qerl_pl.base.family import FAMILIES, family_of
+from qerl_pl.quant.alike import check_computed_alike
 from qerl_pl.quant.files import CONFIG, model_config, read_json
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
@@ -55,6 +56,7 @@ def check_family(path: str | Path) -> Mapping:
         if config.get(name):
             raise ValueError(f"{path}: {name} is {config[name]!r}; {family} models with {words} are not supported")
     _check_values(file, config)
+    check_computed_alike(file, config)
     if family_of(family, path=path).one_window:
         _check_windows(file, config)
     return config

@@ -44,8 +44,12 @@ class Checkpoint:
         self._stored: dict[str, tuple[str, str]] = {}  # name to the file and the name there
         for file_name, file in self._files.items():
             for stored in file.keys():  # noqa: SIM118
-                if name := text_name(stored) if text_only else stored:
-                    self._stored[name] = file_name, stored
+                if not (name := text_name(stored) if text_only else stored):
+                    continue
+                if name in self._stored:
+                    both = " and ".join(f"{file} ({held})" for file, held in (self._stored[name], (file_name, stored)))
+                    raise ValueError(f"{self.path} has the tensor {name} twice, in {both}; remove one of them")
+                self._stored[name] = file_name, stored
 
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():

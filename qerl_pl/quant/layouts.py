@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG, read_json
+from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG, Checkpoint, read_json
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
@@ -46,6 +46,8 @@ class Layout:
     """Suffix of a tensor that exists only for packed linears."""
     redundant: tuple[str, ...] = ()
     """Suffixes of tensors that are not needed."""
+    table: str | None = None
+    """Suffix of a tensor that has the values of the codes, which have to be the format's."""
 
 
 def _as_is(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
@@ -104,6 +106,7 @@ BITSANDBYTES_NF4 = Layout(
     parts={".weight": Part("codes", _swapped_nibbles), ".weight.absmax": Part("block_scale", _fp32_bits)},
     marker=".weight.absmax",
     redundant=(".weight.quant_map", ".weight.quant_state.bitsandbytes__nf4"),
+    table=".weight.quant_map",
 )
 
 
@@ -120,12 +123,48 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
     return layer.packed
 
 
+def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
+    """Check a stored tensor with the values of the codes, if ``name`` is one.
+
+    Raises:
+        ValueError: a value differs from the format's by more than rounding.
+    """
+    if layout.table is None or not name.endswith(layout.table):
+        return
+    values = checkpoint.read(name).float().flatten()
+    own = torch.tensor(layout.fmt.values)
+    if values.shape != own.shape or not torch.allclose(values, own, atol=1e-3):
+        raise ValueError(
+            f"{checkpoint.path}: {name} gives the codes the values {values.tolist()[:3]} ...; expected those of "
+            f"{layout.fmt.name}, {own.tolist()[:3]} ...: it is of another format"
+        )
+
+
 def quantization_config(path: Path) -> Mapping | None:
-    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none."""
+    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none.
+
+    Raises:
+        ValueError: the config, its groups or a group is no mapping.
+    """
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
-        config = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG).get("quantization", {})}
+        inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})
+        _require_mapping(path / MODELOPT_CONFIG, "quantization", inner)
+        config = {"quant_method": "modelopt", **inner}
+    if config is None:
+        return None
+    _require_mapping(path / CONFIG, "quantization_config", config)
+    groups = config.get("config_groups") or {}
+    _require_mapping(path / CONFIG, "quantization_config.config_groups", groups)
+    for name, group in groups.items():
+        _require_mapping(path / CONFIG, f"quantization_config.config_groups.{name}", group)
+        _require_mapping(path / CONFIG, f"quantization_config.config_groups.{name}.weights", group.get("weights") or {})
     return config
+
+
+def _require_mapping(file: Path, name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{file}: {name} is {str(value)[:80]!r}; expected a mapping")
 
 
 def read_layout(path: Path) -> Layout | None:

@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 
 from qerl_pl.base.family import family_of
 from qerl_pl.quant.files import CONFIG, Checkpoint, model_config, read_json
-from qerl_pl.quant.layouts import Layout, read_layout
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.layouts import Layout, check_table, read_layout
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.text_part import has_vision
 
@@ -53,6 +54,9 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
     if layout is not None:
         _swap_packed_linears(model, checkpoint, layout, device)
     slots, family = _match(model, checkpoint, layout), family_of(model.config.model_type, path=path)
+    if layout is not None:
+        for name in checkpoint.names():
+            check_table(layout, checkpoint, name)
     for name, slot in slots.items():
         own = torch.float32 if slot.leaf in family.fp32 else dtype
         _fill(model, slot, checkpoint.read(name), name=name, dtype=own, device=device)
@@ -177,9 +181,9 @@ def _fill(
     module = model.get_submodule(slot.module)
     meta = getattr(module, slot.leaf)
     _check_finite(tensor, name)
-    if slot.leaf == "block_scale":
-        _check_magnitudes(tensor, name)
     value = slot.convert(tensor, meta.shape) if slot.convert else tensor
+    if slot.leaf == "block_scale" and value.dtype == meta.dtype:
+        _check_block_scales(value, cast(FrozenLinear, module).fmt, name)
     if slot.leaf == "global_scale_bits":
         _check_tensor_scale(value, tensor, name)
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
@@ -204,9 +208,13 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         raise ValueError(f"{name} holds NaN or infinity in {(~numbers.isfinite()).sum()} of {tensor.numel()} places")
 
 
-def _check_magnitudes(scales: Tensor, name: str) -> None:
-    """Refuse negative scales of blocks: the codes have the signs, and not every kernel reads one of a scale."""
-    if scales.is_floating_point() and (number := int((scales.float() < 0).sum())):
+def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
+    """Refuse scales of blocks that are, once converted, no finite magnitudes: the codes have the signs, and not every
+    kernel reads one of a scale."""
+    values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64)).float()
+    if number := int((~values.isfinite()).sum()):
+        raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")
+    if number := int((values < 0).sum()):
         raise ValueError(
             f"{name} holds {number} negative block scales of {scales.numel()}; expected magnitudes, as the 4-bit codes "
             "have the signs: quantise the model again"
