@@ -58,6 +58,11 @@ class AdaptiveQuantizationNoise(Callback):
         if noise_precision not in ("float32", "compute"):
             raise ValueError(f"noise_precision is {noise_precision!r}; expected 'float32' or 'compute'")
         check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
+        if decay == "constant" and sigma_end not in (5e-4, sigma_start):
+            raise ValueError(
+                f"sigma_end is {sigma_end} and decay is 'constant', which keeps sigma_start ({sigma_start}): leave "
+                "sigma_end out, or choose another decay"
+            )
         self.sigma_start = sigma_start
         self.sigma_end = sigma_end
         self.num_stages = num_stages

@@ -38,6 +38,8 @@ class EntropyLogger(Callback):
     def __init__(self, quantiles: tuple[float, ...] = (0.5, 0.9, 0.99), histogram_every: int = 1) -> None:
         if bad := [q for q in quantiles if not 0 <= q <= 1]:
             raise ValueError(f"entropy quantiles {bad} are outside [0, 1]")
+        if histogram_every < 0:
+            raise ValueError(f"histogram_every is {histogram_every}; expected 0 (none are logged) or more")
         self.quantiles = quantiles
         self.histogram_every = histogram_every
         self._metric = Pooled(self._statistics)

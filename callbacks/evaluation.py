@@ -34,6 +34,8 @@ class EvaluationReport(Callback):
     """
 
     def __init__(self, level: float = 0.95) -> None:
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected the share of an interval, above 0 and below 1, e.g. 0.95")
         self.level = level
 
     @override

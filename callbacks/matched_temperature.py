@@ -48,9 +48,9 @@ class MatchedTemperature(Callback):
     """
 
     def __init__(self, curve: str, gain: float = 0.3, limits: tuple[float, float] = (0.5, 2.0)) -> None:
-        if gain <= 0:
-            raise ValueError(f"gain is {gain}; expected more than 0")
-        if not 0 < limits[0] < limits[1]:
+        if not 0 < gain < math.inf:
+            raise ValueError(f"gain is {gain}; expected a finite number above 0")
+        if not 0 < limits[0] < limits[1] < math.inf:
             raise ValueError(f"limits are {list(limits)}; expected two temperatures above 0, the lower one first")
         self.curve = curve
         self.gain = gain

@@ -107,6 +107,9 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"data.show_prompt is {show_prompt}; expected a number of prompts, 0 or more")
         if held_out < 0:
             raise ValueError(f"data.held_out is {held_out}; expected a number of problems, 0 or more")
+        for name, count in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
+            if count < 1:
+                raise ValueError(f"data.{name} is {count}; expected at least 1")
         if val_limit is not None and val_limit < 1:
             raise ValueError(f"data.val_limit is {val_limit}; expected at least 1, or null for all")
         self.source = source

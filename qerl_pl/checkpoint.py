@@ -165,8 +165,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         except (FileNotFoundError, PermissionError):
             raise
         except (Damaged, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            said = (str(error) or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"the checkpoint {path} is damaged or not one of this program ({str(error).splitlines()[0]}); give "
+                f"the checkpoint {path} is damaged or not one of this program ({said}); give "
                 "another one by --ckpt_path (last, best or a .ckpt file of a run), or start anew with another --run_dir"
             ) from error
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
@@ -128,6 +128,8 @@ class QeRLModule(LightningModule):
             check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
+        elif self.settings.gpu_memory is not None:
+            rank_zero_warn(f"model.gpu_memory is {self.settings.gpu_memory} and this run uses no GPU: it has no effect")
         tokenizer = AutoTokenizer.from_pretrained(self.settings.folder, trust_remote_code=False)
         if stage == "fit":
             written = partial(as_sampled, tokenizer, stop=self.sampling.stop)

@@ -41,6 +41,15 @@ GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "
         ("fast_dev_run", True, "max_steps"),
         ("overfit_batches", 2, "max_steps"),
         ("log_every_n_steps", 0, "at least 1"),
+        ("max_time", "00:00:00:00", "more than 0"),
+        ("max_time", {"days": -1}, "more than 0"),
+        ("max_time", "an hour", "days:hours:minutes:seconds"),
+        ("min_steps", -4, "0 to trainer.max_steps"),
+        ("min_steps", 9, "0 to trainer.max_steps"),
+        ("num_sanity_val_steps", -5, "0 .none. or more"),
+        ("plugins", None, "without qerl_pl.checkpoint.SafeCheckpointIO"),
+        ("plugins", [], "without qerl_pl.checkpoint.SafeCheckpointIO"),
+        ("plugins", [{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "written and read whole"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named_with_what_to_use(name, value, instead):
@@ -69,9 +78,9 @@ def test_an_accelerator_that_is_not_there_is_refused():
 ACTS = {
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "max_steps", "min_steps"),
     *("max_time", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
-    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "deterministic"),
-    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark", "inference_mode", "profiler"),
-    *("detect_anomaly", "plugins", "default_root_dir", "enable_autolog_hparams", "model_registry"),
+    *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "deterministic"),
+    *("enable_progress_bar", "enable_model_summary", "benchmark", "profiler"),
+    *("detect_anomaly", "plugins", "default_root_dir", "enable_autolog_hparams"),
 }
 REFUSED = {
     "accumulate_grad_batches": 2,
@@ -83,6 +92,10 @@ REFUSED = {
     "fast_dev_run": True,
     "reload_dataloaders_every_n_epochs": 1,
     "barebones": True,
+    "enable_checkpointing": False,
+    "check_val_every_n_epoch": 1,
+    "inference_mode": True,
+    "model_registry": "x",
     "sync_batchnorm": True,
     "use_distributed_sampler": False,
 }

@@ -27,9 +27,10 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
 
     Raises:
         ValueError: the copy does not exist, in which case the message has the command that quantises the base to this
-            format; or the base is a GGUF file that cannot be used.
+            format; or the base is a GGUF file that cannot be used, or is or holds something else than files.
     """
     base = os.path.expanduser(base)
+    check_kinds_of_files(Path(base))
     if is_gguf(base):
         if base_format is not None:
             raise ValueError(
@@ -47,6 +48,17 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
             f"--model.base_format null --model.quantize {base_format}"
         )
     return folder
+
+
+def check_kinds_of_files(base: Path) -> None:
+    """Refuse a named pipe, a device or a socket as the base or in its folder, which could be read without an end.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for path in (base, *base.iterdir()) if base.is_dir() else (base,):
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise ValueError(f"model.base: {path} is no regular file; expected a checkpoint's folder with its files")
 
 
 def check_base(path: str | Path) -> Mapping:

@@ -26,7 +26,8 @@ class Quantization:
         ignore: linears that stay in 16 bits, each a name or "re:" and a regular expression for names.
 
     Raises:
-        ValueError: a value is out of its range, or the method needs calibration data.
+        ValueError: a value is out of its range, the method needs calibration data, or there is none and its size is
+            given.
     """
 
     format: FormatName = "nvfp4"
@@ -48,6 +49,26 @@ class Quantization:
         if self.samples < 1 or self.length < 1:
             raise ValueError(
                 f"model.quantize has samples {self.samples} and length {self.length}; expected at least 1 of both"
+            )
+        check_calibrated(self.calibration, self.samples, self.length, section="model.quantize has ")
+
+
+def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
+    """Refuse sizes of calibration data that is not given, which would have no effect.
+
+    Args:
+        calibration: the data; None if there is none.
+        samples, length: of ``Quantization``.
+        section: what stands before the setting's name in the message.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
+        if value != getattr(Quantization, name):
+            raise ValueError(
+                f"{section}{name} {value} and no calibration data, which it is a size of; give calibration too, or "
+                f"leave {name} out"
             )
 
 

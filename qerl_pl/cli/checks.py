@@ -10,10 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from qerl_pl.common.run_folder import LAST
 from qerl_pl.rewards.base import Judge
 from qerl_pl.rewards.calling import takes_objects
+
+OTHER_TRAINING = {
+    "GradientAccumulationScheduler": "model.micro_batch_tokens sets the size of the passes of an optimizer step",
+    "BatchSizeFinder": "data.batch_size is part of what is optimised; model.micro_batch_tokens is found by itself",
+    "LearningRateFinder": "a loss says nothing about a learning rate here; set model.optimizer.init_args.lr",
+    "StochasticWeightAveraging": "the engine samples with the trained weights",
+    "WeightAveraging": "the engine samples with the trained weights",
+    "EMAWeightAveraging": "the engine samples with the trained weights",
+    "ModelPruning": "the base is frozen and may be packed",
+    "BackboneFinetuning": "the base is frozen and may be packed",
+    "BaseFinetuning": "the base is frozen and may be packed",
+}
+"""Callbacks of Lightning that change how or what is trained, with the reason why they do not work here."""
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
@@ -65,6 +79,32 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
             f"{run_dir} already holds a run ({last}): resume it with --ckpt_path last, or choose another folder with "
             "--run_dir"
         )
+
+
+def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
+    """Check the callbacks of a configuration together; of a class of the package ``callbacks`` that is given again,
+    the later settings count, as with every other setting that a later file gives again.
+
+    Args:
+        callbacks: value of trainer.callbacks, parsed.
+        always: class paths of the callbacks that every run has anyway.
+
+    Raises:
+        ValueError: a callback is in ``always``, or is one of Lightning's that trains in a way of its own.
+    """
+    found: dict[object, Namespace] = {}
+    for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
+        path = str(callback.class_path)
+        name = path.rpartition(".")[2]
+        if path in always:
+            raise ValueError(f"trainer.callbacks has {path}, which is part of every run: leave it out")
+        if path.startswith("lightning.") and name in OTHER_TRAINING:
+            raise ValueError(f"trainer.callbacks has {path}, which does not work here: {OTHER_TRAINING[name]}")
+        key = path if path.startswith("callbacks.") else number
+        if key in found:
+            rank_zero_info(f"trainer.callbacks has {path} more than once: the settings of the last count")
+        found[key] = callback
+    return list(found.values())
 
 
 def check_class_paths(value: Any, place: str = "") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import signal
 import sys
 from argparse import ArgumentTypeError
@@ -16,7 +18,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from callbacks.close_engine import CloseEngine
@@ -27,7 +29,7 @@ from callbacks.signal_report import SignalReport
 from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
-from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new
+from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new, usable_callbacks
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
@@ -43,7 +45,7 @@ from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.phases import phase
-from qerl_pl.common.run_folder import keep_metrics, run_folder, run_named_after
+from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
 from qerl_pl.settings.changes import keep_old_config
@@ -51,6 +53,11 @@ from qerl_pl.settings.hyperparameters import hyperparameters, log_hyperparameter
 from qerl_pl.settings.trainer import check_trainer
 
 SUBCOMMANDS = tuple(DESCRIPTIONS)
+KEEPS = "callbacks.last_checkpoint.LastCheckpoint"
+RUN_DIR = "RUN_DIR"
+"""Value of a logger's save_dir, in base.yaml, that stands for the run's folder."""
+IN_EVERY_RUN = (RunLock, RNGState, StopTogether, SignalReport, CloseEngine)
+ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN)
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
@@ -156,11 +163,16 @@ class QeRLCLI(LightningCLI):
         """
         command = str(self.subcommand)
         config = self.config[command]
+        if config.get("weights_only") is False:
+            raise ValueError("weights_only is false; checkpoints are always read without pickled objects: leave it out")
         check_class_paths(config)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")
+        if config.trainer.logger is True:
+            raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
         check_trainer(config.trainer, command=command)
+        config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
         self._smoke = config.pop("smoke")
         if self._smoke:
             if command != "fit":
@@ -168,8 +180,11 @@ class QeRLCLI(LightningCLI):
                     f"--smoke works with fit, not with {command}; to evaluate few problems: --data.val_limit 4"
                 )
             shorten(config)
+        check_places(Path(config.run_dir))
         check_groups(self._parser(command).groups or (), config)
         if command == "fit":
+            if not any(str(callback.class_path) == KEEPS for callback in config.trainer.callbacks):
+                rank_zero_warn(f"trainer.callbacks has no {KEEPS}, so this run cannot be resumed; append by callbacks+")
             check_checkpoint(config.ckpt_path, words=("last",))
             if self._run_now:
                 check_run_is_new(config.run_dir, config.ckpt_path)
@@ -211,7 +226,7 @@ class QeRLCLI(LightningCLI):
             if "save_dir" not in logger.get("init_args", {}):
                 continue
             settings = logger.init_args
-            if settings.save_dir not in (None, "runs", ".", folder):  # the values of base.yaml and of loggers' defaults
+            if settings.save_dir not in (None, RUN_DIR, folder, _default_of(logger.class_path, "save_dir")):
                 continue
             settings.save_dir = folder
             if settings.get("name") == "lightning_logs" and "version" in settings and settings.version is None:
@@ -220,9 +235,20 @@ class QeRLCLI(LightningCLI):
             if self._run_now and is_csv and rank_zero_only.rank == 0:
                 keep_metrics(Path(folder, settings.name or "", settings.version))
 
+        written = [(logger.class_path, str(logger.get("init_args"))) for logger in loggers]
+        if len(set(written)) < len(written):
+            raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing, because Lightning would read hyperparameters from the checkpoint here, and a run's are in
         config.yaml."""
+
+
+def _default_of(class_path: str, name: str) -> Any:
+    """Return the default of a parameter of a class; None if it has none."""
+    module, _, kind = class_path.rpartition(".")
+    default = inspect.signature(getattr(importlib.import_module(module), kind)).parameters[name].default
+    return None if default is inspect.Parameter.empty else default
 
 
 def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
@@ -241,7 +267,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_callback=SaveAcceptedConfig,
-        trainer_defaults={"callbacks": [RunLock(), RNGState(), StopTogether(), SignalReport(), CloseEngine()]},
+        trainer_defaults={"callbacks": [kind() for kind in IN_EVERY_RUN]},
     )
 
 
@@ -273,7 +299,7 @@ def exit_status(args: list[str]) -> int | str:
         return EXIT_STATUS
     except SIGTERMException:
         return 128 + signal.SIGTERM
-    except (ValueError, ArgumentTypeError) as error:
+    except (ValueError, ArgumentTypeError, MisconfigurationException) as error:
         return f"error: {of_error(error, sys.argv[1:])}"
     except ModuleNotFoundError as error:
         if how := not_installed(error.name or ""):

@@ -23,6 +23,7 @@ KEYS = (
 )
 DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
+SECTIONS = ("model", "data", "trainer")
 MOST_VALUES = 100_000
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 
@@ -79,6 +80,8 @@ def check_yaml(path: Path) -> None:
             raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
         if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:
             raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
+        if key.value in SECTIONS and isinstance(value, yaml.SequenceNode):
+            raise ValueError(f"{_place(path, key)}: {key.value} is a list; expected settings as `key: value`")
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
@@ -93,7 +96,8 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
         ValueError: with the file and the line.
     """
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}, line {line}: this is not YAML: {error.problem}") from error
@@ -106,6 +110,13 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path}: expected {expected}")
     _check_node(path, root, (), {})
+    try:
+        yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:  # an unknown tag, or a merge (<<) of something else than mappings
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}, line {line}: {error.problem}; expected plain YAML values") from error
+    except ValueError as error:  # a number or date that Python cannot read
+        raise ValueError(f"{path}: a value cannot be read: {str(error).partition(';')[0][:200]}") from error
     return root
 
 

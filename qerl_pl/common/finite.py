@@ -1,23 +1,29 @@
-"""Refuse nan and infinity in settings; comparisons with nan are always False, so a range check may accept nan."""
+"""Refuse nan and infinity in settings; comparisons with nan are always False, so a range check may accept nan.
+
+Settings are computed with as 32-bit floats, so a number that is too large for these counts as infinite.
+"""
 
 from __future__ import annotations
 
 import math
 
+LARGEST = 2.0**127 * (2 - 2.0**-23)
+"""Largest 32-bit float."""
+
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Refuse nan and infinity.
+    """Refuse nan, infinity and numbers that are infinite as 32-bit floats.
 
     Args:
         section: section of the YAML file, e.g. "model.objective".
         settings: values by name; None is a setting that was not given, and is accepted.
 
     Raises:
-        ValueError: a value is nan or infinite.
+        ValueError: a value is nan, infinite or too large.
     """
     for name, value in settings.items():
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{section}.{name} is {value}; expected a finite number")
+        if value is not None and not abs(value) <= LARGEST:
+            raise ValueError(f"{section}.{name} is {value}; expected a finite number (of 32 bits)")
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:

@@ -13,6 +13,8 @@ import yaml
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """Names of a run's last checkpoint, and of the one before it."""
+FOLDERS = ("checkpoints", "completions")
+FILES = ("config.yaml", ".lock")
 LOCK = ".lock"
 """File in a run's folder that a process locks while it trains there."""
 
@@ -54,14 +56,34 @@ def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
 
     Raises:
-        ArgumentTypeError: the path is empty, or names a variable that is not set or a user that does not exist.
+        ArgumentTypeError: the path is empty, has other than printable characters, or names a variable that is not set
+            or a user that does not exist.
     """
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
+    if not text.isprintable():
+        raise ArgumentTypeError(f"run_dir is {text[:80]!r}; expected a path of printable characters")
     path = os.path.expanduser(os.path.expandvars(text))
     if "$" in path or path.startswith("~"):
         raise ArgumentTypeError(f"run_dir is {text!r}, in which a variable or a user is not known: write it out")
     return os.path.normpath(path)
+
+
+def check_places(run: Path) -> None:
+    """Check, before anything expensive, that what a run writes into its folder can be written there.
+
+    Args:
+        run: the run's folder; it need not exist.
+
+    Raises:
+        ValueError: a file is where a folder is needed, or something else than a regular file where a file is.
+    """
+    for name in FOLDERS:
+        if os.path.lexists(run / name) and not (run / name).is_dir():
+            raise ValueError(f"{run / name} is no folder, and the run needs one there: move it away")
+    for path in (*(run / name for name in FILES), *run.glob("checkpoints/*.ckpt")):
+        if os.path.lexists(path) and not path.is_file():
+            raise ValueError(f"{path} is no regular file, and the run needs one there: move it away")
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
@@ -75,10 +97,10 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
         ValueError: the folder has no config.yaml, or the checkpoint does not exist.
     """
     config = run / "config.yaml"
-    if not config.exists():
+    if not config.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.yaml")
     path = run / "checkpoints" / f"{checkpoint}.ckpt" if checkpoint in ("last", "best") else Path(checkpoint)
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}; expected last, best, or a file")
     return config, path
 

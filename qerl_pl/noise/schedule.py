@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from qerl_pl.common.finite import LARGEST
+
 Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 
 
@@ -16,7 +18,7 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
     """
     if num_stages < 3:
         raise ValueError(f"num_stages is {num_stages}; expected at least 3: one without noise and two to decay over")
-    if not math.isfinite(sigma_start):
+    if not sigma_start <= LARGEST:
         raise ValueError(f"sigma_start is {sigma_start}; expected a finite noise level")
     if not sigma_end > 0:
         raise ValueError(

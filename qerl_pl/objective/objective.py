@@ -144,10 +144,51 @@ class Objective:
                 "chooses it; expected one of them"
             )
         self._check_correction()
+        self._check_effects()
         if not 0 < self.top_entropy_share <= 1:
             raise ValueError(
                 f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
             )
+
+    def _check_effects(self) -> None:
+        """Refuse settings that are not at their defaults and have no effect with the others."""
+        level = "geometric" if self.surrogate == "sequence" else "token"
+        kind = None if self.covariance is None else self.covariance.kind
+        without: list[tuple[bool, str, dict[str, tuple[object, object]]]] = [
+            (
+                self.kl_coefficient == 0,
+                "kl_coefficient is 0",
+                {"kl_in": (self.kl_in, "loss"), "kl": (self.kl, "k3" if self.kl_in == "loss" else "k1")},
+            ),
+            (
+                self.correction == "none",
+                "correction is 'none'",
+                {
+                    "correction_low": (self.correction_low, 0.0),
+                    "correction_high": (self.correction_high, 2.0),
+                    "correction_level": (self.correction_level, level),
+                },
+            ),
+            (
+                kind == "clip",
+                "covariance.kind is 'clip'",
+                {"covariance.coefficient": (self.covariance and self.covariance.coefficient, 1.0)},
+            ),
+            (
+                kind == "kl",
+                "covariance.kind is 'kl'",
+                {
+                    "covariance.low": (self.covariance and self.covariance.low, 1.0),
+                    "covariance.high": (self.covariance and self.covariance.high, 5.0),
+                },
+            ),
+        ]
+        for is_so, why, settings in without:
+            for name, (value, default) in settings.items() if is_so else ():
+                if value != default:
+                    raise ValueError(
+                        f"model.objective.{name} is {value!r} and {why}, with which it has no effect; leave it out"
+                    )
 
     def _check_correction(self) -> None:
         if not 0 <= self.correction_low <= 1:
@@ -207,7 +248,9 @@ class Objective:
         ``correct_noise``."""
         if sigma == 0 or self.correct_noise:
             return self
-        return replace(self, correction="none", correction_divisor="all", rejection=None, correct_noise=True)
+        off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
+        bounds = {"correction_low": 0.0, "correction_high": 2.0, "correction_level": None}
+        return replace(self, **off, **bounds, correct_noise=True)
 
     @property
     def corrects(self) -> bool:

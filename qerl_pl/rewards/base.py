@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from qerl_pl.common.finite import LARGEST
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.calling import Progress, call, check_columns, takes_objects
@@ -95,7 +96,9 @@ class WeightedReward:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a reward's name is empty; expected the name to log it under, e.g. 'answer'")
-        if not math.isfinite(self.weight):
+        if not self.name.isprintable():
+            raise ValueError(f"a reward's name is {self.name[:80]!r}; expected printable characters in one line")
+        if not abs(self.weight) <= LARGEST:  # also refuses nan
             raise ValueError(f"the weight of reward {self.name!r} is {self.weight}; expected a finite number")
         if self.time_limit is not None and not 0 < self.time_limit < threading.TIMEOUT_MAX:
             raise ValueError(
@@ -184,7 +187,7 @@ def score_rewards(
 
     Raises:
         ValueError: there is no reward, two share a name, or prompts and completions differ in number.
-        RewardError: a reward failed, took too long, or did not return one score per row.
+        RewardError: a reward failed, took too long, or did not return one score per row, or the sum is infinite.
     """
     _check_names(rewards)
     if len(prompts) != len(completions):

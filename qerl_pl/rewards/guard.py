@@ -16,10 +16,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.common.finite import LARGEST
 from qerl_pl.common.program import Stopped
 from qerl_pl.rollout.isolation import loaded, preserved_rng, preserved_torch_settings
 
-LARGEST = 2.0**128 - 2.0**104  # of fp32
 _RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use that for time limits of their own
 
 

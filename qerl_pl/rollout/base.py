@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from qerl_pl.policy.policy import Policy
 
 
+LOWEST_TEMPERATURE = 0.01
 SECTIONS = "model.sampling or model.val_sampling"
 """Settings that have values of ``Sampling``, for error messages."""
 
@@ -34,7 +35,7 @@ class Sampling:
     Args:
         num_completions: completions per prompt (GRPO's G).
         max_tokens: longest completion, in tokens.
-        temperature: divisor of the logits; 0 means greedy decoding.
+        temperature: divisor of the logits, at least 0.01; 0 means greedy decoding.
         top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
         top_k: sample from this number of most likely tokens; 0 keeps all tokens.
         stop: strings that end a completion. The last token of the completion is the one that completes the string, and
@@ -42,7 +43,8 @@ class Sampling:
             to training and evaluation.
 
     Raises:
-        ValueError: a value is out of its range, or temperature is 0 with several completions per prompt.
+        ValueError: a value is out of its range, or temperature is 0 with several completions per prompt, or with top_p
+            or top_k, which would have no effect.
     """
 
     num_completions: int = 8
@@ -60,6 +62,11 @@ class Sampling:
             raise ValueError(f"max_tokens of {SECTIONS} is {self.max_tokens}; expected at least 1")
         if self.temperature < 0:
             raise ValueError(f"temperature of {SECTIONS} is {self.temperature}; expected 0 (greedy) or more")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature of {SECTIONS} is {self.temperature}; expected at least {LOWEST_TEMPERATURE} (vLLM raises "
+                "lower ones to it), or 0 (greedy)"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p of {SECTIONS} is {self.top_p}; expected more than 0 and at most 1")
         if self.top_k < 0:
@@ -68,6 +75,11 @@ class Sampling:
             raise ValueError(
                 f"temperature 0 of {SECTIONS} gives {self.num_completions} equal completions; set its "
                 "num_completions to 1, or sample"
+            )
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"{SECTIONS} has temperature 0, with which top_p ({self.top_p}) and top_k ({self.top_k}) have no "
+                "effect; expected top_p 1 and top_k 0, or a temperature above 0"
             )
 
 

@@ -49,6 +49,14 @@ def check_run_length(
             "model.objective.covariance.kind is 'kl' and a rollout has one optimizer step, in which the penalty is 0; "
             "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
         )
+    if steps == 1 and objective.ratio_against == "trainer":
+        usual = Objective(preset=objective.preset, surrogate=objective.surrogate)
+        for name in ("clip_low", "clip_high", "max_ratio"):
+            if (value := getattr(objective, name)) != getattr(usual, name):
+                rank_zero_warn(
+                    f"model.objective.{name} is {value} and a rollout has one optimizer step, in which the ratio is 1: "
+                    "it has no effect, unless model.updates_per_rollout or model.mini_batches is more than 1"
+                )
     if warmup_steps > max_steps:
         raise ValueError(
             f"model.warmup_steps is {warmup_steps}; expected at most trainer.max_steps ({max_steps}), or the learning "

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
+CHECKPOINTS = "qerl_pl.checkpoint.SafeCheckpointIO"
+"""Class path of the plugin that writes and reads a run's checkpoints."""
 MOST_STEPS = 2**31 - 1
 UNUSABLE = {
     "accumulate_grad_batches": (1, "model.micro_batch_tokens sets the size of the passes of an optimizer step"),
@@ -19,6 +21,10 @@ UNUSABLE = {
     "reload_dataloaders_every_n_epochs": (0, "the loader has no epochs"),
     "sync_batchnorm": (False, "the supported models have no batch norm"),
     "use_distributed_sampler": (True, "the data module divides prompts among ranks itself"),
+    "enable_checkpointing": (True, "a run without checkpoints cannot be resumed"),
+    "check_val_every_n_epoch": (None, "trainer.val_check_interval counts RL iterations, whatever the epoch"),
+    "inference_mode": (False, "backward cannot use tensors that a validation makes in inference mode"),
+    "model_registry": (None, "`python -m qerl_pl export --push` uploads a policy"),
     "barebones": (False, "a run without checkpoints cannot be resumed"),
 }
 """Maps a setting of Lightning's trainer to the only value that works here, and to advice on what to do instead."""
@@ -38,6 +44,13 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
         value = trainer.get(name, usable)
         if value is not None and value != usable:
             raise ValueError(f"trainer.{name} is {value}; leave it at {usable}: {instead}")
+    plugins = trainer.get("plugins", [{"class_path": CHECKPOINTS}])
+    named = plugins if isinstance(plugins, list) else [plugins]
+    if not any(getattr(plugin, "get", {}.get)("class_path") == CHECKPOINTS for plugin in named):
+        raise ValueError(
+            f"trainer.plugins is {str(plugins)[:80]}, without {CHECKPOINTS}, by which checkpoints are written and read "
+            "whole and safely; add further plugins by `plugins+:`"
+        )
     check_devices(trainer)
     _check_hardware(trainer)
     for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
@@ -51,8 +64,12 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
         )
         if limit == 0 and name == needed:
             raise ValueError(f"trainer.{name} is 0, with which {command} does nothing; expected more, or leave it out")
+    sanity = trainer.get("num_sanity_val_steps")
+    if sanity is not None and sanity < -1:
+        raise ValueError(f"trainer.num_sanity_val_steps is {sanity}; expected 0 (none) or more batches, or -1 for all")
     if command != "fit":
         return
+    _check_time(trainer.get("max_time"))
     steps = trainer.get("max_steps")
     if steps is not None and steps > MOST_STEPS:
         raise ValueError(f"trainer.max_steps is {steps}; expected at most {MOST_STEPS}")
@@ -64,9 +81,26 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
             f"trainer.val_check_interval is {every}; expected a whole number of RL iterations, at least 1 (shares of "
             "an epoch mean nothing here: the loader has no end)"
         )
+    least = trainer.get("min_steps")
+    if least is not None and not 0 <= least <= steps:
+        raise ValueError(f"trainer.min_steps is {least}; expected 0 to trainer.max_steps ({steps})")
     log_every = trainer.get("log_every_n_steps")
     if log_every is not None and log_every < 1:
         raise ValueError(f"trainer.log_every_n_steps is {log_every}; expected at least 1")
+
+
+def _check_time(max_time: Any) -> None:
+    if max_time is None:
+        return
+    from lightning.pytorch.callbacks import Timer
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    try:
+        seconds = Timer(max_time).time_remaining()
+    except (MisconfigurationException, TypeError, OverflowError) as error:
+        raise ValueError(f"trainer.max_time is {max_time!r}; expected days:hours:minutes:seconds") from error
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"trainer.max_time is {max_time!r}, after which nothing is trained; expected more than 0")
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:

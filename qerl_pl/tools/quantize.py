@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from qerl_pl.base.folder import base_folder
+from qerl_pl.base.quantization import check_calibrated
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.files import CONFIG, read_json
 from qerl_pl.quant.output import REPORT
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")
+    check_calibrated(arguments.calibration, arguments.samples, arguments.length)
     calibration, model = None, Path(base_folder(str(arguments.model), None))
     if arguments.calibration is not None:
         samples, length = arguments.samples, arguments.length

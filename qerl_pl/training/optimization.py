@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,12 +22,36 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
     """Build the optimizer for the groups of parameters that ``parameter_groups`` returns.
 
     Raises:
-        ValueError: the optimizer refuses its settings, such as a negative learning rate.
+        ValueError: the optimizer refuses its settings, such as a negative learning rate, or a step of it on a small
+            matrix fails, is not finite or goes up the gradient.
     """
+    groups = parameter_groups(parameters)
     try:
-        return build(parameter_groups(parameters))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"model.optimizer refuses its settings: {error}; change model.optimizer.init_args") from error
+        made = build(groups)
+        trial = _trial_step(build, groups[0]["params"][0].device) if groups else None
+    except Exception as error:  # an optimizer may raise any error
+        raise ValueError(
+            f"model.optimizer refuses its settings: {error or type(error).__name__}; change model.optimizer.init_args"
+        ) from error
+    kind = type(made).__name__
+    if trial is not None and not trial <= 0:
+        raise ValueError(
+            f"model.optimizer {kind} changes a weight of 0 by {trial} in a step with gradient 1; expected a finite "
+            "number below 0: change model.optimizer.init_args (lr, weight_decay, maximize)"
+        )
+    if trial == 0:
+        rank_zero_warn(f"model.optimizer {kind} changes nothing in a trial step (lr 0?): the run would learn nothing")
+    return made
+
+
+def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
+    """Return by how much an optimizer changes a weight of 0 in its first step, with a gradient of 1; infinity and NaN
+    become NaN."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    weight.grad = torch.ones_like(weight)
+    build([{"params": [weight]}]).step()
+    change = weight.detach()[0, 0].item()
+    return change if math.isfinite(change) else math.nan
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:

@@ -82,8 +82,15 @@ class VLLMEngine:
         sleep_level: Literal[0, 1] = 0,
         decoding_kernel: Literal["auto", "native", "humming"] = "auto",
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        counts = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+        }
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel

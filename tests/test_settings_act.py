@@ -1,0 +1,308 @@
+"""Every setting arrives where it acts, and one that has no effect with the others is refused or warned about."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jsonargparse import Namespace
+
+import train
+from callbacks.aqn import AdaptiveQuantizationNoise
+from callbacks.entropy import EntropyLogger
+from callbacks.evaluation import EvaluationReport
+from callbacks.matched_temperature import MatchedTemperature
+from datamodules.prompts import PromptDataModule
+from qerl_pl.base.quantization import Quantization
+from qerl_pl.cli.checks import usable_callbacks
+from qerl_pl.common.finite import LARGEST, require_finite
+from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.objective import Objective
+from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.rewards.base import WeightedReward, score_rewards
+from qerl_pl.rewards.guard import RewardError
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.settings.model import ModuleSettings
+from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.training.optimization import make_optimizer
+
+ROOT = Path(__file__).parent.parent
+PLACES = ("callbacks", "datamodules", "qerl_pl/rewards", "qerl_pl/rollout", "qerl_pl/objective", "qerl_pl/settings")
+SOURCES = [path for place in (*PLACES, "qerl_pl") for path in sorted((ROOT / place).rglob("*.py"))]
+CALLBACK = "callbacks.progress.Progress"
+
+MODEL: dict[str, Any] = {
+    "sampling": {"num_completions": 3, "max_tokens": 7, "temperature": 0.9},
+    "val_sampling": {"num_completions": 2, "max_tokens": 9, "temperature": 0.6, "top_p": 0.8, "top_k": 11},
+    "lora": {"rank": 2, "alpha": 6, "dropout": 0.1, "targets": ["q_proj", "up_proj"], "rslora": True}
+    | {"train_norms": True},
+    "objective": {"preset": "grpo", "clip_low": 0.1, "clip_high": 0.4, "max_ratio": 5.0, "kl_coefficient": 0.01}
+    | {"kl": "k2", "correction": "mask", "correction_low": 0.4, "correction_high": 3.0, "filter_truncated": True},
+    "lr_schedule": "cosine",
+    "warmup_steps": 3,
+    "max_grad_norm": 0.3,
+    "updates_per_rollout": 2,
+    "mini_batches": 2,
+    "micro_batch_tokens": 321,
+    "dtype": "float32",
+    "gradient_checkpointing": "blocks",
+    "offload_checkpoints": True,
+    "fused_elementwise": False,
+    "gpu_memory": 12.5,
+    "dynamic_sampling": {"max_refills": 3, "when_short": "error", "metric": "low_tokens", "oversample": 1.5},
+    "max_unscored_share": 0.25,
+}
+DATA: dict[str, Any] = {
+    "batch_size": 6,
+    "max_prompt_tokens": 61,
+    "max_dropped_share": 0.5,
+    "system_prompt": "Think.",
+    "question_template": "Q: {question}",
+    "stop": ["!!"],
+    "show_prompt": 1,
+    "held_out": 5,
+    "val_limit": 4,
+    "val_batch_size": 3,
+}
+ELSEWHERE = {
+    *("base", "base_format", "quantize", "optimizer", "max_prompt_tokens", "stop", "seed"),
+    *("source", "tokenizer", "template_arguments", "date"),
+}
+"""Settings that are objects, are linked, or have tests of their own, because they depend on the base's files."""
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch) -> train.QeRLCLI:
+    """The objects of a configuration in which nearly every setting of model and data has another value than its
+    default."""
+    from qerl_pl.tools.tiny import make_tiny
+
+    make_tiny(tmp_path / "dense", seed=0, sft_steps=0)
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump({"model": MODEL, "data": DATA}))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    files = ["-c", "tests/integration/toy.yaml", "-c", str(tmp_path / "more.yaml")]
+    folders = ["--model.base", str(tmp_path / "dense"), "--run_dir", str(tmp_path / "run"), "--seed_everything", "5"]
+    lr = ["--model.optimizer.init_args.lr", "0.125"]
+    return train.main(["fit", *files, *folders, *lr], run_now=False)
+
+
+def held(value: Any, given: Any) -> Any:
+    """What an object holds of the given settings, in their form."""
+    if isinstance(given, dict):
+        return {name: held(getattr(value, name), own) for name, own in given.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.slow
+def test_every_setting_of_model_and_data_arrives(built):
+    parameters = set(inspect.signature(PromptDataModule.__init__).parameters) - {"self"}
+    known = MODEL.keys() | DATA.keys() | ELSEWHERE
+    assert {field.name for field in fields(ModuleSettings)} | parameters == known, "a new setting needs a value here"
+    settings = built.model.settings
+    assert held(settings, MODEL) == MODEL
+    assert held(built.datamodule, DATA) == DATA
+    assert (settings.seed, built.datamodule.seed) == (5, 5)
+    assert (settings.max_prompt_tokens, settings.stop) == (61, ("!!",))
+    assert (settings.rollouts.stop, settings.evaluation.stop) == (("!!",), ("!!",))
+    assert settings.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"] == 0.125
+
+
+def classes(path: Path) -> list[tuple[str, ast.ClassDef]]:
+    return [(path.name, node) for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+
+
+def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
+    trees = [ast.parse(path.read_text()) for path in dict.fromkeys(SOURCES)]
+    read = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    read |= {  # getattr(self, name) over tuples of names
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in NAMES
+    }
+    unread = []
+    for path in (path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))):
+        for file, node in classes(path):
+            makes = next(
+                (own for own in node.body if isinstance(own, ast.FunctionDef) and own.name == "__init__"), None
+            )
+            for parameter in (*makes.args.args[1:], *makes.args.kwonlyargs) if makes else ():
+                uses = [
+                    each
+                    for each in ast.walk(makes)
+                    if isinstance(each, ast.Name) and each.id == parameter.arg and isinstance(each.ctx, ast.Load)
+                ]
+                kept = {
+                    each.targets[0].attr if isinstance(each, ast.Assign) else each.target.attr
+                    for each in ast.walk(makes)
+                    if isinstance(each, ast.Assign | ast.AnnAssign)
+                    and isinstance(each.value, ast.Name)
+                    and each.value.id == parameter.arg
+                    and isinstance(each.targets[0] if isinstance(each, ast.Assign) else each.target, ast.Attribute)
+                }
+                if not uses or (kept and not kept & read):
+                    unread.append(f"{file}: {node.name}.{parameter.arg}")
+    assert unread == []
+
+
+NAMES = {"clip_low", "clip_high", "max_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kl": "k2"}, "kl"),
+        ({"kl_in": "reward"}, "kl_in"),
+        ({"correction": "none", "correction_low": 0.5}, "correction_low"),
+        ({"correction": "none", "correction_high": 3.0}, "correction_high"),
+        ({"correction": "none", "correction_level": "sequence"}, "correction_level"),
+        ({"ratio_against": "sampler", "correction_high": 3.0}, "correction_high"),
+        ({"covariance": CovarianceControl(kind="clip", coefficient=2.0)}, "covariance.coefficient"),
+        ({"covariance": CovarianceControl(kind="kl", low=0.5)}, "covariance.low"),
+        ({"covariance": CovarianceControl(kind="kl", high=9.0)}, "covariance.high"),
+    ],
+)
+def test_a_setting_of_the_objective_without_effect_is_refused(settings, name):
+    with pytest.raises(ValueError, match=rf"model\.objective\.{name} is .* with which it has no effect"):
+        Objective(**settings)
+
+
+def test_what_an_objective_holds_makes_it_again():
+    for own in ({}, {"preset": "gspo"}, {"correction": "none"}, {"ratio_against": "sampler"}, {"surrogate": "cispo"}):
+        made = Objective(**own)
+        assert Objective(**{field.name: getattr(made, field.name) for field in fields(Objective)}) == made
+        assert made.at_noise(0.1) == made
+    uncorrected = Objective(correction_high=3.0, correction_level="sequence", correct_noise=False)
+    assert uncorrected.at_noise(0.1).correction == "none"
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_high", 0.5), ("clip_low", 0.1), ("max_ratio", 4.0)])
+def test_a_bound_of_the_ratio_in_a_run_with_one_step_a_rollout_is_warned_about(name, value, recwarn):
+    run = {"max_steps": 4, "mini_batches": 1, "warmup_steps": 0, "batch_size": 4}
+    check_run_length(**run, updates_per_rollout=2, objective=Objective(**{name: value}))
+    check_run_length(**run, updates_per_rollout=1, objective=Objective(preset="grpo"))
+    check_run_length(**run, updates_per_rollout=1, objective=Objective(**{name: value}, ratio_against="sampler"))
+    assert not list(recwarn)
+    check_run_length(**run, updates_per_rollout=1, objective=Objective(**{name: value}))
+    assert f"model.objective.{name} is {value} and a rollout has one optimizer step" in str(recwarn.pop().message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, r"top_p \(0\.5\) .* no effect"),
+        ({"temperature": 0.0, "top_k": 5}, r"top_k \(5\) have no effect"),
+        ({"temperature": 1e-3}, r"is 0\.001; expected at least 0\.01"),
+        ({"temperature": 1e39}, "finite number"),
+    ],
+)
+def test_sampling_that_an_engine_would_change_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Sampling(1, 8, **settings)
+
+
+@pytest.mark.parametrize("name", ["samples", "length"])
+def test_the_size_of_no_calibration_data_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} 7 and no calibration data"):
+        Quantization(**{name: 7})
+    assert getattr(Quantization(calibration="text.txt", **{name: 7}), name) == 7
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3, 2))]
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda groups: torch.optim.AdamW(groups, lr=float("inf")), "changes a weight of 0 by nan"),
+        (lambda groups: torch.optim.AdamW(groups, weight_decay=float("inf")), "changes a weight of 0 by nan"),
+        (lambda groups: torch.optim.AdamW(groups, maximize=True), "expected a finite number below 0"),
+        (lambda groups: torch.optim.SGD(groups, lr=1e39), "overflow"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "does not support dense gradients"),
+        (lambda groups: torch.optim.AdamW(groups, lr=-1.0), "Invalid learning rate"),
+    ],
+)
+def test_an_optimizer_that_cannot_go_down_a_gradient_is_refused_before_the_first_rollout(build, said):
+    with pytest.raises(ValueError, match=f"model.optimizer .*{said}"):
+        make_optimizer(build, parameters())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adam", "RMSprop", "Adadelta", "Rprop", "NAdam", "Adafactor", "Muon"])
+def test_other_optimizers_are_taken_and_have_no_state_of_the_trial(kind, recwarn):
+    made = make_optimizer(getattr(torch.optim, kind), parameters())
+    assert not made.state
+    assert not list(recwarn)
+
+
+def test_a_learning_rate_of_zero_is_warned_about(recwarn):
+    make_optimizer(lambda groups: torch.optim.AdamW(groups, lr=0.0), parameters())
+    assert "would learn nothing" in str(recwarn.pop().message)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EvaluationReport(level=2.0), "level is 2.0"),
+        (lambda: EvaluationReport(level=float("nan")), "level is nan"),
+        (lambda: EntropyLogger(histogram_every=-1), "histogram_every is -1"),
+        (lambda: MatchedTemperature("a", gain=float("nan")), "gain is nan"),
+        (lambda: MatchedTemperature("a", limits=(0.5, float("inf"))), "limits are"),
+        (lambda: AdaptiveQuantizationNoise(decay="constant", sigma_end=1e-3), "keeps sigma_start"),
+        (lambda: AdaptiveQuantizationNoise(sigma_start=1e300), "finite noise level"),
+        (lambda: VLLMEngine(kv_cache_bytes=-1), "kv_cache_bytes is -1"),
+        (lambda: VLLMEngine(block_size=0), "block_size is 0"),
+        (lambda: VLLMEngine(max_num_batched_tokens=0), "max_num_batched_tokens is 0"),
+        (lambda: PromptDataModule(None, "a", val_batch_size=0), "data.val_batch_size is 0"),  # pyright: ignore
+        (lambda: WeightedReward("a\nb", len), "printable"),
+        (lambda: WeightedReward("a", len, weight=1e39), "finite number"),
+    ],
+)
+def test_an_impossible_setting_is_refused_where_it_is_given(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_number_that_is_infinite_in_32_bits_is_infinite():
+    require_finite("a", b=LARGEST, c=-LARGEST, d=None)
+    assert torch.finfo(torch.float32).max == LARGEST
+    with pytest.raises(ValueError, match=r"a\.b is 1e\+39; expected a finite number"):
+        require_finite("a", b=1e39)
+
+
+def largest(prompts: list[Prompt], completions: list[Completion]) -> list[float]:
+    return [LARGEST for _ in prompts]
+
+
+def test_a_sum_of_rewards_that_overflows_is_refused():
+    prompt, completion = Prompt((), "1"), Completion((), (), True, text="1")
+    with pytest.raises(RewardError, match=r"row 0 add up to inf; expected a finite fp32 number"):
+        score_rewards([WeightedReward("a", largest, weight=2.0)], [prompt], [completion])
+
+
+def test_of_a_callback_that_is_given_again_the_later_settings_count(caplog):
+    one, other = (Namespace(class_path=CALLBACK, init_args=Namespace(every=every)) for every in (1, 5))
+    foreign = [Namespace(class_path="lightning.pytorch.callbacks.ModelCheckpoint") for _ in range(2)]
+    with caplog.at_level(logging.INFO):
+        assert usable_callbacks([one, *foreign, other], always=()) == [other, *foreign]
+    assert f"{CALLBACK} more than once" in caplog.text
+    assert usable_callbacks(None, always=()) == []
+    with pytest.raises(ValueError, match="part of every run"):
+        usable_callbacks([one], always=(CALLBACK,))
+    with pytest.raises(ValueError, match="does not work here"):
+        usable_callbacks([Namespace(class_path="lightning.pytorch.callbacks.BatchSizeFinder")], always=())
