@@ -121,7 +121,7 @@ def in_share(question: str, share: float) -> bool:
 def _filled(value: object, row: Row, column: str) -> str:
     where = f"{row.where}: column {column!r}"
     found = stored_text(value, where)
-    if not found.strip():
+    if not any(letter.isprintable() and not letter.isspace() for letter in found):  # U+200B, say, shows nothing
         raise ValueError(f"{where} is empty")
     if len(found) > MAX_TEXT:
         raise ValueError(f"{where} has {len(found)} characters; expected at most {MAX_TEXT}")

@@ -21,6 +21,7 @@ from qerl_pl.tools.paths import (
     existing_run,
     finite,
     output_file,
+    output_folder,
     picture_file,
 )
 
@@ -39,7 +40,7 @@ signal.
 def tiny_options() -> CommandParser:
     """Make the parser of `tiny`."""
     parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; it must be new or empty")
+    parser.add_argument("--output", type=output_folder, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and demonstrations (default: 0)")
     return parser
 
@@ -50,7 +51,7 @@ def quantize_options() -> CommandParser:
     parser.add_argument(
         "--model", type=existing_base, required=True, help="folder of a bf16, fp16 or fp32 checkpoint, or a GGUF file"
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--output", type=output_folder, required=True, help="folder to make")
     parser.add_argument("--format", choices=get_args(FormatName), default="nvfp4", help="4-bit format (default: nvfp4)")
     parser.add_argument(
         "--method",
@@ -95,7 +96,7 @@ def study_options() -> CommandParser:
         prog=called_as("study"), description=STUDY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", type=existing_file, help="YAML file with arms and seeds")
-    parser.add_argument("--output", type=Path, help="folder of the study (default: the file's output)")
+    parser.add_argument("--output", type=output_folder, help="folder of the study (default: the file's output)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
     )
@@ -148,7 +149,7 @@ def export_options() -> CommandParser:
         description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
     )
     parser.add_argument("--run", required=True, type=existing_run, help="run folder, with config.yaml and checkpoints/")
-    parser.add_argument("--output", required=True, type=Path, help="folder to make; must not exist")
+    parser.add_argument("--output", required=True, type=output_folder, help="folder to make; must not exist")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")
     parser.add_argument(
         "--merge",

@@ -27,6 +27,22 @@ def output_file(text: str | Path) -> Path:
     return path
 
 
+def output_folder(text: str | Path) -> Path:
+    """Check that a path can be that of a folder.
+
+    Raises:
+        ArgumentTypeError: the path is empty, as that of a variable that is not set; or it, or one of its parents, is a
+            file, a device or the like.
+    """
+    text, path = str(text), Path(text)
+    if not text.strip():
+        raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
+    found = next((each for each in (path, *path.parents) if each.exists()), Path())
+    if not found.is_dir():
+        raise ArgumentTypeError(f"{found} is a file; expected a folder, new or existing, and so for its parents")
+    return path
+
+
 def picture_file(text: str) -> Path:
     """Check that a path names a file in which a picture can be saved.
 

@@ -1,0 +1,75 @@
+"""Places that are no files or folders are refused by name, before anything is read or drawn."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from datamodules.rows import Row, text
+from qerl_pl.base.folder import base_folder
+from qerl_pl.common.run_folder import check_places, run_files, run_folder
+from qerl_pl.tools.paths import output_folder
+
+
+@pytest.mark.parametrize("place", ["base", "base/tokenizer.json", "base/config.json"])
+def test_a_named_pipe_for_the_base_or_a_file_of_it_is_refused_and_not_read(tmp_path, place):
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / place)
+    with pytest.raises(ValueError, match=f"{place} is no regular file"):
+        base_folder(str(tmp_path / "base"), None)
+
+
+def test_links_to_files_and_names_of_the_hub_are_taken(tmp_path):
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").symlink_to(tmp_path / "blob")
+    assert base_folder(str(tmp_path / "base"), None) == str(tmp_path / "base")
+    assert base_folder("Qwen/Qwen3-8B", None) == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "completions"])
+def test_a_file_where_the_run_needs_a_folder_is_refused(tmp_path, name):
+    check_places(tmp_path / "new")
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=f"{name} is no folder"):
+        check_places(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("gone", path)])
+@pytest.mark.parametrize("name", ["config.yaml", ".lock", "checkpoints/last.ckpt", "checkpoints/best.ckpt"])
+def test_something_else_where_the_run_needs_a_file_is_refused(tmp_path, name, make):
+    (tmp_path / "checkpoints").mkdir()
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        check_places(tmp_path)
+
+
+def test_a_pipe_is_no_checkpoint_of_a_run(tmp_path):
+    (tmp_path / "config.yaml").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        run_files(tmp_path, str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "a\udcff", "", "  "])
+def test_a_name_that_no_folder_should_have_is_refused(name):
+    with pytest.raises(ArgumentTypeError, match="run_dir is"):
+        run_folder(name)
+
+
+def test_an_output_folder_is_given_and_no_file_is_above_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    assert output_folder(str(tmp_path / "new" / "er")) == tmp_path / "new" / "er"
+    assert output_folder(".") == Path()
+    for wrong in ("", "  ", str(tmp_path / "file"), str(tmp_path / "file" / "x"), str(tmp_path / "pipe"), "/dev/null"):
+        with pytest.raises(ArgumentTypeError, match="expected a folder"):
+            output_folder(wrong)
+
+
+def test_a_question_that_shows_nothing_is_empty():
+    with pytest.raises(ValueError, match="column 'question' is empty"):
+        text(Row("rows:1", {"question": "\u200b \ufeff\n"}), "question")
