@@ -105,9 +105,17 @@ def _run(argv: list[str]) -> int:
 
 
 def _imported(module: str, command: str) -> ModuleType:
-    """Import a command's module; if that takes seconds, say so before."""
+    """Import a command's module; if that takes seconds, say so before.
+
+    Packages read environment variables when they are imported, and raise ValueError for a value that they cannot read.
+    """
     with phase(f"{called_as(command)}: loading packages", at_once=command not in QUICK and "torch" not in sys.modules):
-        return importlib.import_module(module)
+        try:
+            return importlib.import_module(module)
+        except ValueError as error:
+            told = {name: value for name, value in os.environ.items() if value and repr(value) in str(error)}
+            which = f" (environment: {', '.join(f'{name}={value}' for name, value in told.items())})" if told else ""
+            sys.exit(f"error: a package cannot be loaded: {str(error)[:300]}{which}")
 
 
 if __name__ == "__main__":

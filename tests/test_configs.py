@@ -233,7 +233,7 @@ def test_what_is_not_given_follows_from_what_is(resolved):
     given = "--model.objective."
     assert objective_of(resolved, given + "surrogate", "sequence")["aggregation"] == "sequence"
     assert objective_of(resolved, given + "aggregation", "constant")["baseline"] == "centered"
-    assert objective_of(resolved, given + "kl_in", "reward")["kl"] == "k1"
+    assert objective_of(resolved, given + "kl_in", "reward", given + "kl_coefficient", "0.1")["kl"] == "k1"
     both = objective_of(resolved, given + "surrogate", "sequence", given + "aggregation", "token")
     assert both["aggregation"] == "token", "said, so meant"
 

@@ -214,7 +214,10 @@ class QeRLCLI(LightningCLI):
     def instantiate_trainer(self, **settings: Any) -> Trainer:
         """Build the trainer, whose checkpoints go to the run's folder (Lightning's default is the first logger's
         folder)."""
-        trainer = super().instantiate_trainer(**settings)
+        try:
+            trainer = super().instantiate_trainer(**settings)
+        except RuntimeError as error:  # Lightning's for what the surroundings say, such as variables of Slurm
+            raise ValueError(f"the trainer cannot be made: {error}") from error
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))

@@ -147,7 +147,7 @@ def away_from_its_base(policy: Policy) -> Policy:
 def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     equal = replace(experience, rewards=torch.ones(ROWS), advantages=torch.zeros(ROWS))
-    in_reward = Objective(kl_in="reward")
+    in_reward = Objective(kl_in="reward", kl_coefficient=1.0)
     _, tenth = updated(policy, equal, replace(in_reward, kl_coefficient=0.1))
     report, thousandth = updated(policy, equal, replace(in_reward, kl_coefficient=0.001))
     assert tenth.norm() > 0
@@ -239,7 +239,10 @@ def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor
 
 @pytest.mark.parametrize(
     "objective",
-    [Objective(kl_in="loss"), Objective(kl_in="loss", kl="k2"), Objective(kl_in="reward")],
+    [
+        Objective(kl_coefficient=1.0, kl_in=place, kl=kind)
+        for place, kind in (("loss", None), ("loss", "k2"), ("reward", None))
+    ],
     ids=["default in the loss", "k2 in the loss", "default in the reward"],
 )
 def test_every_kl_that_is_accepted_pulls_the_policy_to_its_base(objective):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -68,6 +71,15 @@ def test_an_output_folder_is_given_and_no_file_is_above_it(tmp_path):
     for wrong in ("", "  ", str(tmp_path / "file"), str(tmp_path / "file" / "x"), str(tmp_path / "pipe"), "/dev/null"):
         with pytest.raises(ArgumentTypeError, match="expected a folder"):
             output_folder(wrong)
+
+
+@pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "RANK"])
+def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(variable):
+    words = [sys.executable, "-m", "qerl_pl", "score", "--reward", "math", "--input", "a", "--output", "b"]
+    done = subprocess.run(words, env={**os.environ, variable: "abc"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(f"^error: a package cannot be loaded: .*'abc' .environment: {variable}=abc.$", done.stderr, re.M)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_question_that_shows_nothing_is_empty():
