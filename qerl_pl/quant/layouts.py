@@ -132,7 +132,7 @@ def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()
-    own = torch.tensor(layout.fmt.values)
+    own = torch.tensor(layout.fmt.values, device=values.device)
     if values.shape != own.shape or not torch.allclose(values, own, atol=1e-3):
         raise ValueError(
             f"{checkpoint.path}: {name} gives the codes the values {values.tolist()[:3]} ...; expected those of "

@@ -211,7 +211,7 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
     """Refuse scales of blocks that are, once converted, no finite magnitudes: the codes have the signs, and not every
     kernel reads one of a scale."""
-    values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64)).float()
+    values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64, device=scales.device)).float()
     if number := int((~values.isfinite()).sum()):
         raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")
     if number := int((values < 0).sum()):

@@ -224,7 +224,7 @@ class OfRealModel:
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
             found = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
-            if found["outcome"] != "silent":
+            if found["outcome"] == "stopped":
                 raise RuntimeError(f"the healthy run of {self.model} did not pass its checks: {found}")
             self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
