@@ -29,8 +29,8 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
         ValueError: the copy does not exist, in which case the message has the command that quantises the base to this
             format; or the base is a GGUF file that cannot be used, or is or holds something else than files.
     """
-    base = os.path.expanduser(base)
     if base:
+        base = os.path.expanduser(base)
         check_kinds_of_files(Path(base))
     if is_gguf(base):
         if base_format is not None:

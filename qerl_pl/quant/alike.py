@@ -118,7 +118,10 @@ def _check_layers(file: Path, config: Mapping) -> None:
     if kinds is None:
         return
     if not isinstance(kinds, list) or len(kinds) != blocks:
-        raise ValueError(f"{file}: layer_types is {repr(kinds)[:80]}; expected a kind for each of {blocks} blocks (num_hidden_layers), or null")
+        raise ValueError(
+            f"{file}: layer_types is {repr(kinds)[:80]}; expected a kind for each of {blocks} blocks "
+            "(num_hidden_layers), or null"
+        )
     if strange := [kind for kind in kinds if kind not in LAYERS]:
         raise ValueError(f"{file}: layer_types has {repr(strange[0])[:80]}; expected {', '.join(LAYERS)}")
     if "sliding_attention" in kinds and window is None and "sliding_window" in config:

@@ -206,7 +206,7 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, ("llama", "qwen2", "phi3", "olmo3"), "hidden_act is 'gelu', which vLLM"),
     "activation of gemma": ({"hidden_activation": "silu"}, ("gemma3_text",), "hidden_activation is 'silu'"),
     "odd head": ({"head_dim": 31}, None, "a head has 31 dimensions"),
-    "few layers": ({"layer_types": ["full_attention"]}, ("qwen2", "olmo3", "gemma3_text"), "a kind for each of 2 blocks"),
+    "few layers": ({"layer_types": ["full_attention"]}, ("qwen2", "olmo3", "gemma3_text"), "a kind for each of 2"),
     "kind of a layer": (
         {"layer_types": ["chunked_attention"] * 2},
         ("qwen2", "olmo3"),

@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
     [
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
             "a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A8_AWQ"}}}, "linears in W4A8_AWQ"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": "x"}}}}, "is not valid"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "x"}}}}, "not valid"),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_read_is_named(make_checkpoint, quantization: dict, said: str) -> None:
