@@ -11,7 +11,10 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
-_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z))[A-Z]|\d+[.):][ \t]))(\S[^\n]*)")
+_HASH = re.compile(
+    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:US|USD|EUR|GBP|INR|Rs)\b\.?[ $]*\d)[A-Z]"
+    r"|\d+[.):][ \t]))(\S[^\n]*)"
+)
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
@@ -23,18 +26,22 @@ _MAX_CONNECTOR = 50  # characters
 # "or maybe" between two boxes: neither is the answer alone
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*")
 # What a reader does not see, or sees crossed out.
-_HIDDEN = r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment)\s*\{"
+_HIDDEN = r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment|textcolor\s*\{\s*white\s*\})\s*\{"
 _UNSEEN = re.compile(
     rf"(?P<open>{_HIDDEN})|(?P<brace>\\.|[{{}}])"
     r"|(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
+    r"|\\begin\{comment\}(?:(?!\\begin\{comment)(?s:.))*?\\end\{comment\}|\\iffalse\b(?:(?!\\iffalse)(?s:.))*?\\fi\b"
+    r"|<(?P<element>\w+)[^<>]{0,200}?(?:\bhidden\b|display\s*:\s*none)[^<>]{0,200}>[^<]*</(?P=element)>"
+    r"|\\color\s*\{\s*white\s*\}[^{}]*(?:\{[^{}]*\})?"
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
 )
-# A denial in front of a box, with at most three words between ("not equal to", "is not the value"), or behind it.
+# A denial in front of a box, with at most four words between ("not equal to", "is not the value"), or behind it.
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _DENIED_BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect)|n't|\b(?:other|rather) than"
+    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?)|n't"
+    r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
-    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,3}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
+    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
     re.IGNORECASE,
 )
 _DENIED_BEHIND = re.compile(

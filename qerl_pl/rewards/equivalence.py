@@ -35,6 +35,7 @@ _BUILDER = re.compile(r"^\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|
 _FAMILY = re.compile(r"^\\\{(?P<member>[^|{}]+)\|\s*(?P<index>[a-z]\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}$")
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
+_CHOICES = re.compile(r"\(?[A-K]\)?(?:\s*(?:,|\band\b)\s*\(?[A-K]\)?)+")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
 _OTHER_CHOICE = re.compile(r"(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Ka-k]\)?(?![A-Za-z])")
 _YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:]|$)", re.IGNORECASE)
@@ -130,6 +131,8 @@ def _same_answer(gold: str, found: str) -> bool:
         return True
     if not (_MODULUS.search(gold) and _MODULUS.search(found)):  # the question may give the modulus
         gold, found = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, found))
+    if _CHOICES.fullmatch(gold) and re.search(r"\bor\b", found):
+        return False
     choice = _CHOICE.match(gold)
     if choice:
         picked = _PICKED.match(found)
@@ -371,6 +374,8 @@ def _other_names(gold: str, found: str) -> bool:
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
         return True
+    if "=" not in gold + found and len({tuple(sorted(re.findall("[A-Za-z]'+", side))) for side in plain}) == 2:
+        return True  # A'B is not AB: math-verify ignores primes
     return len({tuple(sorted(re.findall(r"[A-Z](?=\^\{?T(?![A-Za-z]))", side))) for side in plain}) == 2
 
 

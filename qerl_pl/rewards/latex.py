@@ -37,7 +37,9 @@ _UNICODE = str.maketrans(
         "\u6216": " or ",
         "\u3001": ",",
         "\u20ac": "\\$",
-        "\u00a3": "\\$",
+        **dict.fromkeys("\u00a3\u00a5\u20b9\u20a9", "\\$"),
+        "\u5143": " yuan ",
+        "\u5186": " yen ",
         "\u2018": "'",
         "\u2019": "'",
         "\u201c": '"',
@@ -65,6 +67,11 @@ _NAMES = {
     "rangle|rparen": ")",
     "colon": ":",
     "varnothing": "emptyset",
+    "bigcup": "cup",
+    "bigcap": "cap",
+    "ast": "cdot",
+    "pounds": "$",
+    "cr": "\\",
     "backslash": "setminus",
     "overrightarrow": "vec",
     "simeq|cong": "approx",
@@ -92,7 +99,7 @@ _PLAIN = [
 ]
 _STYLE = re.compile(
     rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
-    rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:text)?color\{{[^{{}}]*\}}|\\!"
+    rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 # Words behind a value, to the end of it; ``units.names_unit`` tells whether they are its unit.
@@ -264,6 +271,9 @@ def _commands(text: str) -> str:
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
     text = re.sub(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))", ",", text)
     text = _STYLE.sub("", text)
+    # 0.1666... is 0.1\\overline{6}
+    text = re.sub(r"(\.\d{0,12}?)(\d{1,12}?)\2{2,}(?:\\l?dots|\.{3})", r"\1\\overline{\2}", text)
+    text = re.sub(r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}", text)
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
     text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants e and i in upright type
@@ -292,7 +302,8 @@ def _unwrap(text: str) -> str:
     """Remove math delimiters, ``\\boxed``, ``\\text``, bold or quotes around the whole answer, and a full stop at its
     end."""
     while True:
-        inner = text.strip().rstrip(".,;").strip("`\"' ")
+        inner = text.strip().rstrip(".,;").strip('`" ')
+        inner = inner.strip("' ") if inner.startswith("'") else inner  # a quote; f' ends in a prime
         cores = (_core(inner, start, end) for start, end in _DELIMITERS)
         inner = next((core for core in cores if core is not None), inner)
         box = last_boxed(inner)
@@ -349,10 +360,10 @@ def _fractions(text: str) -> str:
     text = re.sub(r"\\frac\s*(\\pi|[a-z])\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d|[a-z])", r"\\sqrt\1{\2}", text)
     text = re.sub(r"(?<![\w^}.\\])(\d+(?:\.\d+)?)\s*\((?!\s*\\?p?mod\b)(?=[^(),]*\))", r"\1\\cdot (", text)  # 6(7)
     text = re.sub(r"(?<=\d)\)\s*\((?=-?[\d.]+\))", r")\\cdot (", text)
-    text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|dot)\{(\d+)\}", _repeating, text)
+    text = re.sub(r"(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\((?=\d+\)$))(\d+)[)}]?", _repeating, text)
     mixed = r"(?<![\w.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}"
     text = re.sub(mixed, r"(\1+\\frac{\2}{\3})", text)
     return re.sub(r"(?<![\w.}^/])(\d+) (\d+)/(\d+)(?![\w.])", r"(\1+\\frac{\2}{\3})", text)

@@ -49,7 +49,11 @@ _VERBS = re.compile(
 def names_unit(words: str) -> bool:
     """Tell whether the words directly behind a number only name its unit or what is counted, as in "km/h", "years old",
     "apples a day" or "in total"; an empty text does."""
-    words = re.sub(r"\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words).replace("/", " per ").strip(" .,;:*\"'-")
+    words = (
+        re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
+        .replace("/", " per ")
+        .strip(" .,;:*\"'-")
+    )
     tokens = re.findall(r"[^\s-]+", words)
     lower = [token.lower().rstrip(".,!") for token in tokens]
     if not tokens:

@@ -24,7 +24,8 @@ _END_OF_TURN = re.compile(
 )
 _NEXT_QUESTION = re.compile(
     r"^[#*_ \t]*(?:(?:Q|Question|Problem|Exercise|Human|User|Instruction)[ \t]*:"
-    r"|(?:Question|Problem|Exercise)[ \t]+#?\d+\b|(?:Next|New|Another|Second)[ \t]+(?i:question|problem|exercise)\b)",
+    r"|(?:Question|Problem|Exercise)(?:[ \t]+#?\d+\b|[*_ \t]*$)"
+    r"|(?:Next|New|Another|Second)[ \t]+(?i:question|problem|exercise)\b)",
     re.MULTILINE,
 )
 _STATED = re.compile(
