@@ -12,7 +12,8 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
 _HASH = re.compile(
-    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:US|USD|EUR|GBP|INR|Rs)\b\.?[ $]*\d)[A-Z]"
+    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)"
+    r"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d)[A-Z]"
     r"|\d+[.):][ \t]))(\S[^\n]*)"
 )
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
@@ -26,19 +27,23 @@ _MAX_CONNECTOR = 50  # characters
 # "or maybe" between two boxes: neither is the answer alone
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*")
 # What a reader does not see, or sees crossed out.
-_HIDDEN = r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment|textcolor\s*\{\s*white\s*\})\s*\{"
+_HIDDEN = (
+    r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment"
+    r"|textcolor\s*(?:\{\s*white|\[rgb\]\s*\{\s*1\s*,\s*1\s*,\s*1)\s*\})\s*\{"
+)
 _UNSEEN = re.compile(
-    rf"(?P<open>{_HIDDEN})|(?P<brace>\\.|[{{}}])"
+    rf"(?P<open>{_HIDDEN})"
     r"|(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
     r"|\\begin\{comment\}(?:(?!\\begin\{comment)(?s:.))*?\\end\{comment\}|\\iffalse\b(?:(?!\\iffalse)(?s:.))*?\\fi\b"
     r"|<(?P<element>\w+)[^<>]{0,200}?(?:\bhidden\b|display\s*:\s*none)[^<>]{0,200}>[^<]*</(?P=element)>"
     r"|\\color\s*\{\s*white\s*\}[^{}]*(?:\{[^{}]*\})?"
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
+    r"|(?P<brace>\\.|[{}])"
 )
 # A denial in front of a box, with at most four words between ("not equal to", "is not the value"), or behind it.
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _DENIED_BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?)|n't"
+    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
     rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
@@ -47,7 +52,8 @@ _DENIED_BEFORE = re.compile(
 _DENIED_BEHIND = re.compile(
     r"[\s$)\]*\\]*(?:(?:,\s*(?:which|that)\s+)?(?:is|was|would be|can't be|cannot be|isn't)\s+"
     r"(?:not (?:the|an?|my|our|correct|right|valid|possible|it|what)\b"
-    r"|(?:clearly |obviously |also )?(?:wrong|incorrect|false|invalid|impossible)\b)|\(?(?:wrong|incorrect)\b)",
+    r"|(?:clearly |obviously |also )?(?:wrong|incorrect|false|invalid|impossible)\b)"
+    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b)",
     re.IGNORECASE,
 )
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)

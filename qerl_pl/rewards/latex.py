@@ -161,7 +161,9 @@ def normalize(text: str, other: str = "") -> str:
     text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
     text = re.sub(r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
-    text = re.sub(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![A-Za-z]))", "'", text)
+    text = re.sub(
+        r"\^\s*(?:\{(?:\s*\\prime)+\s*\}|\\prime(?![A-Za-z]))", lambda marks: "'" * marks[0].count("prime"), text
+    )
     text = re.sub(
         r"\^\s*(?:\{\s*(?:\\text\{\s*T\s*\}|\\top|\\intercal)\s*\}|\\top|\\intercal|\\text\{\s*T\s*\})", "^T", text
     )

@@ -64,7 +64,7 @@ _REWRITES = [
     (re.compile(r"([-+])\s*[$\u00a3-\u00a5\u20a0-\u20c0]\s*"), r"\1"),
     (re.compile(r"(?:\bUS)?[$\u00a3-\u00a5\u20a0-\u20c0]|(?<=\d)\s*[\u5143\u5186]"), " "),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
-    (re.compile(r"\b(?:USD|EUR|GBP|INR|Rs)\.?\s*(?=\d)"), " "),
+    (re.compile(r"\b(?:USD|EUR|GBP|INR|CHF|JPY|CNY|Rs)\.?\s*(?=\d)"), " "),
     # Digits that belong to a unit or a name: "m2", "cm^{2}", "CO_2".
     (re.compile(r"(?<=[A-Za-z])(?:\s*[\^_]\s*\{?-?\d+\}?|\d+)"), ""),
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
