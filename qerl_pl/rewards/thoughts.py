@@ -16,7 +16,7 @@ from typing import NamedTuple
 OPEN, CLOSE = "<think>", "</think>"
 """The form to which ``in_one_form`` translates all marks."""
 _THINKING = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?)"
-_TAGS = r"(?:working_out|scratchpad|reflection|analysis|(?:inner_)?monologue)"
+_TAGS = r"(?:working_out|scratch_?pad|reflection|analysis|(?:inner_)?monologue)"
 _BEGIN, _END = r"(?:begin|start)", r"(?:end|stop)"
 _OF = r"[_\u2581](?:of[_\u2581])?"
 _BAR = r"[|\uff5c]"
