@@ -138,6 +138,11 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def without_memory(found: dict[str, Any], shared: bool) -> dict[str, Any]:
+    """Leave out what a process reads wrongly if others use its GPU: memory, and the seconds of passes."""
+    return {name: {} if shared and name in ("noted", "memory_gib", "pass") else value for name, value in found.items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -155,6 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--noise", action="store_true", help="adaptive quantization noise, with the paper's sigmas")
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
+    parser.add_argument("--shared", action="store_true", help="others use the GPU: leave out readings of its memory")
     parser.add_argument("--curves", type=Path, help="file to append all values of all rollouts to")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
@@ -183,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
             args.dtype,
             **about,
             run_s=seconds,
-            **readings(curves, DTYPES[args.dtype]),
+            **without_memory(readings(curves, DTYPES[args.dtype]), args.shared),
         )
         if args.curves:
             values = {tag: [curve.steps, curve.values] for tag, curve in curves.items()}

@@ -7,7 +7,8 @@ from typing import Any
 
 from qerl_pl.tools.curves import Curve
 
-OUTSIDE = 0.05  # share of tokens with trainer/sampler outside [0.9, 1.1] above which the gap's verdict is bad
+OUTSIDE = 0.15  # share of tokens with trainer/sampler outside [0.9, 1.1] above which the gap's verdict is bad; right
+# engines of pretrained models have up to 0.06, in bf16
 
 CAUSES = {
     "kernel": "kernels and precision",
