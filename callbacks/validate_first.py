@@ -1,6 +1,8 @@
-"""Validate once before the first step, so that curves start at the initial policy."""
+"""Validate before the first step and after the last one, so that curves have the policy before and after training."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -10,7 +12,8 @@ from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
-    """Runs the validation loop when a fresh run starts; a resumed run has done so already.
+    """Runs the validation loop when a fresh run starts, and after the last step also where trainer.val_check_interval
+    has none there; a resumed run has done the first already.
 
     A SIGTERM before it, or while the rollout engine starts, ends the run without it.
 
@@ -28,6 +31,13 @@ class ValidateFirst(Callback):
         trainer.validating = True  # selects the loop that `log` writes to
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True  # Lightning validates when a run stops
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,5 +1,4 @@
-"""Note in a run's event files the time of start and validations and the host memory, and validate after the last
-rollout."""
+"""Note in a run's event files the time of start and validations and the host memory."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ class RunClock(Callback):
     """Logs ``bench/start_s``, from the start of the process to the first validation or rollout, and
     ``bench/validation_s`` of each validation, in seconds, and ``bench/host_bytes``, the process's memory after each
     rollout; all by the number of rollouts done.
-
-    A run ends with a validation, also where the number of its rollouts is no multiple of trainer.val_check_interval.
     """
 
     def __init__(self) -> None:
@@ -36,8 +33,6 @@ class RunClock(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         _log(trainer, pl_module, HOST, psutil.Process().memory_info().rss)
-        if trainer.global_step >= trainer.max_steps:
-            trainer.should_stop = True  # Lightning validates when a run stops
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         if not self._started:

@@ -122,7 +122,7 @@ def settings(
     return {
         "run_dir": str(folder / "run"),
         "seed_everything": seed,
-        "trainer": {"callbacks": callbacks, "max_steps": rollouts, "val_check_interval": 1000},
+        "trainer": {"callbacks": callbacks, "max_steps": rollouts, "limit_val_batches": 0},
         "model": {"base": str(base), "engine": {"class_path": ENGINES[engine]} | blocks},
     }
 

@@ -58,7 +58,7 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
         "lr-AdamW",
     ):
         assert curves[tag].steps == list(range(8)), tag
-    assert curves["val/reward"].steps[0] == 0, "validation before the first step"
+    assert curves["val/reward"].steps == [0, 2, 5, 7], "before the first step, as scheduled, and after the last"
     step, rollout, between = (curves[f"time/{name}_s"].values for name in ("step", "rollout", "between"))
     assert between[0] == 0 < min(between[1:])
     assert all(whole > part + rest for whole, part, rest in zip(step, rollout, between, strict=True))
