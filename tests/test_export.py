@@ -32,12 +32,13 @@ IDENTITY = {
 }
 
 
-def make_run(folder: Path, base: str, weight: torch.Tensor, **model: str) -> Path:
+def make_run(folder: Path, base: str, weight: torch.Tensor, *, digest: str | None = None, **model: str) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base, **model}}))
     linear = "base_model.model.model.layers.0.self_attn.q_proj"
     state = {f"{linear}.lora_A.weight": weight, f"{linear}.lora_B.weight": torch.zeros(8, len(weight))}
-    parts = {"state_dict": state, "identity": IDENTITY, "optimizer_states": [], "global_step": 12}
+    identity = IDENTITY if digest is None else {**IDENTITY, "base": digest}
+    parts = {"state_dict": state, "identity": identity, "optimizer_states": [], "global_step": 12}
     SafeCheckpointIO().save_checkpoint(parts, folder / "checkpoints" / "last.ckpt")
     return folder
 
@@ -146,8 +147,9 @@ def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):
 
 def test_a_part_of_the_output_path_that_is_a_file_is_said(tmp_path, capsys):
     run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
-    assert export(run, run / "config.yaml" / "out") == 1
-    assert "is a file and not a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export(run, run / "config.yaml" / "out")
+    assert "config.yaml is a file; expected a folder" in capsys.readouterr().err
 
 
 class Refusing(BaseHTTPRequestHandler):

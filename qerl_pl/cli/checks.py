@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from qerl_pl.common.run_folder import LAST
 from qerl_pl.rewards.base import Judge
@@ -102,6 +101,8 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
             raise ValueError(f"trainer.callbacks has {path}, which does not work here: {OTHER_TRAINING[name]}")
         key = path if path.startswith("callbacks.") else number
         if key in found:
+            from lightning.pytorch.utilities.rank_zero import rank_zero_info  # not before a run needs it
+
             rank_zero_info(f"trainer.callbacks has {path} more than once: the settings of the last count")
         found[key] = callback
     return list(found.values())

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.base.digest import base_digest
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.base.quantization import Quantization
 from qerl_pl.memory.shape import checkpoint_shape
@@ -78,7 +79,8 @@ def test_the_command_says_what_it_leaves_out(whole, tmp_path, capsys):
 
 
 def test_an_export_names_the_text_model_that_its_adapter_fits(whole, tmp_path):
-    run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128))
+    digest = base_digest(Path(prepared_base(str(whole))))
+    run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128), digest=digest)
     assert command(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
     named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == prepared_base(str(whole)) != str(whole)
