@@ -126,7 +126,7 @@ def test_rows_without_adapter_in_a_mixed_batch_do_not_get_it(started):
 @pytest.mark.vllm
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
 def test_a_temperature_that_vllm_would_change_is_refused(started, temperature):
-    with pytest.raises(ValueError, match=f"temperature .* is {temperature}"):
+    with pytest.raises(ValueError, match=rf"temperature.* is {temperature}"):
         started.generate(PROMPTS, Sampling(2, max_tokens=4, temperature=temperature), seed=1)
 
 
