@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -43,12 +44,13 @@ _TOKENS = (
     rf"{_HEADER}(?:\w{{1,20}}/)?(?P<role>{_THINKING}){_HEADER_END}"
     rf"|(?P<role_end>{_HEADER}(?:assistant|model|answer|final|response){_HEADER_END})",
     r"<\|channel\|>(?P<harmony>analysis|commentary)[^<>]{0,80}<\|message\|>"
-    r"|(?P<harmony_end>(?:<\|end\|>)?\s{0,4}(?:<\|start\|>assistant)?<\|channel\|>final[^<>]{0,80}<\|message\|>)",
+    r"|(?P<harmony_end>(?:<\|end\|>\s{0,4})?(?:<\|start\|>assistant)?<\|channel\|>final[^<>]{0,80}<\|message\|>)",
 )
-_FIRST = r"(?=<[\s/\w|\uff5c]|[\[\u25c1\s])"  # for speed: most brackets in formulas begin no mark
-_MARK = re.compile(f"{_FIRST}(?:{'|'.join((_SPELT, *_TOKENS))})", re.IGNORECASE)
+_MARK = re.compile("|".join((_SPELT, *_TOKENS)), re.IGNORECASE)
 _THINK = r"(?-i:<(?P<spelt_end>/?)(?:seed:)?(?P<spelt>think)>)"
-_THINK_OR_TOKEN = re.compile(f"{_FIRST}(?:{'|'.join((_THINK, *_TOKENS))})", re.IGNORECASE)
+_THINK_OR_TOKEN = re.compile("|".join((_THINK, *_TOKENS)), re.IGNORECASE)
+_BRACKET = re.compile(r"[<\[\u25c1](?=[\s/\w|\uff5c])")  # the first character of a mark; a search for it is fast
+_NUM_KEPT = 1024  # texts of which the marks are kept, because every reward asks for them
 _LONGEST = 200  # characters of a mark, and of the white space after it
 
 
@@ -61,6 +63,7 @@ class Thoughts(NamedTuple):
     """Whether the text ends within thoughts."""
 
 
+@lru_cache(_NUM_KEPT)
 def thoughts_of(text: str) -> Thoughts:
     """Find the end of a text's thoughts. A mark of another kind within thoughts does not count."""
     end, are_open = 0, False
@@ -75,6 +78,7 @@ def is_mark(text: str) -> bool:
     return _MARK.fullmatch(text) is not None
 
 
+@lru_cache(_NUM_KEPT)
 def in_one_form(text: str) -> str:
     """Write the marks that are tokens of some family, such as ``[THINK]``, as ``<think>`` and ``</think>``, and leave
     out marks of another kind within thoughts. Tags that models write as ordinary text, such as ``<reasoning>``, stay as
@@ -97,8 +101,12 @@ def opening_at_the_end(text: str) -> str:
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
     """Yield the marks in a text, each with ``OPEN``, ``CLOSE``, or an empty text if it is of another kind than the mark
     that opened the thoughts around it."""
-    opened = None
-    for mark in pattern.finditer(text):
+    opened, end = None, 0
+    for bracket in _BRACKET.finditer(text):
+        mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None
+        if mark is None:
+            continue
+        end = mark.end()
         found = {name for name, text in mark.groupdict().items() if text}
         closes = any("_end" in name for name in found)
         words = (f"{_BRACKETS.get(group, group)} {mark[group].lower()}" for group in _WORDS if group in found)
