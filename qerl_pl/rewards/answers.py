@@ -7,13 +7,16 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from qerl_pl.rewards.number_words import NUMBER_WORD
+
 Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
 _HASH = re.compile(
     r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)"
-    r"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d)[A-Z]"
+    rf"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d|(?i:{NUMBER_WORD.pattern}[\w -]*\W*?(?:\n|\Z))"
+    r"|(?i:(?:the )?(?:final )?answer\b[^\n]*\bis\b))[A-Z]"
     r"|\d+[.):][ \t]))(\S[^\n]*)"
 )
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
@@ -24,36 +27,47 @@ _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
-# "or maybe" between two boxes: neither is the answer alone
-_BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*")
+# "or maybe" between two boxes, or nothing: neither is the answer alone
+_BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
 # What a reader does not see, or sees crossed out.
 _HIDDEN = (
     r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment"
-    r"|textcolor\s*(?:\{\s*white|\[rgb\]\s*\{\s*1\s*,\s*1\s*,\s*1)\s*\})\s*\{"
+    r"|colorbox\s*\{\s*black\s*\}\s*|scalebox\s*\{\s*0[.0]*\s*\}|resizebox\s*\{\s*0[^{}]*\}\s*\{[^{}]*\}"
+    r"|texttransparent\s*\{\s*0[.0]*\s*\}|textcolor\s*(?:\{\s*white|\[rgb\]\s*\{\s*1\s*,\s*1\s*,\s*1)\s*\})\s*\{"
 )
 _UNSEEN = re.compile(
     rf"(?P<open>{_HIDDEN})"
     r"|(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
     r"|\\begin\{comment\}(?:(?!\\begin\{comment)(?s:.))*?\\end\{comment\}|\\iffalse\b(?:(?!\\iffalse)(?s:.))*?\\fi\b"
     r"|<(?P<element>\w+)[^<>]{0,200}?(?:\bhidden\b|display\s*:\s*none)[^<>]{0,200}>[^<]*</(?P=element)>"
-    r"|\\color\s*\{\s*white\s*\}[^{}]*(?:\{[^{}]*\})?"
+    r"|\\(?:color\s*\{\s*white|fontsize\s*\{\s*0[^{}]*\}\s*\{[^{}]*|transparent\s*\{\s*0[.0]*)\s*\}[^{}]*(?:\{[^{}]*\})?"
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
     r"|(?P<brace>\\.|[{}])"
 )
-# A denial in front of a box, with at most four words between ("not equal to", "is not the value"), or behind it.
+# A denial in front of a box, with at most four words between ("not equal to", "is not the value"), or a clause that is
+# called false ("it is wrong that the answer is").
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
+_FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
+_NOT_TRUE = (
+    rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|an? (?:\w+ )?(?:mistake|error|lie|trap|myth))"
+)
 _DENIED_BEFORE = re.compile(
     r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
-    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260)[\s$(\[*\\]*$",
+    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260|(?<!or )\b{_FALSE}\s*:"
+    rf"|\b{_NOT_TRUE} (?:to [a-z]+|that)\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){{0,7}})"
+    r"[\s$(\[*\\]*$",
     re.IGNORECASE,
 )
+_IS = r"(?:(?:is|was|would be|seems|turns out to be|must be)\s+|(?<=\w)'s\s+|(?<=\w)\s*isn't\s+)"
 _DENIED_BEHIND = re.compile(
-    r"[\s$)\]*\\]*(?:(?:,\s*(?:which|that)\s+)?(?:is|was|would be|can't be|cannot be|isn't)\s+"
-    r"(?:not (?:the|an?|my|our|correct|right|valid|possible|it|what)\b"
-    r"|(?:clearly |obviously |also )?(?:wrong|incorrect|false|invalid|impossible)\b)"
-    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b)",
+    r"[\s$)\]*\\,;\u2014-]*(?:(?:but|though|although|however|yet|and|which|that|it|no|wait)\b,?\s*){0,4}"
+    rf"(?:{_IS}(?:not (?:the|an?|my|our|it|what)\b|(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b))"
+    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b)"
+    # in the next sentence
+    rf"|[\s$)\]*\\.!;,\u2014-]*(?:but |no,? |wait,? |oh,? )*th(?:at|is)(?: answer| value| result)?\s*{_IS}{_NOT_TRUE}\b"
+    r"(?!\s+(?:to|that|for)\b)",
     re.IGNORECASE,
 )
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -111,8 +125,8 @@ def last_boxed(text: str) -> str | None:
 
 def _denied(text: str, box: tuple[int, int, str]) -> bool:
     start, end, _ = box
-    before = text[max(0, start - 60) : start]
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 60]) is not None
+    before = text[max(0, start - 90) : start]
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 90]) is not None
 
 
 def seen(text: str) -> str:
