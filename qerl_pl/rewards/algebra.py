@@ -187,7 +187,8 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 
 def is_rounded(exact: str, decimal: str) -> bool:
-    """Tell whether ``decimal`` is ``exact`` up to a unit of its last digit; of expressions with unknowns it may be."""
+    """Tell whether ``decimal`` is ``exact`` rounded or truncated at its last digit; of expressions with unknowns it may
+    be."""
     value, near = _parse(exact), _parse(decimal)
     if not isinstance(value, Expr) or not isinstance(near, Expr):
         return False
@@ -198,8 +199,10 @@ def is_rounded(exact: str, decimal: str) -> bool:
         return False
     zeros = len(digits[1]) - len(digits[1].rstrip("0"))
     unit = Fraction(1, 10 ** len(digits[2])) if digits[2] else Fraction(10 ** min(zeros, len(digits[1]) - 1))
-    difference = _magnitude(value - near)
-    return difference is not None and difference <= Rational(unit.numerator, unit.denominator)
+    difference, step = _magnitude(value - near), Rational(unit.numerator, unit.denominator)
+    if difference is None or difference > step:
+        return False
+    return bool(difference <= step / 2 or abs(near) <= abs(value.evalf(15)))
 
 
 def _magnitude(number: Expr) -> Expr | None:

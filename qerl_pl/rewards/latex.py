@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from typing import NamedTuple
 
 from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.number_words import in_digits
-from qerl_pl.rewards.numbers import ascii_digits
-from qerl_pl.rewards.units import denies, names_unit
+from qerl_pl.rewards.numbers import ascii_digits, exact_number
+from qerl_pl.rewards.units import Unit, denies, names_unit, unit_of
 
 _UNICODE = str.maketrans(
     {
@@ -108,7 +110,9 @@ _END_OF_VALUE = r"(?=\s*(?:$|[,;)\]]|\\text\{|\s(?:and|or)\s))"
 _TRAILING = re.compile(rf"(?:(?<=[\d}})\]%])|(?<=pi))(?P<gap>\s*)(?P<words>{_WORDS}){_END_OF_VALUE}")
 _SYMBOLS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])")  # letters of formulas
 _UPRIGHT = re.compile(r"\\(?:text|math\w+|mbox)\{[^{}]*\}")
-_COMPOUND = re.compile(r"(?<=\d)\s*(?:hours?|hrs?|minutes?|days?|weeks?|feet|foot|ft|dollars?)\b\s*(?:and\s*)?(?=\d)")
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_QUANTITY = re.compile(r"(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:/\s*)?[A-Za-z][A-Za-z.^{}\d/ *'-]*)$", re.DOTALL)
+_NEXT_UNIT = re.compile(r"(?<=[A-Za-z.])\s*,?\s+(?:and\s+)?(?=\d)")
 _POWER = r"(?:\^\s*(?:\{\s*(?:\\text\{\s*)?-?\d\s*\}{1,2}|-?\d))?"
 _TEXT_UNIT = re.compile(
     rf"(?:(?<=[\d}})%.])|(?<=[A-Za-z])(?=\s*\\text\{{\s))\s*(?:(?:[/*]|\\cdot)\s*)?\\text\{{(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}{_POWER}"
@@ -126,6 +130,8 @@ _ORDINAL = re.compile(
 _OR_ASIDE = re.compile(r"(?<=\d)\s*\(\s*(?:or|and)\b\s*([^()]*)\)")  # 0.6 (or 60\%)
 _ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m|in)\s*\]")
 _UNION = re.compile(r"\\\{(?:(?!\\\}|[|<>]).)*\\\}(?:\s*\\cup\s*\\\{(?:(?!\\\}|[|<>]).)*\\\})+")
+_ENTRY = r"\s*([-+]?\s*(?:\d+(?:/\d+)?|\\frac\{\d+\}\{\d+\})?)\s*(?:\\(?:hat|vec|bar)\s*)?\{?\s*"
+_IN_BASIS = re.compile(rf"{_ENTRY}i\s*\}}?{_ENTRY}j\s*\}}?(?:{_ENTRY}k\s*\}}?)?")
 _NESTED = re.compile(r"^\[((?:\s*\[[^\[\]()]*\]\s*,?){2,})\]$")
 _INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # French notation: ]1,2] is (1,2]
 _PREFIX = re.compile(
@@ -134,8 +140,72 @@ _PREFIX = re.compile(
     r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice)\b[,: ]*)+)\s*:?\s*(?=\S)",
     re.IGNORECASE,
 )
+_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
+
+
+class Quantity(NamedTuple):
+    """A value with a unit of the table in ``units``."""
+
+    value: str
+    unit: Unit
+    certain: bool
+    """False where the unit may be a product of variables, as in ``2m`` and ``2mg``."""
+
+    def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
+        """Return the value in another unit, of which ``ratio`` times a power of pi make one of this unit."""
+        if ratio == 1 and not power_of_pi:
+            return self.value
+        name, equals, value = self.value.rpartition("=")
+        number = exact_number(value)
+        if number:
+            ratio, value = ratio * number.value, "1"
+        scaled = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
+        scaled = scaled if number else f"{scaled}\\cdot ({value})"
+        return f"{name}{equals}{scaled}" + (f"\\cdot \\pi^{{{power_of_pi}}}" if power_of_pi else "")
+
+
+def quantity(text: str) -> Quantity | None:
+    """Read an answer such as ``6\\text{ cm}``, ``$5`` or ``2 hours 30 minutes`` (in the first of its units) as a value
+    and a unit of the table; None for any other text, such as a list of quantities."""
+    text = _unwrap(text)
+    money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
+    money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
+    plain = _commands(re.sub(r"\u2030|\\text(?:perthousand|permil)\b|\\permil\b|\bbasis points?\b", _share, money))
+    certain = money != text or "\\circ" in plain or "degrees" in plain or "\\text" in plain
+    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\\text)?\s*\{?\s*([CF]\b)?\s*\}?", r" degrees \1", plain)
+    plain = re.sub(r"degrees (?=C|F|[Cc]elsius|[Ff]ahrenheit)", "", plain)
+    plain = re.sub(r"(?<=[\d})])\s*\\frac\s*\{([^{}\d\\]+)\}\s*\{([^{}\d\\]+)\}", r" \1/\2", _TEXT.sub(r" \1 ", plain))
+    plain = re.sub(r"\\mu\s*(?=[A-Za-z])", "u", re.sub(r"\\Omega(?![A-Za-z])", "ohm", plain))
+    plain = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", " ", re.sub(r"(?<!\\)\$|\\[()]", " ", plain)).strip(" .")
+    parts = [_QUANTITY.match(join_thousands(part.strip())) for part in _NEXT_UNIT.split(plain)]
+    units = [unit_of(part["unit"]) if part else None for part in parts]
+    first, unit = parts[0], units[0]
+    if first is None or unit is None or None in units:
+        return None
+    if len(parts) == 1:
+        certain = certain or re.search(r"\s+[A-Za-z]{2}|[A-Za-z]{4}", plain[first.end("value") :]) is not None
+        single = len(split_top(first["value"], SEPARATOR)) == 1 and first["value"].count("{") == first["value"].count(
+            "}"
+        )
+        return Quantity(first["value"].strip(), unit, certain) if single else None
+    total = Fraction(0)
+    for part, each in zip(parts, units, strict=True):
+        number, ratio = exact_number(part["value"]) if part else None, each.per(unit) if each else None
+        if number is None or ratio is None or ratio[1]:
+            return None
+        total += number.value * ratio[0]
+    sizes = [each.size for each in units if each]
+    return (
+        Quantity(f"\\frac{{{total.numerator}}}{{{total.denominator}}}", unit, True)
+        if sizes == sorted(set(sizes))[::-1]
+        else None
+    )
+
+
+def _share(name: re.Match[str]) -> str:
+    return " bp" if name[0].startswith("basis") else " permille"
 
 
 def normalize(text: str, other: str = "") -> str:
@@ -159,6 +229,7 @@ def normalize(text: str, other: str = "") -> str:
     text = text.replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
     text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
+    text = re.sub(rf"^((?:\\text\{{)?)\s*(\d{{1,2}})\s+(?:of )?({_MONTHS})\b", r"\1\3 \2", text)
     text = re.sub(r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
     text = re.sub(
@@ -168,14 +239,10 @@ def normalize(text: str, other: str = "") -> str:
         r"\^\s*(?:\{\s*(?:\\text\{\s*T\s*\}|\\top|\\intercal)\s*\}|\\top|\\intercal|\\text\{\s*T\s*\})", "^T", text
     )
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
-    text = re.sub(r"(?<=[\d}])\s*(?:\\text\{\s*\}\s*)?\\mu\s*\\text\{\s*(?=[A-Za-z]{1,2}\s*\})", r"\\text{u", text)
-    if "\\Omega" not in other:
-        text = re.sub(r"(?<=\d)\s*[kM]?(?:\\Omega|\\text\{\s*\\Omega\s*\})$", "", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = _unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))
     text = text if "\\" in text else _said_once(in_digits(text))
-    text = _COMPOUND.sub(" ", text)
     variables = {letter for run in _SYMBOLS.findall(_UPRIGHT.sub("", other)) for letter in run}
     text = _TRAILING.sub(lambda found: _without_unit(found, variables), text).strip().rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
@@ -188,9 +255,14 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(?<=\))\s*\^\s*(?:T|\{\s*T\s*\})$", "", text)  # (1, 2)^T is a column
     text = re.sub(r"^[(\[]\s*(\\begin\{pmatrix\}.*\\end\{pmatrix\})\s*[)\]]$", r"\1", text, flags=re.DOTALL)
     text = _NESTED.sub(_matrix, text)
+    if "pmatrix" in other:
+        text = _column(basis) if (basis := _IN_BASIS.fullmatch(text)) else text
     if _UNION.fullmatch(text):
         text = re.sub(r"\\\}\s*\\cup\s*\\\{", ", ", text)
     text = re.sub(r"^(.*)\\neq\s*\\pm\s*([^,;]+)$", r"\1\\neq \2, \1\\neq -\2", text)
+    text = re.sub(r"(?<=\})\s*-\s*(?=\\\{)", r"\\setminus ", text)  # of sets
+    text = re.sub(r"^([a-z])\s*\\neq\s*([^,;]+)(?:[,;]|\band\b)\s*([^,;<>=\\]+)$", r"\1\\neq \2, \1\\neq \3", text)
+    text = re.sub(r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1", text)  # a segment
     text = re.sub(r"(\w+)(?:\s*\\|\s)choose\s*(\w+)", r"\\binom{\1}{\2}", text)
     script = r"(?:\{(\w+)\}|(\d+|[a-z]))"
     text = re.sub(rf"\bC_{script}\s*\^{script}", r"\\binom{\1\2}{\3\4}", text)
@@ -214,6 +286,13 @@ def _without_unit(found: re.Match[str], variables: set[str]) -> str:
 
 def _without_prefix(found: re.Match[str]) -> str:
     return found[0] if denies(found[0]) else ""
+
+
+def _column(basis: re.Match[str]) -> str:
+    """Rewrite ``i-2j`` as a column."""
+    entries = [entry.strip() for entry in basis.groups() if entry is not None]
+    body = "\\\\".join(f"{entry}1" if entry in ("", "+", "-") else entry for entry in entries)
+    return f"\\begin{{pmatrix}}{body}\\end{{pmatrix}}"
 
 
 def _matrix(nested: re.Match[str]) -> str:
@@ -264,7 +343,11 @@ def nesting(text: str) -> int:
 def _commands(text: str) -> str:
     """Replace synonymous LaTeX commands by one of them, Unicode symbols by commands, and spacing commands by blanks."""
     if not text.isascii():
-        text = ascii_digits(re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text).translate(_UNICODE))
+        text = ascii_digits(
+            re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]")).translate(
+                _UNICODE
+            )
+        )
     for pattern, command in _PLAIN:
         text = pattern.sub(command, text)
     text = _ROW_SPACING.sub(r"\\\\", text)
@@ -279,6 +362,7 @@ def _commands(text: str) -> str:
     for names, name in _NAMES.items():
         text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
     text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants e and i in upright type
+    text = re.sub(r"\\text\{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp)\s*\}", r"\\\1 ", text)
     text = re.sub(r"\\operatorname\*?\{\s*([A-Za-z]+)\s*\}", _function, text)
     text = re.sub(r"\\(?:wedge|land)(?![A-Za-z])", " and ", re.sub(r"\\(?:vee|lor)(?![A-Za-z])", " or ", text))
     text = re.sub(r"\{([,:])\}", r"\1", text)

@@ -1,8 +1,9 @@
-"""Read whole numbers below a million in English words."""
+"""Read whole numbers below a million in English words, and those in Chinese characters."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 _TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
@@ -32,12 +33,33 @@ NUMBER_WORD = re.compile(
 )
 
 
+_HALF = re.compile(r"(?<![\d.,/])(\d+) and (?:a|one) half\b", re.IGNORECASE)
+CHINESE = re.compile(
+    "[\u96f6\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07\u4ebf]+"
+)
+
+
 def in_digits(text: str) -> str:
-    """Replace whole numbers written as English words by digits; a text with digits or fractions in words is not
-    changed."""
+    """Replace whole numbers written in words by digits, and "2 and a half" by 2.5; another text with digits or
+    fractions in words is not changed."""
+    text = _HALF.sub(r"\1.5", text)
     if re.search(r"\d", text) or PART.search(text):
         return text
     return _WHOLE.sub(lambda match: str(_value(match.group().lower())), text)
+
+
+def chinese_number(characters: re.Match[str]) -> str:
+    """Write a number in Chinese characters in digits."""
+    total = below_10000 = digit = 0
+    for character in characters[0]:
+        size = 2 if character == "\u4e24" else int(unicodedata.numeric(character))
+        if size < 10:
+            digit = size
+        elif size < 10_000:
+            below_10000, digit = below_10000 + (digit or 1) * size, 0
+        else:
+            total, below_10000, digit = (total + (below_10000 + digit or 1)) * size, 0, 0
+    return str(total + below_10000 + digit)
 
 
 def _value(words: str) -> int:

@@ -7,7 +7,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from qerl_pl.rewards.number_words import in_digits
+from qerl_pl.rewards.number_words import CHINESE, chinese_number, in_digits
 from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
@@ -25,7 +25,7 @@ _NUMBER = re.compile(
     rf"(?P<top>{_DECIMAL})"
     rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
     rf"(?:\s*(?:x|\*)\s*10\s*\^\s*\{{?(?P<exponent>[-+]?\d+)\}}?)?"
-    rf"(?:\s*(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
+    rf"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)\b)?"
     rf"(?P<percent>\s*(?:%|per\s?cent\b))?",
     re.IGNORECASE,
 )
@@ -212,7 +212,7 @@ def ascii_digits(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power.group())}}}", text)
     text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
-    return "".join(str(unicodedata.decimal(char, char)) for char in text)
+    return CHINESE.sub(chinese_number, "".join(str(unicodedata.decimal(char, char)) for char in text))
 
 
 def _signed(plain: str) -> str:

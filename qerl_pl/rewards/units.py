@@ -7,22 +7,63 @@ in total"). All other words leave the answer unread, because they may change it 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from fractions import Fraction
+from typing import NamedTuple
 
 from qerl_pl.rewards.number_words import NUMBER_WORD, PART
 
-# Symbols of the SI with their prefixes, and other symbols, codes of currencies and abbreviations.
+
+class Unit(NamedTuple):
+    """A unit of measurement, as a multiple of the base units of its dimension."""
+
+    size: Fraction
+    dimension: tuple[tuple[str, int], ...]
+    """Base units and their exponents; empty for a part of a whole, such as permille."""
+    radians: int
+    """Exponent of the radian, of which ``size`` leaves out the factor of 1 / pi."""
+
+    def per(self, other: Unit) -> tuple[Fraction, int] | None:
+        """Divide two units: the ratio, and the exponent of pi in it; None if they measure different things."""
+        if self.dimension != other.dimension:
+            return None
+        return self.size / other.size, other.radians - self.radians
+
+
+# Names of units, the size of each, and the units in which this size is given. Units with a star may have a prefix.
+_UNITS = """
+m* meter* metre* 1 length; in inch inches 0.0254 m; ft foot feet 12 in; yd yard 3 ft; mi mile 5280 ft
+g* gram* gramme* 1 mass; t tonne 1000 kg; lb pound 0.45359237 kg; oz ounce 1/16 lb; ton 2000 lb
+s* second* 1 time; sec 1 s; min minute 60 s; h hr hour 60 min; d day 24 h; wk week 7 d
+mo month 1 months; yr year 12 mo; decade 10 yr; century centuries 100 yr
+N* newton* 1 kg m/s^2; J* joule* 1 N m; W* watt* 1 J/s; Wh* 3600 J; Hz* hertz* 1 /s; Pa* pascal* 1 N/m^2
+A* amp* ampere* 1 current; V* volt* 1 W/A; ohm* 1 V/A; mol* mole* 1 substance; eV* 1 electronvolts; cal* calorie* 1 heat
+L* l* liter* litre* 0.001 m^3; cc 1 cm^3; gal gallon 231 in^3; qt quart 1/4 gal; pt pint 1/8 gal; cup 1/16 gal
+ha hectare 10000 m^2; acre 4840 yd^2; mph 1 mi/h; kph kmh kmph 1 km/h; fps 1 ft/s; rpm 1 rotations/min
+deg degree 1 angle; rad* radian* 180 angle; C celsius 1 celsius; F fahrenheit 1 fahrenheit; K kelvin 1 kelvin
+bit* 1 information; B* byte* 8 bit; bps* 1 bit/s; atm 101325 Pa; bar 100000 Pa; psi 1 psi; dB 1 decibel
+cent 1 money; penny pennies pence 1 cent; dollar USD 100 cent; euro EUR 1 euros
+permille 0.001; bp 0.0001
+"""
+_PREFIXES = dict(zip("kMGTcdmunp", (3, 6, 9, 12, -2, -1, -3, -6, -9, -12), strict=True))
+_PREFIX_NAMES = {
+    "kilo": 3,
+    "mega": 6,
+    "giga": 9,
+    "hecto": 2,
+    "centi": -2,
+    "deci": -1,
+    "milli": -3,
+    "micro": -6,
+    "nano": -9,
+}
+# Other symbols, codes of currencies and abbreviations, and names and plurals that do not end in "s" of what is counted.
 _SYMBOL = re.compile(
-    r"(?:[kMGTcdmnpu\u03bc]|\\mu ?)?(?:m|g|s|N|J|W|V|A|Hz|Pa|L|l|mol|eV|Wh)|[kMGT]?(?:cal|bps|bit)|[kKMGT]i?B|[KCFhd]"
-    r"|in|ft|yd|mi|oz|lbs?|pt|qt|gal|hrs?|mins?|secs?|wks?|mos?|yrs?|mph|kph|kmh?|fps|rpm|rad|deg|ha|cc|psi|atm|bar|dB"
-    r"|ppm|px|pts?|[ap]\.?m\.?|[AP]\.?M\.?|o'clock|USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?"
+    r"[KMGT]i?B|[ap]\.?m\.?|[AP]\.?M\.?|AD|CE|o'clock|pts|ppm|px|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?"
 )
-# Names of units and plurals that do not end in "s"; regular plurals are known by their ending.
 _NAME = re.compile(
-    r"(?:kilo|centi|milli|deci|micro|nano|mega|giga|hecto)?(?:met(?:er|re)|gram(?:me)?|lit(?:er|re)|second|newton|joule"
-    r"|watt|volt|amp(?:ere)?|ohm|pascal|byte|bit|calorie|hertz|mole)|minute|hour|day|week|month|year|decade|century"
-    r"|inch|foot|feet|yard|mile|acre|hectare|ounce|pound|ton|tonne|gallon|pint|cup|degree|radian|celsius|fahrenheit"
-    r"|kelvin|dollar|cent|euro|yen|yuan|won|rupee|penny|pence|unit|point|piece|way|solution|root|time|person|people"
-    r"|children|men|women|teeth|mice|sheep|fish|deer",
+    r"yen|yuan|won|rupee|unit|point|piece|way|solution|root|time|person|people|children|men|women|teeth|mice|sheep|fish"
+    r"|deer",
     re.IGNORECASE,
 )
 _PLURAL = re.compile(r"(?!.*(?:ss|us|is)$)[a-z]{2,}s", re.IGNORECASE)
@@ -33,13 +74,16 @@ _AFTER_NAME = re.compile(
     r"|altogether|more|day|week|month|year|hour"
 )
 _ALONE = re.compile(r"in|total|altogether|left|more|remaining")
-# Words that deny or change a number next to them, those that bound a number behind them, and verbs.
+# Words that deny or change a number next to them, prepositions that say what the number behind them is not, and verbs.
 _DENIES = re.compile(
     r"not?|never|none|neither|nor|cannot|\w+n't|without|except|excluding|besides|but|unless|or|either|maybe|perhaps"
     r"|almost|nearly|than|least|most|wrong|incorrect|false|invalid|error|mistake|impossible|rather|instead|half|twice"
     r"|thrice|double|triple|plus|minus|divided|multiplied|squared|cubed|factorial|root|sqrt|log|ln|sin|cos|tan"
 )
-_BOUNDS = re.compile(r"times|over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after")
+_BOUNDS = re.compile(
+    r"times|over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after|unlike|like|despite|versus|vs|near"
+    r"|towards?|past|since|until|till|off|against|short|far|from|around|opposite|upto|beside|lacks|misses"
+)
 _VERBS = re.compile(
     r"is|are|was|were|be|been|am|ha[sd]|have|does|did?|do|will|would|can|could|should|may|might|must|equals?|fails"
     r"|misses|exceeds|th(?:is|at|ese|ose)|hi[st]|hers|its|theirs|as|if|and|so"
@@ -95,4 +139,54 @@ def _any(pattern: re.Pattern[str], words: list[str]) -> bool:
 def _is_name(token: str) -> bool:
     """Tell whether a word is a unit or its power, or a plural."""
     known = any(pattern.fullmatch(token) for pattern in (_SYMBOL, _NAME, _PLURAL, _POWER))
-    return known or _NAME.fullmatch(token.removesuffix("s")) is not None
+    return known or _known_unit(token) is not None or _NAME.fullmatch(token.removesuffix("s")) is not None
+
+
+def unit_of(words: str) -> Unit | None:
+    """Return the unit that the words directly behind a number begin with, as in "km/h", "square feet of carpet" or "N
+    m"; None if the words do more than name it, or if it is not in the table."""
+    return _product(words) if names_unit(words) else None
+
+
+def _product(words: str) -> Unit | None:
+    size, powers, radians, found = Fraction(1), Counter[str](), 0, False
+    sign = power = 1
+    tokens = re.findall(r"/|[A-Za-z]+(?:\.(?=[\s/]|$))?(?:\s*\^\s*\{?\s*-?\d|[23]\b)?", words)
+    for place, token in enumerate(tokens):
+        name, exponent = re.fullmatch(r"(/|[A-Za-z]+)\.?\W*?(-?\d)?", token).groups()  # pyright: ignore
+        if name in ("/", "per") and powers != {"money": 1}:
+            sign = -1
+        elif _POWER.fullmatch(name):
+            power = 3 if name.lower().startswith("cu") else 2
+        else:
+            unit = None if name == "in" and tokens[place + 1 : place + 2] not in ([], ["/"]) else _known_unit(name)
+            if unit is None:
+                break
+            power *= sign * int(exponent or 1)
+            size *= unit.size**power
+            radians += unit.radians * power
+            powers.update({base: each * power for base, each in unit.dimension})
+            sign, power, found = 1, 1, True
+    dimension = tuple(sorted((base, each) for base, each in powers.items() if each))
+    return Unit(size, dimension, radians) if found and sign == power == 1 else None
+
+
+def _known_unit(token: str) -> Unit | None:
+    token = token.replace("\u03bc", "u").replace("\\mu", "u").rstrip(".")
+    for name in (token, token.lower() if len(token) > 3 else token):
+        unit = _TABLE.get(name) or (_TABLE.get(name.removesuffix("s")) if len(name) > 2 else None)
+        if unit:
+            return unit
+    return None
+
+
+_TABLE: dict[str, Unit] = {}
+for _line in re.split(r"[;\n]\s*", _UNITS.strip()):
+    *_names, _size, _of = re.fullmatch(r"(.*?) ([\d./]+)(.*)", _line).groups()  # pyright: ignore
+    _base = _product(_of) or Unit(Fraction(1), ((_of.strip(), 1),) if _of else (), 0)
+    _unit = _base._replace(size=_base.size * Fraction(_size), radians=int(_line.startswith("rad")))
+    for _name in _names[0].split():
+        _TABLE[_name.rstrip("*")] = _unit
+        if _name.endswith("*"):
+            for _prefix, _power in (_PREFIX_NAMES if len(_name) > 4 and _name[0].islower() else _PREFIXES).items():
+                _TABLE[_prefix + _name.rstrip("*")] = _unit._replace(size=_unit.size * Fraction(10) ** _power)

@@ -88,11 +88,10 @@ def test_no_set_is_scored_worse_than_the_documents_say(scorers, name):
 
 
 @pytest.mark.parametrize(
-    ("reward", "paid", "lost"), [("gsm8k", 1, 5), pytest.param("math", 27, 23, marks=pytest.mark.slow)]
+    ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.slow)]
 )
 def test_no_more_probes_of_a_hostile_reader_are_misread_than_before(scorers, reward, paid, lost):
-    # Written without looking at the scorers. The bounds are what is misread now; a mend lowers them. A third of the
-    # wrong answers that are paid have another unit than the known answer (6 cm, 6 kg): units are ignored by rule.
+    # Written without looking at the scorers. The bounds are what is misread now; a mend lowers them.
     rows = [row for row in read_cases("probes") if row["reward"] == reward]
     assert len(rows) > 400
     misread = confusion(scorers[reward], rows)[1]
