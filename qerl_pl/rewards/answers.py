@@ -15,8 +15,8 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
 _HASH = re.compile(
     r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)"
-    rf"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d|(?i:{NUMBER_WORD.pattern}[\w -]*\W*?(?:\n|\Z))"
-    r"|(?i:(?:the )?(?:final )?answer\b[^\n]*\bis\b))[A-Z]"
+    rf"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d|(?i:{NUMBER_WORD.pattern}[\w -]{{0,40}}\W{{0,9}}(?:\n|\Z))"
+    r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b))[A-Z]"
     r"|\d+[.):][ \t]))(\S[^\n]*)"
 )
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
@@ -51,21 +51,26 @@ _FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|er
 _NOT_TRUE = (
     rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|an? (?:\w+ )?(?:mistake|error|lie|trap|myth))"
 )
+_CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){0,7}"
 _DENIED_BEFORE = re.compile(
     r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
     rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260|(?<!or )\b{_FALSE}\s*:"
-    rf"|\b{_NOT_TRUE} (?:to [a-z]+|that)\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){{0,7}})"
+    rf"|(?<!not )(?<!n't )\b{_NOT_TRUE} (?:that|(?<!possible )to [a-z]+|for(?=[^.,;]* (?:be|equal)\b)){_CLAUSE}"
+    rf"|\b(?:an?|the|one) (?:\w+ )?{_FALSE} (?:answer|value|result|solution|guess|choice) (?:is|was|\w+ be)\b"
+    r"|\b(?:no|nobody|none)\b(?: \w+){0,3} (?:should|would)(?: [a-z]+){1,2})"
     r"[\s$(\[*\\]*$",
     re.IGNORECASE,
 )
-_IS = r"(?:(?:is|was|would be|seems|turns out to be|must be)\s+|(?<=\w)'s\s+|(?<=\w)\s*isn't\s+)"
+_IS = r"(?:(?:is|was|would be|seems|turns out to be|must be)\s+|(?<=\w)'s\s+)"
 _DENIED_BEHIND = re.compile(
     r"[\s$)\]*\\,;\u2014-]*(?:(?:but|though|although|however|yet|and|which|that|it|no|wait)\b,?\s*){0,4}"
     rf"(?:{_IS}(?:not (?:the|an?|my|our|it|what)\b|(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b))"
     r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b)"
-    # in the next sentence
+    # after a comma, and in the next sentence
+    rf"|[^.!?\n]{{0,60}}?\b(?:but|yet|though|although|however),? (?:it|th(?:at|is)|which)\s*{_IS}{_NOT_TRUE}\b"
+    r"(?!\s+(?:to|that|for)\b)"
     rf"|[\s$)\]*\\.!;,\u2014-]*(?:but |no,? |wait,? |oh,? )*th(?:at|is)(?: answer| value| result)?\s*{_IS}{_NOT_TRUE}\b"
     r"(?!\s+(?:to|that|for)\b)",
     re.IGNORECASE,
@@ -125,8 +130,8 @@ def last_boxed(text: str) -> str | None:
 
 def _denied(text: str, box: tuple[int, int, str]) -> bool:
     start, end, _ = box
-    before = text[max(0, start - 90) : start]
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 90]) is not None
+    before = text[max(0, start - 100) : start]
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 100]) is not None
 
 
 def seen(text: str) -> str:

@@ -6,7 +6,6 @@ Only the verifier's worker processes may import this module, because algebra can
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,19 +18,9 @@ from qerl_pl.rewards.algebra import (
     is_readable,
     is_rounded,
 )
-from qerl_pl.rewards.latex import (
-    SEPARATOR,
-    Quantity,
-    join_thousands,
-    letters,
-    nesting,
-    normalize,
-    quantity,
-    split_top,
-    without_choice,
-)
+from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
-from qerl_pl.rewards.units import unit_of
+from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
@@ -56,9 +45,6 @@ _NAMED_INTERVAL = re.compile(r"^[a-z]\s*(?=\[[^\[\]()]*,[^\[\]()]*[)\]]$|\([^\[\
 _CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(\s*\\?mod\b)[^,;]*$")
 _MONEY = re.compile(r"\\\$|\b(?:USD|dollars?|euros?)\b|[\u20ac\u00a3]")
-_DEGREE, _RADIAN = unit_of("degrees"), unit_of("radians")
-_TEMPERATURES = {unit_of("celsius"), unit_of("fahrenheit")}
-assert _RADIAN is not None
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
@@ -80,7 +66,7 @@ def judge(gold: str, answer: str) -> Verdict:
     for one, other in ((gold, found), (answer, known)):
         if _MONEY.search(one) and "\\%" in other:
             return Verdict(0.0, "a percentage is no amount of money")
-    values = _in_one_unit(gold, answer)
+    values = in_one_unit(gold, answer)
     if values is None:
         return Verdict(0.0, f"{answer!r} measures something else than {gold!r}")
     if values != (gold, answer):
@@ -95,34 +81,6 @@ def judge(gold: str, answer: str) -> Verdict:
     except Unreadable as error:
         return Verdict(None, str(error), "known_answer")
     return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
-
-
-def _in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the values of two answers in the unit of the known one, as far as their units are in the table; None if
-    these measure different things. An answer without a unit is in that of the known one; where only the known one has
-    none, and is a number, the unit is dropped."""
-    known, found = (_shared_out(quantity(side), side) for side in (gold, answer))
-    if isinstance(known, str) and isinstance(found, Quantity):
-        if found.unit == _DEGREE and "\\pi" in known:
-            known = Quantity(known, _RADIAN, certain=True)
-        elif not _LETTER.search(_COMMAND.sub("", known)):
-            return known, found.value
-    if not (isinstance(known, Quantity) and isinstance(found, Quantity)):
-        compound = isinstance(known, Quantity) and known.value not in gold
-        return (known if isinstance(known, str) else known.value if compound else gold), (
-            found if isinstance(found, str) else answer
-        )
-    if not (known.certain or found.certain):
-        return gold, answer
-    ratio = found.unit.per(known.unit)
-    if _DEGREE in (known.unit, found.unit) and {known.unit, found.unit} & _TEMPERATURES:
-        ratio = Fraction(1), 0  # degrees, of which one answer leaves open what they measure
-    return None if ratio is None else (known.value, found.times(*ratio))
-
-
-def _shared_out(found: Quantity | None, text: str) -> Quantity | str:
-    """Write a part of a whole, such as permille, as a number, and any other text than a quantity as it is."""
-    return text if found is None else found if found.unit.dimension else found.times(found.unit.size)
 
 
 def _readings(gold: str, found: str) -> list[str]:
@@ -233,11 +191,8 @@ def _group(text: str) -> _Group:
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
-    if (
-        re.fullmatch(r"\\\{.*[^{ ].*\\\}", text, re.S)
-        and "\\emptyset" not in text
-        and len(split_top(text, SEPARATOR)) == 1
-    ):
+    in_braces = text.startswith("\\{") and text.endswith("\\}") and "\\emptyset" not in text
+    if in_braces and len(split_top(text, SEPARATOR)) == 1:
         return _Group("{}", list(dict.fromkeys(_values(text[2:-2]))))
     if text[:1] in "([" and text[-1:] in ")]" and len(text) > 2:
         items = split_top(text[1:-1], ",|;")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
-from typing import NamedTuple
 
 from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.number_words import in_digits
-from qerl_pl.rewards.numbers import ascii_digits, exact_number
-from qerl_pl.rewards.units import Unit, denies, names_unit, unit_of
+from qerl_pl.rewards.numbers import ascii_digits
+from qerl_pl.rewards.units import denies, names_unit
 
 _UNICODE = str.maketrans(
     {
@@ -110,13 +108,9 @@ _END_OF_VALUE = r"(?=\s*(?:$|[,;)\]]|\\text\{|\s(?:and|or)\s))"
 _TRAILING = re.compile(rf"(?:(?<=[\d}})\]%])|(?<=pi))(?P<gap>\s*)(?P<words>{_WORDS}){_END_OF_VALUE}")
 _SYMBOLS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])")  # letters of formulas
 _UPRIGHT = re.compile(r"\\(?:text|math\w+|mbox)\{[^{}]*\}")
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_QUANTITY = re.compile(r"(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:/\s*)?[A-Za-z][A-Za-z.^{}\d/ *'-]*)$", re.DOTALL)
-_NEXT_UNIT = re.compile(r"(?<=[A-Za-z.])\s*,?\s+(?:and\s+)?(?=\d)")
 _POWER = r"(?:\^\s*(?:\{\s*(?:\\text\{\s*)?-?\d\s*\}{1,2}|-?\d))?"
 _TEXT_UNIT = re.compile(
     rf"(?:(?<=[\d}})%.])|(?<=[A-Za-z])(?=\s*\\text\{{\s))\s*(?:(?:[/*]|\\cdot)\s*)?\\text\{{(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}{_POWER}"
-    rf"|(?<=[\d}})])\s*\\frac\{{\s*\\text\{{(?P<top>[^{{}}]*)\}}\s*\}}\{{\s*\\text\{{(?P<bottom>[^{{}}]*)\}}{_POWER}\s*\}}$"
 )
 _DEGREES_IN_FUNCTION = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)"
@@ -130,8 +124,9 @@ _ORDINAL = re.compile(
 _OR_ASIDE = re.compile(r"(?<=\d)\s*\(\s*(?:or|and)\b\s*([^()]*)\)")  # 0.6 (or 60\%)
 _ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m|in)\s*\]")
 _UNION = re.compile(r"\\\{(?:(?!\\\}|[|<>]).)*\\\}(?:\s*\\cup\s*\\\{(?:(?!\\\}|[|<>]).)*\\\})+")
-_ENTRY = r"\s*([-+]?\s*(?:\d+(?:/\d+)?|\\frac\{\d+\}\{\d+\})?)\s*(?:\\(?:hat|vec|bar)\s*)?\{?\s*"
-_IN_BASIS = re.compile(rf"{_ENTRY}i\s*\}}?{_ENTRY}j\s*\}}?(?:{_ENTRY}k\s*\}}?)?")
+_BASIS = re.compile(
+    r"\s*([-+]?)\s*(\d+(?:/\d+)?|\\frac\{\d+\}\{\d+\})?\s*(?:\\(?:hat|vec|bar)\s*)?\{?\s*([ijk])\s*\}?\s*"
+)
 _NESTED = re.compile(r"^\[((?:\s*\[[^\[\]()]*\]\s*,?){2,})\]$")
 _INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # French notation: ]1,2] is (1,2]
 _PREFIX = re.compile(
@@ -145,69 +140,6 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 
-class Quantity(NamedTuple):
-    """A value with a unit of the table in ``units``."""
-
-    value: str
-    unit: Unit
-    certain: bool
-    """False where the unit may be a product of variables, as in ``2m`` and ``2mg``."""
-
-    def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return the value in another unit, of which ``ratio`` times a power of pi make one of this unit."""
-        if ratio == 1 and not power_of_pi:
-            return self.value
-        name, equals, value = self.value.rpartition("=")
-        number = exact_number(value)
-        if number:
-            ratio, value = ratio * number.value, "1"
-        scaled = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
-        scaled = scaled if number else f"{scaled}\\cdot ({value})"
-        return f"{name}{equals}{scaled}" + (f"\\cdot \\pi^{{{power_of_pi}}}" if power_of_pi else "")
-
-
-def quantity(text: str) -> Quantity | None:
-    """Read an answer such as ``6\\text{ cm}``, ``$5`` or ``2 hours 30 minutes`` (in the first of its units) as a value
-    and a unit of the table; None for any other text, such as a list of quantities."""
-    text = _unwrap(text)
-    money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
-    money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
-    plain = _commands(re.sub(r"\u2030|\\text(?:perthousand|permil)\b|\\permil\b|\bbasis points?\b", _share, money))
-    certain = money != text or "\\circ" in plain or "degrees" in plain or "\\text" in plain
-    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\\text)?\s*\{?\s*([CF]\b)?\s*\}?", r" degrees \1", plain)
-    plain = re.sub(r"degrees (?=C|F|[Cc]elsius|[Ff]ahrenheit)", "", plain)
-    plain = re.sub(r"(?<=[\d})])\s*\\frac\s*\{([^{}\d\\]+)\}\s*\{([^{}\d\\]+)\}", r" \1/\2", _TEXT.sub(r" \1 ", plain))
-    plain = re.sub(r"\\mu\s*(?=[A-Za-z])", "u", re.sub(r"\\Omega(?![A-Za-z])", "ohm", plain))
-    plain = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", " ", re.sub(r"(?<!\\)\$|\\[()]", " ", plain)).strip(" .")
-    parts = [_QUANTITY.match(join_thousands(part.strip())) for part in _NEXT_UNIT.split(plain)]
-    units = [unit_of(part["unit"]) if part else None for part in parts]
-    first, unit = parts[0], units[0]
-    if first is None or unit is None or None in units:
-        return None
-    if len(parts) == 1:
-        certain = certain or re.search(r"\s+[A-Za-z]{2}|[A-Za-z]{4}", plain[first.end("value") :]) is not None
-        single = len(split_top(first["value"], SEPARATOR)) == 1 and first["value"].count("{") == first["value"].count(
-            "}"
-        )
-        return Quantity(first["value"].strip(), unit, certain) if single else None
-    total = Fraction(0)
-    for part, each in zip(parts, units, strict=True):
-        number, ratio = exact_number(part["value"]) if part else None, each.per(unit) if each else None
-        if number is None or ratio is None or ratio[1]:
-            return None
-        total += number.value * ratio[0]
-    sizes = [each.size for each in units if each]
-    return (
-        Quantity(f"\\frac{{{total.numerator}}}{{{total.denominator}}}", unit, True)
-        if sizes == sorted(set(sizes))[::-1]
-        else None
-    )
-
-
-def _share(name: re.Match[str]) -> str:
-    return " bp" if name[0].startswith("basis") else " permille"
-
-
 def normalize(text: str, other: str = "") -> str:
     """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
 
@@ -217,19 +149,19 @@ def normalize(text: str, other: str = "") -> str:
     Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
     result differ only in notation or units; answers with different results may still be equal.
     """
-    text = _commands(text)
-    text = _unwrap(text)
+    text = commands(text)
+    text = unwrap(text)
     text = re.sub(r"(?<!\\)\$\s*([,;])\s*\$", r"\1 ", text)
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
-    text = _unwrap(text)
+    text = unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
     text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|per\s?cent)\s*\}|\bper\s?cent\b", r"\\%", text)
     half = r"\s*([ap])\.?\s?m\b\.?\s*"
     text = re.sub(rf"(?<=\d)\s*(?:\\text\{{{half}\}}|{half})", _half_of_day, text, flags=re.IGNORECASE)
     text = text.replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
-    text = _ORDINAL.sub("", _QUALIFIER.sub("", _ARROW.split(text)[-1]))
-    text = re.sub(rf"^((?:\\text\{{)?)\s*(\d{{1,2}})\s+(?:of )?({_MONTHS})\b", r"\1\3 \2", text)
+    text = _ORDINAL.sub("", _QUALIFIER.sub(_closed, _ARROW.split(text)[-1]))
+    text = re.sub(rf"^((?:\\text\{{)?)\s*(?:the )?(\d{{1,2}})\s+(?:of )?({_MONTHS})\b", r"\1\3 \2", text)
     text = re.sub(r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
     text = re.sub(
@@ -241,7 +173,7 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    text = _unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))
+    text = unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))
     text = text if "\\" in text else _said_once(in_digits(text))
     variables = {letter for run in _SYMBOLS.findall(_UPRIGHT.sub("", other)) for letter in run}
     text = _TRAILING.sub(lambda found: _without_unit(found, variables), text).strip().rstrip("\\")
@@ -255,8 +187,8 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(?<=\))\s*\^\s*(?:T|\{\s*T\s*\})$", "", text)  # (1, 2)^T is a column
     text = re.sub(r"^[(\[]\s*(\\begin\{pmatrix\}.*\\end\{pmatrix\})\s*[)\]]$", r"\1", text, flags=re.DOTALL)
     text = _NESTED.sub(_matrix, text)
-    if "pmatrix" in other:
-        text = _column(basis) if (basis := _IN_BASIS.fullmatch(text)) else text
+    if "pmatrix" in other and text and not _BASIS.sub("", text):
+        text = _column(text, size=other.count("\\\\") + 1)
     if _UNION.fullmatch(text):
         text = re.sub(r"\\\}\s*\\cup\s*\\\{", ", ", text)
     text = re.sub(r"^(.*)\\neq\s*\\pm\s*([^,;]+)$", r"\1\\neq \2, \1\\neq -\2", text)
@@ -271,9 +203,14 @@ def normalize(text: str, other: str = "") -> str:
     return join_thousands(_fractions(text)).strip()
 
 
+def _closed(qualifier: re.Match[str]) -> str:
+    """Return the brace that ends the text in which a qualifier stands, as in ``\\text{No, because } 2<3``."""
+    before = qualifier.string[: qualifier.start()]
+    return "}" * (before.count("{") - before.count("}"))
+
+
 def _without_text_unit(found: re.Match[str]) -> str:
-    words = found["words"] if found["words"] is not None else f"{found['top']}/{found['bottom']}"
-    words = re.sub(r"^\s*\((.*)\)\s*$", r"\1", words)
+    words = re.sub(r"^\s*\((.*)\)\s*$", r"\1", found["words"])
     return " " if names_unit(words) and not re.fullmatch(r"\s*(?:[ap]m)?\s*", words) else found[0]
 
 
@@ -288,10 +225,10 @@ def _without_prefix(found: re.Match[str]) -> str:
     return found[0] if denies(found[0]) else ""
 
 
-def _column(basis: re.Match[str]) -> str:
-    """Rewrite ``i-2j`` as a column."""
-    entries = [entry.strip() for entry in basis.groups() if entry is not None]
-    body = "\\\\".join(f"{entry}1" if entry in ("", "+", "-") else entry for entry in entries)
+def _column(text: str, size: int) -> str:
+    """Rewrite ``i-2j`` as a column of ``size`` entries."""
+    entries = {name: f"{sign}{value or 1}" for sign, value, name in _BASIS.findall(text)}
+    body = "\\\\".join(entries.get(name, "0") for name in "ijk"[:size])
     return f"\\begin{{pmatrix}}{body}\\end{{pmatrix}}"
 
 
@@ -340,14 +277,11 @@ def nesting(text: str) -> int:
     return most
 
 
-def _commands(text: str) -> str:
+def commands(text: str) -> str:
     """Replace synonymous LaTeX commands by one of them, Unicode symbols by commands, and spacing commands by blanks."""
     if not text.isascii():
-        text = ascii_digits(
-            re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]")).translate(
-                _UNICODE
-            )
-        )
+        text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
+        text = ascii_digits(text.translate(_UNICODE))
     for pattern, command in _PLAIN:
         text = pattern.sub(command, text)
     text = _ROW_SPACING.sub(r"\\\\", text)
@@ -384,7 +318,7 @@ def _rows(environment: re.Match[str]) -> str:
     return ", ".join(row.replace("&", " ").strip(" ,") for row in environment[2].split("\\\\") if row.strip())
 
 
-def _unwrap(text: str) -> str:
+def unwrap(text: str) -> str:
     """Remove math delimiters, ``\\boxed``, ``\\text``, bold or quotes around the whole answer, and a full stop at its
     end."""
     while True:

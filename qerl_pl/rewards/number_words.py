@@ -33,7 +33,7 @@ NUMBER_WORD = re.compile(
 )
 
 
-_HALF = re.compile(r"(?<![\d.,/])(\d+) and (?:a|one) half\b", re.IGNORECASE)
+_HALF = re.compile(rf"(?<![\d.,/])(?:(\d+)|{_WHOLE.pattern}) and (?:a|one) half\b", re.IGNORECASE)
 CHINESE = re.compile(
     "[\u96f6\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07\u4ebf]+"
 )
@@ -42,7 +42,7 @@ CHINESE = re.compile(
 def in_digits(text: str) -> str:
     """Replace whole numbers written in words by digits, and "2 and a half" by 2.5; another text with digits or
     fractions in words is not changed."""
-    text = _HALF.sub(r"\1.5", text)
+    text = _HALF.sub(lambda match: f"{match[1] or _value(match[0].lower().rpartition(' and ')[0])}.5", text)
     if re.search(r"\d", text) or PART.search(text):
         return text
     return _WHOLE.sub(lambda match: str(_value(match.group().lower())), text)

@@ -82,7 +82,7 @@ _DENIES = re.compile(
 )
 _BOUNDS = re.compile(
     r"times|over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after|unlike|like|despite|versus|vs|near"
-    r"|towards?|past|since|until|till|off|against|short|far|from|around|opposite|upto|beside|lacks|misses"
+    r"|towards?|past|since|until|till|off|against|short|far|from|around|opposite|upto|lacks|misses"
 )
 _VERBS = re.compile(
     r"is|are|was|were|be|been|am|ha[sd]|have|does|did?|do|will|would|can|could|should|may|might|must|equals?|fails"
@@ -111,7 +111,9 @@ def names_unit(words: str) -> bool:
     head = next((place for place, token in enumerate(tokens[:3]) if _is_name(token.rstrip(",!"))), None)
     if head is None or _any(_AFTER_NAME, lower[:head]):
         return False
-    while head + 1 < len(tokens) and _is_name(tokens[head + 1]):  # "tennis balls", "N m"
+    while (
+        head + 1 < len(tokens) and _is_name(tokens[head + 1]) and not _LINK.fullmatch(tokens[head + 1])
+    ):  # "tennis balls", "N m"
         head += 1
     return head + 1 == len(tokens) or _AFTER_NAME.fullmatch(lower[head + 1]) is not None
 
@@ -174,19 +176,19 @@ def _product(words: str) -> Unit | None:
 def _known_unit(token: str) -> Unit | None:
     token = token.replace("\u03bc", "u").replace("\\mu", "u").rstrip(".")
     for name in (token, token.lower() if len(token) > 3 else token):
-        unit = _TABLE.get(name) or (_TABLE.get(name.removesuffix("s")) if len(name) > 2 else None)
+        unit = TABLE.get(name) or (TABLE.get(name.removesuffix("s")) if len(name) > 2 else None)
         if unit:
             return unit
     return None
 
 
-_TABLE: dict[str, Unit] = {}
+TABLE: dict[str, Unit] = {}
 for _line in re.split(r"[;\n]\s*", _UNITS.strip()):
     *_names, _size, _of = re.fullmatch(r"(.*?) ([\d./]+)(.*)", _line).groups()  # pyright: ignore
     _base = _product(_of) or Unit(Fraction(1), ((_of.strip(), 1),) if _of else (), 0)
     _unit = _base._replace(size=_base.size * Fraction(_size), radians=int(_line.startswith("rad")))
     for _name in _names[0].split():
-        _TABLE[_name.rstrip("*")] = _unit
+        TABLE[_name.rstrip("*")] = _unit
         if _name.endswith("*"):
             for _prefix, _power in (_PREFIX_NAMES if len(_name) > 4 and _name[0].islower() else _PREFIXES).items():
-                _TABLE[_prefix + _name.rstrip("*")] = _unit._replace(size=_unit.size * Fraction(10) ** _power)
+                TABLE[_prefix + _name.rstrip("*")] = _unit._replace(size=_unit.size * Fraction(10) ** _power)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qerl_pl.rewards.equivalence import judge
-from qerl_pl.rewards.latex import quantity
+from qerl_pl.rewards.quantities import quantity
 from qerl_pl.rewards.units import unit_of
 
 NAMES = ("cm", "mm", "km", "inches", "feet", "kg", "mg", "pounds", "minutes", "hours", "days", "m/s", "km/h", "mph")

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl_pl.rewards import unmarked
+from qerl_pl.rewards.answers import last_hash
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.numbers import last_number
 from qerl_pl.rewards.unmarked import answer_alone, final_part, last_math, stated_answer
@@ -159,10 +160,11 @@ def test_reading_never_fails(text):
 
 
 @pytest.mark.parametrize(
-    "unit", ["Q:\n", "answer is ", "**", "$x$ and ", "( ", "<think>", "\\boxed{1}\nQ:\n", "#### 1\nQ: "]
+    "unit",
+    ["Q:\n", "answer is ", "**", "$x$ and ", "( ", "<think>", "\\boxed{1}\nQ:\n", "#### 1\nQ: ", "#### The answer "],
 )
 @pytest.mark.timeout(100)  # a second if time is linear in the text, an hour if it is quadratic
 def test_a_long_text_is_read_in_time(unit):
     text = unit * (1_000_000 // len(unit))
-    for find in (own_turn, stated_answer, last_math, answer_alone, last_number):
+    for find in (own_turn, stated_answer, last_math, answer_alone, last_number, last_hash):
         find(text)

@@ -1,0 +1,104 @@
+"""Compare answers with units, such as ``6\\text{ cm}`` and ``60 mm``, by the table of ``units``."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from qerl_pl.rewards.latex import SEPARATOR, commands, join_thousands, split_top, unwrap
+from qerl_pl.rewards.numbers import exact_number
+from qerl_pl.rewards.units import TABLE, Unit, unit_of
+
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_QUANTITY = re.compile(r"(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:/\s*)?[A-Za-z][A-Za-z.^{}\d/ *'-]*)$", re.DOTALL)
+_NEXT_UNIT = re.compile(r"(?<=[A-Za-z.])\s*,?\s+(?:and\s+)?(?=\d)")
+_DEGREE, _RADIAN = TABLE["degree"], TABLE["radian"]
+_TEMPERATURES = {TABLE["celsius"], TABLE["fahrenheit"]}
+
+
+class Quantity(NamedTuple):
+    """A value with a unit of the table in ``units``."""
+
+    value: str
+    unit: Unit
+    certain: bool
+    """False where the unit may be a product of variables, as in ``2m`` and ``2mg``."""
+
+    def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
+        """Return the value in another unit, of which ``ratio`` times a power of pi make one of this unit."""
+        if ratio == 1 and not power_of_pi:
+            return self.value
+        name, equals, value = self.value.rpartition("=")
+        number = exact_number(value)
+        if number:
+            ratio, value = ratio * number.value, "1"
+        scaled = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
+        scaled = scaled if number else f"{scaled}\\cdot ({value})"
+        return f"{name}{equals}{scaled}" + (f"\\cdot \\pi^{{{power_of_pi}}}" if power_of_pi else "")
+
+
+def quantity(text: str) -> Quantity | None:
+    """Read an answer such as ``6\\text{ cm}``, ``$5`` or ``2 hours 30 minutes`` (in the first of its units) as a value
+    and a unit of the table; None for any other text, such as a list of quantities."""
+    text = unwrap(text)
+    money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
+    money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
+    money = re.sub(r"\u2030|\\(?:text)?permil(?![A-Za-z])|\\textperthousand", " permille", money)
+    plain = commands(re.sub(r"\bbasis points?\b", "bp", money))
+    certain = money != text or "\\circ" in plain or "degrees" in plain or "\\text" in plain
+    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\\text)?\s*\{?\s*([CF]\b)?\s*\}?", r" degrees \1", plain)
+    plain = re.sub(r"degrees (?=C|F|[Cc]elsius|[Ff]ahrenheit)", "", plain)
+    plain = re.sub(
+        r"(?<=[\d})])\s*\\frac\s*\{\s*([A-Za-z][^{}\\]*)\}\s*\{\s*([A-Za-z][^{}\\]*)\}",
+        r" \1/\2",
+        _TEXT.sub(r" \1 ", plain),
+    )
+    plain = re.sub(r"\\mu\s*(?=[A-Za-z])", "u", re.sub(r"\\Omega(?![A-Za-z])", "ohm", plain))
+    plain = re.sub(r"(?<=[A-Za-z])\s*\\cdot\s*(?=[A-Za-z])", " ", re.sub(r"(?<!\\)\$|\\[()]", " ", plain)).strip(" .")
+    parts = [_QUANTITY.match(join_thousands(part.strip())) for part in _NEXT_UNIT.split(plain)]
+    units = [unit_of(part["unit"]) if part else None for part in parts]
+    first, unit = parts[0], units[0]
+    if first is None or unit is None or None in units:
+        return None
+    if len(parts) == 1:
+        certain = certain or re.search(r"\s+[A-Za-z]{2}|[A-Za-z]{4}", plain[first.end("value") :]) is not None
+        value = first["value"].strip()
+        single = len(split_top(value, SEPARATOR)) == 1 and value.count("{") == value.count("}")
+        return Quantity(value, unit, certain) if single else None
+    total = Fraction(0)
+    for part, each in zip(parts, units, strict=True):
+        number, ratio = exact_number(part["value"]) if part else None, each.per(unit) if each else None
+        if number is None or ratio is None or ratio[1]:
+            return None
+        total += number.value * ratio[0]
+    sizes, value = [each.size for each in units if each], f"\\frac{{{total.numerator}}}{{{total.denominator}}}"
+    return Quantity(value, unit, True) if sizes == sorted(set(sizes))[::-1] else None
+
+
+def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the values of two answers in the unit of the known one, as far as their units are in the table; None if
+    these measure different things. An answer without a unit is in that of the known one; where only the known one has
+    none, and is a number, the unit is dropped."""
+    known, found = (_shared_out(quantity(side), side) for side in (gold, answer))
+    if isinstance(known, str) and isinstance(found, Quantity):
+        if found.unit == _DEGREE and "\\pi" in known:
+            known = Quantity(known, _RADIAN, certain=True)
+        elif not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", known)):
+            return known, found.value
+    if not (isinstance(known, Quantity) and isinstance(found, Quantity)):
+        compound = isinstance(known, Quantity) and known.value not in gold
+        return (known if isinstance(known, str) else known.value if compound else gold), (
+            found if isinstance(found, str) else answer
+        )
+    if not (known.certain or found.certain):
+        return gold, answer
+    ratio = found.unit.per(known.unit)
+    if _DEGREE in (known.unit, found.unit) and {known.unit, found.unit} & _TEMPERATURES:
+        ratio = Fraction(1), 0  # degrees, of which one answer leaves open what they measure
+    return None if ratio is None else (known.value, found.times(*ratio))
+
+
+def _shared_out(found: Quantity | None, text: str) -> Quantity | str:
+    """Write a part of a whole, such as permille, as a number, and any other text than a quantity as it is."""
+    return text if found is None else found if found.unit.dimension else found.times(found.unit.size)
