@@ -9,12 +9,14 @@ from typing import Literal, get_args
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer, seen
 from qerl_pl.rewards.numbers import MAX_ANSWER, NOTES, Number, last_number, leading_number, parse_number
+from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.turn import assistant_turn
 from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 
 _CURRENCY = re.compile("[$\u20ac\u00a3\u00a5]")
+_CENTS = re.compile(r"\bcents?\b", re.IGNORECASE)
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # an equation in unknowns is no number
 
 
@@ -22,10 +24,10 @@ class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
-    nor does a missing or added percent sign, if the known number is at least 1. A marked span that has other words or
-    numbers, such as "at least 5", is no answer. Text after the end of the model's own turn is not read
-    (``unmarked.own_turn``). A row is unscored if its known answer is neither a number nor a GSM8K solution that ends in
-    ``#### 72``.
+    except that cents are converted to a known answer in dollars, nor does a missing or added percent sign, if the known
+    number is at least 1. A marked span that has other words or numbers, such as "at least 5", is no answer. Text after
+    the end of the model's own turn is not read (``unmarked.own_turn``). A row is unscored if its known answer is
+    neither a number nor a GSM8K solution that ends in ``#### 72``.
 
     Args:
         marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
@@ -75,6 +77,9 @@ class NumericAnswer:
         text = own_turn(seen(text), self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(_bare(span))
+        if span and len(span) <= MAX_ANSWER and (found is None or (_CURRENCY.search(known) and _CENTS.search(span))):
+            values = in_one_unit(known, _bare(span))
+            found = None if values is None else parse_number(values[1])
         if span is None and self.fallback == "last_number":
             found = _unmarked_number(text)
         if found is None:
@@ -90,8 +95,9 @@ class MathAnswer:
 
     Only the marked answer of the model's own turn is compared (``unmarked.own_turn``): with the default marker a tagged
     answer, else the last box. Numbers, expressions, sets, intervals, points, matrices, equations, lists of values,
-    choices and words are compared in LaTeX and in plain form; units are ignored. The known answer may be a whole
-    solution that ends in a box or in ``####``. Values are compared exactly, with one exception: a decimal of at least
+    choices and words are compared in LaTeX and in plain form. Units are converted, as far as ``units`` has them, to
+    that of the known answer, and ignored if it has none. The known answer may be a whole solution that ends in a box or in
+    ``####``. Values are compared exactly, with one exception: a decimal of at least
     six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
     decimal's last digit. A percentage is a hundredth of its number, also where the known answer has no sign. The sides
     of an approximation such as ``1/3 \\approx 0.333`` have to agree.

@@ -1,4 +1,5 @@
-"""Tell which words next to a number leave its value as it is: units, things that are counted, and sentences around it.
+"""Tell which words next to a number leave its value as it is (units, things that are counted, and sentences around it),
+and convert units.
 
 Words behind a number are read only if they are a unit or a plural noun, with what it refers to ("miles per hour", "eggs
 in total"). All other words leave the answer unread, because they may change it in any way ("plus one", "is wrong").
@@ -111,10 +112,8 @@ def names_unit(words: str) -> bool:
     head = next((place for place, token in enumerate(tokens[:3]) if _is_name(token.rstrip(",!"))), None)
     if head is None or _any(_AFTER_NAME, lower[:head]):
         return False
-    while (
-        head + 1 < len(tokens) and _is_name(tokens[head + 1]) and not _LINK.fullmatch(tokens[head + 1])
-    ):  # "tennis balls", "N m"
-        head += 1
+    while head + 1 < len(tokens) and _is_name(tokens[head + 1]) and not _LINK.fullmatch(tokens[head + 1]):
+        head += 1  # "tennis balls", "N m"
     return head + 1 == len(tokens) or _AFTER_NAME.fullmatch(lower[head + 1]) is not None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qerl_pl.rewards.equivalence import judge
+from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.quantities import quantity
 from qerl_pl.rewards.units import unit_of
 
@@ -71,3 +72,18 @@ def test_units_are_compared_dropped_or_left_as_variables(known, given, score):
 @pytest.mark.parametrize("text", ["6", "6x", "6 and 8 cm", "3, 4 cm", r"\frac{1}{\sin 30^\circ}", "cm", "", "6 apples"])
 def test_what_is_not_one_value_with_a_unit_is_no_quantity(text):
     assert quantity(text) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "score"),
+    [
+        ("$25", "25 cents", 0),
+        ("$0.25", "25 cents", 1),
+        ("25", "25 cents", 1),
+        ("2.5", "2 hours and 30 minutes", 1),
+        ("18", "$18 per day", 1),
+        ("0.05", "50\u2030", 1),
+    ],
+)
+def test_the_numeric_reward_converts_units_too(known, given, score):
+    assert NumericAnswer().judge([f"<answer>{given}</answer>"], [known])[0].score == score
