@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from callbacks.rollout_evidence import GAP_FLOOR
 from qerl_pl.common.types import Completion
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import Sampling
@@ -100,8 +101,9 @@ def altered_and_scored(share: float) -> Callable[..., Any]:
 
 
 def growing_gap(engine: Any, policy: Policy) -> Any:
-    """Log-probabilities are off by 4e-5 nats, up and down in turns, and by 4 times as much in each further rollout."""
-    sizes = [4e-5 * 4**rollout for rollout in range(10)]
+    """Log-probabilities are off by 4 times the smallest gap that can be a jump (4e-5 nats in fp32), up and down in
+    turns, and by 4 times as much in each further rollout."""
+    sizes = [GAP_FLOOR[policy.dtype] * 4 ** (1 + rollout) for rollout in range(10)]
 
     def change(groups: Groups, engine: Any, prompts: Sequence[Sequence[int]]) -> Groups:
         size = sizes.pop(0) if len(groups[0]) > 1 else 0.0  # validation has one completion per prompt

@@ -1,8 +1,8 @@
 """Which faults of rollouts stop a run, and how many healthy rollouts do: python -m tests.correctness.faults
 
 Each fault of tests/callbacks/rollout_faults.py is put into the engine of a quickstart run of its own when one of the
-rollouts 2 to 7 begins, in turns; the run has to stop, or to warn, before the update of the first rollout that the
-fault changes. One JSON line per fault: "stopped" or "warned", in which rollout and with which words, or "silent".
+rollouts 2 to 7 begins, in turns; the run has to stop before the update of the first rollout that the fault changes. One
+JSON line per fault: "stopped", "warned" (of a gap) or "silent", in which rollout and with which words.
 `--healthy N` makes a run of N rollouts without a fault for each of five seeds, every other one with noise, and counts
 those that stop or warn; these lines also have the seconds of a step and of each check in it.
 
@@ -16,9 +16,9 @@ it in the same process, with an engine of its own.
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
 
 Of N processes, each can do a part: `--part 1/8` to `--part 8/8`. With `--healthy N`, each makes one run of N rollouts
-without a fault, with a seed of its own; those of even parts have noise. A fault is found if its run stops or warns in
-the rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
-`within_two`.
+without a fault, with a seed of its own; those of even parts have noise. A fault is found if its run stops in the
+rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
+`within_two`, and the runs that only warned as `warned`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,10 +56,11 @@ LATER = re.compile(
 )  # right in their first rollout, wrong after it
 NOISY = ("noise missing", "other noise")  # faults that need noise, which stage 0 does not have
 ROLLOUTS = 12  # of a run with a fault, from its beginning
+COUNTED = ("stopped", "warned", "silent")
 COMPLETIONS = 8  # per prompt in runs of a pretrained model
 ENGINES = {"transformers": "qerl_pl.rollout.hf.TransformersEngine", "vllm": "qerl_pl.rollout.vllm.VLLMEngine"}
-OF_SAMPLES = re.compile("the sampler's log-probabilities|more than chance explains")
-WARNINGS = re.compile(f"{OF_SAMPLES.pattern}|no group had a signal")
+OF_A_GAP = re.compile("the sampler's log-probabilities")
+WARNINGS = re.compile(f"{OF_A_GAP.pattern}|more than chance explains|no group had a signal")
 
 
 class RolloutFault(Callback):
@@ -139,10 +141,13 @@ def outcome(
         return heard_in(command, fault, at=at)
 
 
-def heard_in(
-    command: list[str], fault: str | None, *, at: int = AT, words: re.Pattern[str] = WARNINGS
-) -> dict[str, Any]:
-    """Run a command of the program, with a fault; returns whether it stopped or warned, when, and in which words."""
+def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str, Any]:
+    """Run a command of the program, with a fault; returns whether it stopped or warned, when, and in which words.
+
+    A run that stops counts as stopped, whatever it warned of before. With a fault, only the warning of a gap counts: a
+    policy that learns gives the others, too.
+    """
+    words = WARNINGS if fault is None else OF_A_GAP
     if fault is not None:
         command = [*command, "--trainer.callbacks+=tests.correctness.faults.RolloutFault"]
         command += [f"--trainer.callbacks.fault={fault}", f"--trainer.callbacks.at={at}"]
@@ -160,11 +165,12 @@ def heard_in(
             train.main(command)
         except (RuntimeError, ValueError) as error:
             heard = [*heard, (Watch.rollout, f"stopped: {error}")]
+    stops = [(rollout, said) for rollout, said in heard if said.startswith("stopped: ")]  # a warning may come before
     if not heard:
         return {"outcome": "silent", "rollout": None, "said": ""}
-    at, said = heard[0]
-    outcome = "stopped" if said.startswith("stopped: ") else "warned"
-    return {"outcome": outcome, "rollout": at, "said": said.removeprefix("stopped: ")[:400]}
+    rollout, said = (stops or heard)[0]
+    outcome = "stopped" if stops else "warned"
+    return {"outcome": outcome, "rollout": rollout, "said": said.removeprefix("stopped: ")[:400]}
 
 
 def sources(problems: Path) -> dict[str, str]:
@@ -175,9 +181,10 @@ def sources(problems: Path) -> dict[str, str]:
     }
 
 
-def digits(prompts: Sequence[Any], completions: Sequence[Completion]) -> list[float]:
-    """Share of digits in each completion: it differs in nearly every group, so that every update changes the policy."""
-    return [sum(map(str.isdigit, row.text)) / max(1, len(row.text)) for row in completions]
+def of_chance(prompts: Sequence[Any], completions: Sequence[Completion]) -> list[float]:
+    """A number in [0, 1] from each completion's checksum: it differs in every group, so that every update changes the
+    policy, and cannot be learned, so that lengths and rewards of a healthy run stay what they are."""
+    return [zlib.crc32(row.text.encode()) / 2**32 for row in completions]
 
 
 def aqn(num_stages: int) -> dict[str, Any]:
@@ -229,13 +236,12 @@ class OfRealModel:
             self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
-            # Short completions of an untrained model seldom earn anything, whatever the engine does.
             # A resumed engine starts with the adapter of AT, so the first update that can be lost is the one after it.
-            return heard_in(command, fault, at=AT + (fault == "lost update"), words=OF_SAMPLES)
+            return heard_in(command, fault, at=AT + (fault == "lost update"))
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
         """Do a run without a fault; returns what ``outcome`` does, and the seconds of ``shares``."""
-        return heard_in(self._command(f"without-{noise}", noise), None, words=OF_SAMPLES) | shares()
+        return heard_in(self._command(f"without-{noise}", noise), None) | shares()
 
     def _command(self, run: str, noise: bool) -> list[str]:
         callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
@@ -256,8 +262,8 @@ class OfRealModel:
                 "dtype": str(DTYPE).removeprefix("torch."),
                 "engine": {"class_path": ENGINES[self.engine], "init_args": sizes},
                 "sampling": {"num_completions": COMPLETIONS, "max_tokens": self.tokens, "temperature": 1.0},
-                # Faults that are about adapters have an effect only if the policy learns, and visibly.
-                "rewards": [{"name": "digits", "weight": 1.0, "reward": "tests.correctness.faults.digits"}],
+                # Faults that are about adapters have an effect only if every update changes the policy.
+                "rewards": [{"name": "of_chance", "weight": 1.0, "reward": "tests.correctness.faults.of_chance"}],
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": self.lr, "weight_decay": 0.0}},
             },
             "data": {
@@ -299,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=6, help="last rollout of a run of a pretrained model")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
     parser.add_argument("--tokens", type=int, default=256, help="longest completion of a pretrained model")
-    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of a pretrained model")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of a pretrained model")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
     faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})
@@ -355,10 +361,11 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
                 found = {"outcome": "not applicable", "rollout": None, "said": str(error)}
             lines.append({"appears": AT + bool(LATER.search(fault)), **found})
             emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
-    found = [line for line in lines if line["outcome"] in ("stopped", "warned")]
-    at_once, within_two = (sum(line["rollout"] <= line["appears"] + more for line in found) for more in (0, 1))
-    of = sum(line["outcome"] != "not applicable" for line in lines)
-    emit("faults found", shape, str(DTYPE), of=of, found=len(found), at_once=at_once, within_two=within_two)
+    stopped = [line for line in lines if line["outcome"] == "stopped"]
+    at_once, within_two = (sum(line["rollout"] <= line["appears"] + more for line in stopped) for more in (0, 1))
+    of, warned = (sum(line["outcome"] in names for line in lines) for names in (COUNTED, ("warned",)))
+    counts = {"of": of, "stopped": len(stopped), "at_once": at_once, "within_two": within_two, "warned": warned}
+    emit("faults found", shape, str(DTYPE), **counts)
 
 
 if __name__ == "__main__":
