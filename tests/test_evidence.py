@@ -231,6 +231,9 @@ class TestOrder:
         longer[0, :, 4:] += 10
         assert log_false_alarm(order_evidence(longer, torch.rand(longer.shape, generator=generator))) < math.log(1e-6)
         assert log_false_alarm(order_evidence(torch.ones_like(values), uniforms)) > math.log(1e-3)
+        half = self.drawn(generator)
+        half[1, ::2] = half[1, ::2].sort(dim=1, descending=True).values
+        assert log_false_alarm(order_evidence(half, uniforms)) < math.log(1e-6), "every other group is sorted"
 
 
 class TestChange:

@@ -37,6 +37,8 @@ REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
 """Least probability of what a group has not drawn yet; a smaller one counts as this much."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
+STEEPNESS = 4
+"""Exponent of the alternatives for sorted groups: ranks as of the largest, or smallest, of so many draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Completions of the same prompt that a completion may be a copy of."""
 
@@ -197,23 +199,26 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
     Independent draws may be in any order. The rank of each value among those before it in its group, divided by their
     number with ties broken at random, is therefore uniform in [0, 1] and independent of the earlier ranks. The
-    alternatives are the densities 1 + c (2 u - 1) for c of ``SLOPES``: later values are larger, or smaller, as when
-    completions were sorted to choose the shortest, or the later half has another adapter.
+    alternatives are the densities 1 + c (2 u - 1) for c of ``SLOPES``: later values are larger, or smaller, as when the
+    later half has another adapter; and k u^(k - 1) and k (1 - u)^(k - 1) with k = ``STEEPNESS``, for groups that are
+    sorted, as when the shortest were chosen.
 
     Args:
         values: [F, P, G] F numbers of each of P * G completions.
         uniforms: [F, P, G] independent uniform draws from [0, 1), which break ties.
 
     Returns:
-        Evidence for each share and alternative, [len(SHARES) * len(SLOPES) * F] in nats.
+        Evidence for each share and alternative, [len(SHARES) * (len(SLOPES) + 2) * F] in nats.
     """
     slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
-    found = values.new_zeros(len(SLOPES), *values.shape[:2], dtype=torch.float64)
+    found = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
     for place in range(1, values.shape[2]):
         own, earlier = values[:, :, place : place + 1], values[:, :, :place]
         ties = (earlier == own).sum(dim=2) + 1
         rank = ((earlier < own).sum(dim=2) + uniforms[:, :, place] * ties) / (place + 1)
-        found += (slopes * (2 * rank.double().clamp(1e-9, 1 - 1e-9) - 1)).log1p()
+        rank = rank.double().clamp(1e-9, 1 - 1e-9)
+        steep = math.log(STEEPNESS) + (STEEPNESS - 1) * torch.stack([rank.log(), (-rank).log1p()])
+        found += torch.cat([(slopes * (2 * rank - 1)).log1p(), steep])
     return in_shares(found.flatten(0, 1))
 
 
