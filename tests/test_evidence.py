@@ -113,13 +113,27 @@ class TestSampling:
             assert (found < math.log(level)).double().mean() <= level
         assert found.min() > math.log(1e-6)
 
-    @pytest.mark.parametrize(("temperature", "best"), [(1e-3, 0.25), (0.5, 0.5), (0.8, 0.8), (1.33, 1.3), (2.0, 2.0)])
+    @pytest.mark.parametrize(("temperature", "best"), [(1e-3, 0.25), (0.5, 0.5), (0.8, 0.8), (1.33, 1.33), (2.0, 2.0)])
     def test_tokens_of_another_temperature_are_seen_although_they_are_scored_at_1(self, temperature, best):
         generator = torch.Generator().manual_seed(2)
         logits = logits_of("usual", 2000, generator)
         found = measured(logits, logits / temperature, logits, generator)
         assert log_false_alarm(found) < math.log(1e-9)
         assert ALTERNATIVES[int(found.argmax())] == f"temperature x {best:g}"
+
+    def test_a_choice_of_the_likelier_half_is_seen_by_its_tokens(self):
+        generator = torch.Generator().manual_seed(12)
+        rows, length = 128, 150
+        logits = logits_of("usual", length, generator).double()  # the same for all rows, so that only draws differ
+        tokens = torch.multinomial(logits.softmax(1), 2 * rows, replacement=True, generator=generator)  # [length, 2 R]
+        logprobs = logits.log_softmax(1).gather(1, tokens)
+        likelier = logprobs.sum(0).argsort(descending=True)[:rows]
+        for which, is_seen in ((likelier, True), (torch.arange(rows), False)):
+            found = sum(
+                alternative_logprobs(logits, tokens[:, row], ENDS)[:, 1:].sum(0) - logprobs[:, row].sum()
+                for row in which.tolist()
+            )
+            assert (log_false_alarm(found) < math.log(1e-6)) == is_seen
 
     @pytest.mark.parametrize("mass", [0.8, 0.95])
     def test_a_nucleus_scored_afterwards_is_seen(self, mass):

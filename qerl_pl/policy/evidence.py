@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-POWERS = (0.5, 0.75, 1.25, 1.5, 2.0, 4.0)
+POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
+"""Those near 1 find what changes each token little and many tokens, as a choice of the likelier of some completions."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
 END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
 RANDOM = 0.02
 ALTERNATIVES = (
-    *(f"temperature x {1 / power:.2g}" for power in POWERS),
+    *(f"temperature x {1 / power:.3g}" for power in POWERS),
     *(f"top_p {mass:g}" for mass in NUCLEI),
     *(f"top_k {size}" for size in TOPS),
     *(f"end tokens {odds:g} times as likely" for odds in END_ODDS),
@@ -68,8 +69,12 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
     root, square = q.sqrt(), q.square()
     fourth_root = root.sqrt()  # products of roots instead of ``q.pow``, which is several times slower
-    below_one = [total(root), total(root * fourth_root)]
-    above_one = [total(q * fourth_root), total(q * root), total(square), total(square.square())]
+    eighth_root = fourth_root.sqrt()
+    sixteenth_root = eighth_root.sqrt()
+    below_one = [total(root), total(root * fourth_root), total(root * fourth_root * eighth_root)]
+    below_one.append(total(root * fourth_root * eighth_root * sixteenth_root))
+    above_one = [total(q * part) for part in (sixteenth_root, eighth_root, fourth_root, root)]
+    above_one += [total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
     columns = [own, *(power * own - mass.log() for power, mass in masses)]
     # In descending order of q, a token occupies the part [likelier, at_least] of the interval [0, 1]; tokens of equal q
