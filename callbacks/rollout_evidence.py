@@ -36,16 +36,20 @@ from qerl_pl.policy.evidence import (
 )
 from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
-from qerl_pl.rollout.measured import measure_some
+from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
 """Multiples of ``GAP_FLOOR``: rows differ more than rollouts, and logits more than log-probabilities."""
-JUMPS = {"gap": 1.0, "high_gap": 1.0, "logit_gap": 0.5}
-"""Multiples of ``max_jump``: differences of logits vary least from rollout to rollout."""
+JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
+"""Multiples of ``max_jump``: single rows vary most from rollout to rollout, and differences of logits least."""
 SURE_SIGMAS = 6.0
+FIRST = 2.0
+"""Multiple of the limits while the usual is an estimate from the trainer's own rounding errors."""
+ROUNDING_VARIES = 1.5
+"""Factor by which the quotient of gap and the trainer's own rounding errors may differ from that of the first rollout."""
 KINDS = (*FLOORS, "far_share")
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
@@ -86,11 +90,13 @@ class RolloutEvidence(Callback):
 
     - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
       run stops above ``max_gap`` or ``max_jump`` times the recent median, and warns above ``warn_jump`` times the
-      median. A large gap means that tokens or log-probabilities were altered or come from another policy.
+      median. A large gap means that tokens or log-probabilities were altered or come from another policy. A policy
+      that becomes less certain, or noise, may increase the gap, too. They increase the trainer's own rounding errors
+      as much. These are therefore measured before a jump counts, and what they explain is no jump.
     - ``evidence/high_gap`` is the mean |trainer - sampler| that a thirty-second of the rows reach, so that a few wrong
-      rows do not vanish among many. Its jumps count as those of the gap.
-    - ``evidence/logit_gap`` is the gap as a difference of logits (``qerl_pl.policy.jumps.logit_gap``), which does not
-      depend on how certain the policy is. The run stops above half of ``max_jump`` times the recent median.
+      rows do not vanish among many. The run stops above 1.5 times ``max_jump`` times the recent median.
+    - ``evidence/logit_gap`` is the gap as a difference of logits (``qerl_pl.policy.jumps.logit_gap``), which depends
+      little on how certain the policy is. The run stops above 0.8 times ``max_jump`` times the recent median.
     - ``evidence/far_share`` is the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8. The run stops if it exceeds 1/256.
     - ``evidence/other_sampling`` is evidence in nats that tokens of all rows, a quarter or a sixteenth were sampled in
@@ -126,7 +132,8 @@ class RolloutEvidence(Callback):
             evidence, and warns, for each of the four numbers. That of evidence holds for any model and any numerical
             difference between trainer and engine; that of the numbers for groups enough that means are normal.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
-        max_jump: multiple of the median gap of recent rollouts above which the run stops; null: it only warns.
+        max_jump: multiple of the median gap of recent rollouts above which the run stops, and twice as much in
+            the first two rollouts; null: it only warns.
         warn_jump: multiple of that median above which it warns.
         window: number of rollouts in that median.
         silent_rollouts: warn after every this many consecutive rollouts without a signal (every group's rewards were
@@ -142,7 +149,7 @@ class RolloutEvidence(Callback):
         trainer:
           callbacks+:
             - class_path: callbacks.rollout_evidence.RolloutEvidence
-              init_args: {max_tokens: 32768, warn_jump: 3.0, max_jump: 30.0}
+              init_args: {max_tokens: 32768, warn_jump: 3.0, max_jump: 10.0}
     """
 
     def __init__(
@@ -150,8 +157,8 @@ class RolloutEvidence(Callback):
         max_tokens: int = 16384,
         false_alarm: float = 1e-6,
         max_gap: float | None = None,
-        max_jump: float | None = 10.0,
-        warn_jump: float = 3.0,
+        max_jump: float | None = 3.0,
+        warn_jump: float = 2.0,
         window: int = 20,
         silent_rollouts: int = 5,
         remembered: int = 4096,
@@ -179,6 +186,7 @@ class RolloutEvidence(Callback):
         self.every = every
         self._evidence: dict[str, Tensor] = {}
         self._gaps: dict[str, list[float]] = {}
+        self._excess: dict[str, float] = {}
         self._numbers: dict[str, list[float]] = {}
         self._silent = 0
         self._seen: list[tuple[int, int]] = []
@@ -189,7 +197,7 @@ class RolloutEvidence(Callback):
         equal on all ranks."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         numbers = {"numbers": self._numbers, "silent": self._silent}
-        return {"evidence": evidence, "gaps": self._gaps, **numbers, "seen": seen}
+        return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +208,7 @@ class RolloutEvidence(Callback):
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
-        self._numbers = dict(state_dict["numbers"])
+        self._excess, self._numbers = dict(state_dict.get("excess", {})), dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
     @override
@@ -219,7 +227,7 @@ class RolloutEvidence(Callback):
             each[sampled].double().cpu() for each in (old, experience.sampler_logprobs)
         )
         found = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
-        self._check_gaps(found, OF_ALL, pl_module, index=outputs["rollout_index"])
+        self._check_gaps(found, OF_ALL, pl_module, outputs["rollout"].evaluation, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         """Check a rollout before the update; raises CheckFailed if its completions are no samples from the current
@@ -230,26 +238,29 @@ class RolloutEvidence(Callback):
         self._check_branches(pl_module, rollout.evaluation)
         if is_due(index, self.every):
             is_first = OF_THE_CHOSEN["gap"] not in self._gaps
-            measured = measure_some(
-                pl_module.policy,
-                rollout.evaluation,
-                pl_module.norm_noise,
-                temperature=pl_module.sampling.temperature,
-                max_model_len=pl_module.settings.max_model_len,
-                micro_batch_tokens=check_limit(pl_module.settings.longest_row),
-                max_tokens=self.max_tokens,
-                seed=derive_seed(pl_module.settings.seed, f"evidence/{pl_module.global_rank}", index),
-                other_rounding=is_first,
-            )
+            measured = self._measured(pl_module, rollout.evaluation, index, other_rounding=is_first)
             if is_first:  # what is usual is known before the first rollout: about the trainer's own rounding errors
                 usual = gaps_of(measured.trainer, measured.shaken, measured.rows)
                 for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
                     self._gaps[names[kind]] = [usual[kind]] * 2
             found = gaps_of(measured.trainer, measured.sampler, measured.rows)
-            self._check_gaps(found, OF_THE_CHOSEN, pl_module, index=index)
+            self._check_gaps(found, OF_THE_CHOSEN, pl_module, rollout.evaluation, index=index)
             self._check_sampling(measured.evidence, pl_module)
         self._warn_of_changes(rollout.evaluation, index)
         self._count_silence(rollout)
+
+    def _measured(self, pl_module: QeRLModule, batch: ScoredBatch, index: int, *, other_rounding: bool) -> Measured:
+        return measure_some(
+            pl_module.policy,
+            batch,
+            pl_module.norm_noise,
+            temperature=pl_module.sampling.temperature,
+            max_model_len=pl_module.settings.max_model_len,
+            micro_batch_tokens=check_limit(pl_module.settings.longest_row),
+            max_tokens=self.max_tokens,
+            seed=derive_seed(pl_module.settings.seed, f"evidence/{pl_module.global_rank}", index),
+            other_rounding=other_rounding,
+        )
 
     def _check_order(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
         rows = batch.completions
@@ -308,7 +319,13 @@ class RolloutEvidence(Callback):
         return math.exp(log_p)
 
     def _check_gaps(
-        self, found: Mapping[str, float], names: Mapping[str, str], pl_module: QeRLModule, *, index: int
+        self,
+        found: Mapping[str, float],
+        names: Mapping[str, str],
+        pl_module: QeRLModule,
+        batch: ScoredBatch,
+        *,
+        index: int,
     ) -> None:
         """Check what ``gaps_of`` returned; ``names`` maps the kinds of gaps to their names as metrics."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in found.items()}, step=index)
@@ -327,6 +344,7 @@ class RolloutEvidence(Callback):
             )
         if names is OF_ALL and pl_module.norm_noise.sigma > 0:
             return
+        usual: dict[str, float] = {}
         for kind in FLOORS:
             value = found[kind]
             what = {"high_gap": " in some rows", "logit_gap": " as a difference of logits"}.get(kind, "")
@@ -337,14 +355,26 @@ class RolloutEvidence(Callback):
             limit, floor = self.max_gap or MAX_GAP[dtype], GAP_FLOOR[dtype] * FLOORS[kind]
             if kind == "gap" and not value <= limit:
                 raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
-            history = self._gaps.get(names[kind], [])
+            name, history = names[kind], self._gaps.get(names[kind], [])
             ratio, sigmas = jump(value, history, floor=floor)
-            if self.max_jump is not None and ratio > self.max_jump * JUMPS[kind] and sigmas > SURE_SIGMAS:
+            known = len(history) >= min(4, self.window)  # until then most of it is the trainer's own rounding errors, of another size
+            if known and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
+                usual = usual or self._rounding(pl_module, batch, index)
+                excess = max(value, floor) / max(usual[kind], floor)
+                ratio = min(ratio, ROUNDING_VARIES * excess / self._excess.get(name, 1.0))
+            most = math.inf if self.max_jump is None else self.max_jump * JUMPS[kind] * (1 if known else FIRST)
+            if ratio > most and sigmas > SURE_SIGMAS:
                 raise CheckFailed(f"{said}, {ratio:.1f} times the usual: {advice}")
-            known = len(history) >= 4  # until then most of it is the trainer's own rounding errors, of another size
             if known and kind == "gap" and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 rank_zero_warn(f"{said}, {ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
-            self._gaps[names[kind]] = [*history, value][-self.window :]
+            if history and not known:
+                self._excess.setdefault(name, max(value, floor) / max(history[0], floor))
+            self._gaps[name] = [*history, value][-self.window :]
+
+    def _rounding(self, pl_module: QeRLModule, batch: ScoredBatch, index: int) -> dict[str, float]:
+        """Compute the gaps that the trainer's own rounding errors cause in some completions of a rollout."""
+        measured = self._measured(pl_module, batch, index, other_rounding=True)
+        return gaps_of(measured.trainer, measured.shaken, measured.rows)
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
         """Compare numbers of groups with those of the rollout before."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
+POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 31 / 32, 33 / 32, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
 """Those near 1 find what changes each token little and many tokens, as a choice of the likelier of some completions."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
@@ -67,13 +68,12 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     def total(values: Tensor) -> Tensor:
         return values.sum(dim=1, keepdim=True)
 
-    root, square = q.sqrt(), q.square()
-    fourth_root = root.sqrt()  # products of roots instead of ``q.pow``, which is several times slower
-    eighth_root = fourth_root.sqrt()
-    sixteenth_root = eighth_root.sqrt()
-    below_one = [total(root), total(root * fourth_root), total(root * fourth_root * eighth_root)]
-    below_one.append(total(root * fourth_root * eighth_root * sixteenth_root))
-    above_one = [total(q * part) for part in (sixteenth_root, eighth_root, fourth_root, root)]
+    roots = [q.sqrt()]  # products of roots instead of ``q.pow``, which is several times slower
+    while len(roots) < 5:
+        roots.append(roots[-1].sqrt())
+    below_one = [total(power) for power in accumulate(roots, torch.mul)]
+    above_one = [total(q * root) for root in reversed(roots)]
+    square = q.square()
     above_one += [total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
     columns = [own, *(power * own - mass.log() for power, mass in masses)]

@@ -99,7 +99,7 @@ def test_jumps_are_those_that_the_evidence_would_see():
     ratio, sigmas, share = jumps({"evidence/gap": curve}, "gap", torch.bfloat16)
     assert ratio == pytest.approx(2)
     assert sigmas == pytest.approx(math.log(2) / 0.1)
-    assert share == pytest.approx(2 / 10), "a ratio of 10 and 6 deviations would stop"
+    assert share == pytest.approx(2 / 3), "a ratio of 3 and 6 deviations would stop"
     noise = Curve([0, 1, 2, 3], [0.0, 0.0, 1e-2, 0.0], [0.0] * 4)
     quiet = jumps({"evidence/gap_of_all": curve, "aqn/sigma": noise}, "gap_of_all", torch.bfloat16)
     assert quiet == pytest.approx([1.0, 0.0, 0.0]), "rollouts with noise are not compared"

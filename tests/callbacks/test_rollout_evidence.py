@@ -6,8 +6,10 @@ import math
 import re
 
 import pytest
+import torch
 
 import train
+from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.common.check_failed import EXIT_STATUS
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
@@ -56,7 +58,7 @@ def test_a_check_that_ends_a_run_says_so_without_a_traceback_and_leaves_a_run_th
 
 
 @pytest.mark.slow
-def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_path):
+def test_a_gap_that_jumps_stops_and_below_the_bound_of_the_yaml_warns(run, tmp_path):
     fault = "--trainer.callbacks.fault=log-probabilities that are off by 4 times as much in each rollout"
     sabotage = ("--trainer.callbacks+=tests.correctness.faults.RolloutFault", fault, "--trainer.callbacks.at=2")
     bound = with_arguments("callbacks.rollout_evidence.RolloutEvidence", {"max_jump": 12.0}, tmp_path)
@@ -66,6 +68,26 @@ def test_a_gap_that_jumps_warns_and_above_the_bound_of_the_yaml_stops(run, tmp_p
     ):
         run("fit", tmp_path / "run", "-c", bound, *sabotage)
     assert load_last(tmp_path / "run")["global_step"] == 3
+    with pytest.raises(RuntimeError, match=r"of rollout 3 differ .* by 4e-05 nats per token, 4\.0 times the usual"):
+        run("fit", tmp_path / "run", *sabotage[:2], "--trainer.callbacks.at=3", "--ckpt_path", "last")
+
+
+@pytest.mark.slow
+def test_a_gap_that_rounding_errors_explain_is_no_jump(run, tmp_path, monkeypatch, recwarn):
+    monkeypatch.setitem(rollout_evidence.GAP_FLOOR, torch.float32, 1e-12)
+    run("fit", tmp_path, "--trainer.max_steps", "4")
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(file, weights_only=True)
+    state = checkpoint["callbacks"]["RolloutEvidence"]
+    state["gaps"] = {name: [value / 20 for value in values] for name, values in state["gaps"].items()}
+    torch.save(checkpoint, file)
+    run("fit", tmp_path, "--trainer.max_steps", "5", "--ckpt_path", "last")
+    assert load_last(tmp_path)["global_step"] == 5, "the usual was 20 times smaller, and the rounding errors too"
+    assert not [each for each in recwarn if "times the usual" in str(each.message)]
+    state["excess"] = {name: value / 20 for name, value in state["excess"].items()}
+    torch.save(checkpoint, file)
+    with pytest.raises(RuntimeError, match="times the usual"):
+        run("fit", tmp_path, "--trainer.max_steps", "6", "--ckpt_path", "last")
 
 
 @pytest.mark.slow
