@@ -49,7 +49,7 @@ SURE_SIGMAS = 6.0
 FIRST = 2.0
 """Multiple of the limits while the usual is an estimate from the trainer's own rounding errors."""
 ROUNDING_VARIES = 1.5
-"""Factor by which the quotient of gap and the trainer's own rounding errors may differ from that of the first rollout."""
+"""Factor by which the quotient of gap and the trainer's own rounding errors may differ from that of the start."""
 KINDS = (*FLOORS, "far_share")
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
@@ -344,7 +344,7 @@ class RolloutEvidence(Callback):
             )
         if names is OF_ALL and pl_module.norm_noise.sigma > 0:
             return
-        usual: dict[str, float] = {}
+        own: dict[str, float] = {}
         for kind in FLOORS:
             value = found[kind]
             what = {"high_gap": " in some rows", "logit_gap": " as a difference of logits"}.get(kind, "")
@@ -357,10 +357,12 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
             name, history = names[kind], self._gaps.get(names[kind], [])
             ratio, sigmas = jump(value, history, floor=floor)
-            known = len(history) >= min(4, self.window)  # until then most of it is the trainer's own rounding errors, of another size
-            if known and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
-                usual = usual or self._rounding(pl_module, batch, index)
-                excess = max(value, floor) / max(usual[kind], floor)
+            known = len(history) >= min(
+                4, self.window
+            )  # until then most of it is the trainer's own rounding errors, of another size
+            if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
+                own = own or self._rounding(pl_module, batch, index)
+                excess = max(value, floor) / max(own[kind], floor)
                 ratio = min(ratio, ROUNDING_VARIES * excess / self._excess.get(name, 1.0))
             most = math.inf if self.max_jump is None else self.max_jump * JUMPS[kind] * (1 if known else FIRST)
             if ratio > most and sigmas > SURE_SIGMAS:

@@ -218,7 +218,7 @@ class Policy(nn.Module):
         The arguments are the ones of ``token_stats``, and the tokens that end a completion.
         """
         wanted, hidden = self._predicting(tokens, mask)
-        rows = max(1, CHUNK_BYTES // (8 * 4 * len(self._head)))  # eight fp32 tensors of [rows, V] at a time
+        rows = max(1, CHUNK_BYTES // (10 * 4 * len(self._head)))  # ten fp32 tensors of [rows, V] at a time
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         found = []
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
