@@ -95,6 +95,13 @@ def _jumps(place: int, *names: str) -> Callable[[Line], float | None]:
     return most(*(lambda line, name=name: _at(line, ("jumps", name), place) for name in names))
 
 
+def _over_own_limit(line: Line) -> float | None:
+    """Return the largest jump, in units of what ``max_jump`` is multiplied by for its kind."""
+    found = {name: _at(line, ("jumps", name), 0) for name in ALL_GAPS}
+    jumps = rollout_evidence.JUMPS
+    return max((each / jumps[name.removesuffix("_of_all")] for name, each in found.items() if each), default=None)
+
+
 ALL_GAPS = tuple(kind + rows for kind in rollout_evidence.FLOORS for rows in ("", "_of_all"))
 H200 = "7B with random weights, H200"
 CONSTANTS = (
@@ -206,7 +213,7 @@ CONSTANTS = (
         EVIDENCE.max_jump or math.inf,
         "x median",
         "0.1B to 1.5B, pretrained",
-        _jumps(0, *ALL_GAPS),
+        _over_own_limit,
         "part",
     ),
     Constant(

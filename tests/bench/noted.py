@@ -93,8 +93,8 @@ class Readings(Callback):
 
 def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[float]:
     """Repeat the comparisons of a gap with the rollouts before it, as ``RolloutEvidence`` makes them; returns the
-    largest ratio (over ``JUMPS``), the largest number of robust standard deviations, and the largest share of the
-    limits of both, of which the smaller one of a rollout counts."""
+    largest ratio, the largest number of robust standard deviations, and the largest share of the limits of both, of
+    which the smaller one of a rollout counts."""
     if f"evidence/{name}" not in curves:
         return []
     guard, curve, sigma = RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")
@@ -109,11 +109,7 @@ def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[fl
     found = [jump(value, compared[max(0, at - guard.window) : at], floor=floor) for at, value in enumerate(compared)]
     limit = (guard.max_jump or math.inf) * JUMPS[kind]
     shares = [min(each.ratio / limit, each.sigmas / SURE_SIGMAS) for each in found]
-    return (
-        [max(each.ratio for each in found) / JUMPS[kind], max(each.sigmas for each in found), max(shares)]
-        if found
-        else []
-    )
+    return [max(each.ratio for each in found), max(each.sigmas for each in found), max(shares)] if found else []
 
 
 def canary_share(curves: Mapping[str, Curve], what: str, dtype: torch.dtype) -> list[float]:

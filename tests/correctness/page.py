@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from callbacks.rollout_evidence import JUMPS, RolloutEvidence
 from tests.bench.report import RESULTS, ROOT, Line, table
 from tests.correctness.gaps import CAUSES, STAGES
 
@@ -34,8 +35,9 @@ CHECKS = {  # what an error says -> which check it comes from
 
 def document() -> str:
     """Make docs/correctness.md."""
-    gaps, canary, faults = (_read(name) for name in ("correctness", "canary", "faults"))
-    return TEXT.read_text().format(**about_gaps(gaps), canary=canary_tables(canary), **about_faults(faults))
+    gaps, canary, faults, real = (_read(name) for name in ("correctness", "canary", "faults", "real_checks"))
+    parts = about_gaps(gaps) | about_faults(faults) | about_jumps(real)
+    return TEXT.read_text().format(**parts, canary=canary_tables(canary))
 
 
 def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
@@ -101,6 +103,23 @@ def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
         "costs": table(["run", "step, s", "evidence", "canary"], [_cost(line) for line in healthy]),
         "faults_commits": " and ".join(dict.fromkeys(line["commit"] for line in lines)),
         **{f"faults_{name}": faults[0][name] for name in ("device", "torch")},
+    }
+
+
+def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
+    """Say how far the gaps of pretrained policies without a fault rose above their recent medians."""
+    of_stops = {kind: RolloutEvidence().max_jump * JUMPS[kind] for kind in JUMPS}
+
+    def largest(kind: str) -> str:
+        return f"{max(line['jumps'][kind + rows][0] for line in lines for rows in ('', '_of_all')):.2f}"
+
+    parts = [f"{largest(kind)} times for `{kind}` (a stop: {most:g})" for kind, most in of_stops.items()]
+    return {
+        "real_rollouts": sum(line["rollouts"] for line in lines),
+        "real_runs": len(lines),
+        "real_device": lines[0]["device"],
+        "real_commit": lines[0]["commit"],
+        "real_jumps": ", ".join(parts),
     }
 
 
