@@ -357,9 +357,8 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
             name, history = names[kind], self._gaps.get(names[kind], [])
             ratio, sigmas = jump(value, history, floor=floor)
-            known = len(history) >= min(
-                4, self.window
-            )  # until then most of it is the trainer's own rounding errors, of another size
+            # until then most of the history is the trainer's own rounding errors, of another size
+            known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 own = own or self._rounding(pl_module, batch, index)
                 excess = max(value, floor) / max(own[kind], floor)
