@@ -7,6 +7,7 @@ The text is correctness.md beside this file. Its numbers and tables come from th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
 
 def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
     """Say how far the gaps of pretrained policies without a fault rose above their recent medians."""
-    of_stops = {kind: RolloutEvidence().max_jump * JUMPS[kind] for kind in JUMPS}
+    of_stops = {kind: (RolloutEvidence().max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
 
     def largest(kind: str) -> str:
         return f"{max(line['jumps'][kind + rows][0] for line in lines for rows in ('', '_of_all')):.2f}"
