@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.due import is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.common.types import Prompt
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy
@@ -48,6 +49,12 @@ NO_WINDOW = (
 )
 
 
+def surprisal(completion: Completion) -> float:
+    """Return the mean of -log p over a completion's tokens in nats; 0 if it is not finite, or there is no token."""
+    mean = -sum(completion.logprobs) / max(1, len(completion.logprobs))
+    return mean if math.isfinite(mean) else 0.0
+
+
 class SyncCanary(Callback):
     """Stops the run when the rollout engine does not hold the current policy.
 
@@ -71,7 +78,8 @@ class SyncCanary(Callback):
     it differs by more than ``qerl_pl.rollout.comparison.MARGIN`` times as much. The strength of the probe adapter is
     found once, by the trainer alone, at the start of a run or of an evaluation: strong enough to change far more than
     rounding errors, and too weak to make the model chaotic. If there is no such strength, a warning says so, and 2 is
-    left out.
+    left out. The text begins with the completion of which the policy was least certain, because an adapter changes the
+    log-probabilities of nearly certain tokens too little.
 
     Afterwards the engine is in the same state as before.
 
@@ -149,8 +157,9 @@ class SyncCanary(Callback):
         rows: list[tuple[int, ...]] = []
         if due.samples or due.scores or first:  # the same text for any number of ranks
             pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
-            own = [prompt.tokens + completion.tokens for prompt, completion in pairs]
-            rows = ranks.gather_groups(own, rollout.evaluation.group_size)
+            own = [(prompt.tokens + completion.tokens, surprisal(completion)) for prompt, completion in pairs]
+            gathered = ranks.gather_groups(own, rollout.evaluation.group_size)
+            rows = [tokens for tokens, _ in sorted(gathered, key=lambda row: row[1], reverse=True)]
         gaps, self._strength = self._check(
             pl_module,
             pl_module.norm_noise,
