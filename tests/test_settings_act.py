@@ -140,20 +140,22 @@ def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
             makes = next(
                 (own for own in node.body if isinstance(own, ast.FunctionDef) and own.name == "__init__"), None
             )
-            for parameter in (*makes.args.args[1:], *makes.args.kwonlyargs) if makes else ():
+            if makes is None:
+                continue
+            for parameter in (*makes.args.args[1:], *makes.args.kwonlyargs):
                 uses = [
                     each
                     for each in ast.walk(makes)
                     if isinstance(each, ast.Name) and each.id == parameter.arg and isinstance(each.ctx, ast.Load)
                 ]
-                kept = {
-                    each.targets[0].attr if isinstance(each, ast.Assign) else each.target.attr
+                targets = [
+                    each.targets[0] if isinstance(each, ast.Assign) else each.target
                     for each in ast.walk(makes)
                     if isinstance(each, ast.Assign | ast.AnnAssign)
                     and isinstance(each.value, ast.Name)
                     and each.value.id == parameter.arg
-                    and isinstance(each.targets[0] if isinstance(each, ast.Assign) else each.target, ast.Attribute)
-                }
+                ]
+                kept = {target.attr for target in targets if isinstance(target, ast.Attribute)}
                 if not uses or (kept and not kept & read):
                     unread.append(f"{file}: {node.name}.{parameter.arg}")
     assert unread == []
@@ -182,7 +184,14 @@ def test_a_setting_of_the_objective_without_effect_is_refused(settings, name):
 
 
 def test_what_an_objective_holds_makes_it_again():
-    for own in ({}, {"preset": "gspo"}, {"correction": "none"}, {"ratio_against": "sampler"}, {"surrogate": "cispo"}):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"preset": "gspo"},
+        {"correction": "none"},
+        {"ratio_against": "sampler"},
+        {"surrogate": "cispo"},
+    ]
+    for own in changes:
         made = Objective(**own)
         assert Objective(**{field.name: getattr(made, field.name) for field in fields(Objective)}) == made
         assert made.at_noise(0.1) == made
@@ -217,9 +226,10 @@ def test_sampling_that_an_engine_would_change_is_refused(settings, said):
 
 @pytest.mark.parametrize("name", ["samples", "length"])
 def test_the_size_of_no_calibration_data_is_refused(name):
+    size: dict[str, Any] = {name: 7}
     with pytest.raises(ValueError, match=f"{name} 7 and no calibration data"):
-        Quantization(**{name: 7})
-    assert getattr(Quantization(calibration="text.txt", **{name: 7}), name) == 7
+        Quantization(**size)
+    assert getattr(Quantization(calibration="text.txt", **size), name) == 7
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -316,7 +316,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     tokenizer = read_tokenizer(args.model)
     data = task["data"]
     module = PromptDataModule(
-        GSM8K(**sources(args.problems)),
+        GSM8K(**cast("dict[str, Any]", sources(args.problems))),
         str(args.model),
         batch_size=data["batch_size"],
         max_prompt_tokens=data["max_prompt_tokens"],
@@ -384,8 +384,9 @@ def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion: the tokenizer's, and those of the generation settings."""
     file = model / "generation_config.json"
     found = yaml.safe_load(file.read_text()).get("eos_token_id") if file.exists() else None
-    ends = found if isinstance(found, list) else [found]
-    return [token for token in {*ends, tokenizer.eos_token_id} if token is not None]
+    ends: list[int | None] = found if isinstance(found, list) else [found]
+    own: Any = tokenizer.eos_token_id
+    return [token for token in {*ends, own} if token is not None]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -240,8 +240,9 @@ def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor
 @pytest.mark.parametrize(
     "objective",
     [
-        Objective(kl_coefficient=1.0, kl_in=place, kl=kind)
-        for place, kind in (("loss", None), ("loss", "k2"), ("reward", None))
+        Objective(kl_coefficient=1.0, kl_in="loss"),
+        Objective(kl_coefficient=1.0, kl_in="loss", kl="k2"),
+        Objective(kl_coefficient=1.0, kl_in="reward"),
     ],
     ids=["default in the loss", "k2 in the loss", "default in the reward"],
 )
