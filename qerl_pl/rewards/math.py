@@ -96,11 +96,11 @@ class MathAnswer:
     Only the marked answer of the model's own turn is compared (``unmarked.own_turn``): with the default marker a tagged
     answer, else the last box. Numbers, expressions, sets, intervals, points, matrices, equations, lists of values,
     choices and words are compared in LaTeX and in plain form. Units are converted, as far as ``units`` has them, to
-    that of the known answer, and ignored if it has none. The known answer may be a whole solution that ends in a box or in
-    ``####``. Values are compared exactly, with one exception: a decimal of at least
-    six significant digits equals a value without finite decimals if it is that value rounded or truncated at the
-    decimal's last digit. A percentage is a hundredth of its number, also where the known answer has no sign. The sides
-    of an approximation such as ``1/3 \\approx 0.333`` have to agree.
+    that of the known answer, and ignored if it has none. The known answer may be a whole solution that ends in a box or
+    in ``####``. Values are compared exactly, with one exception: a decimal of at least six significant digits equals a
+    value without finite decimals if it is that value rounded or truncated at the decimal's last digit. A percentage is
+    a hundredth of its number, also where the known answer has no sign. The sides of an approximation such as
+    ``1/3 \\approx 0.333`` have to agree.
 
     The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer can be
     parsed by itself. A row whose known answer cannot be parsed is unscored, unless the completion's answer is the same
