@@ -48,8 +48,6 @@ JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
 FIRST = 2.0
 """Multiple of the limits while the usual is an estimate from the trainer's own rounding errors."""
-ROUNDING_VARIES = 1.5
-"""Factor by which the quotient of gap and the trainer's own rounding errors may differ from that of the start."""
 KINDS = (*FLOORS, "far_share")
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
@@ -362,7 +360,7 @@ class RolloutEvidence(Callback):
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 own = own or self._rounding(pl_module, batch, index)
                 excess = max(value, floor) / max(own[kind], floor)
-                ratio = min(ratio, ROUNDING_VARIES * excess / self._excess.get(name, 1.0))
+                ratio = min(ratio, excess / self._excess.get(name, 1.0))
             most = math.inf if self.max_jump is None else self.max_jump * JUMPS[kind] * (1 if known else FIRST)
             if ratio > most and sigmas > SURE_SIGMAS:
                 raise CheckFailed(f"{said}, {ratio:.1f} times the usual: {advice}")

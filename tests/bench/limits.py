@@ -388,7 +388,6 @@ NOT_READ = {
     "CERTAIN": "leaves tokens out that tell nothing; the test is right with any value",
     "FAR": "read with MAX_FAR_SHARE",
     "FIRST": "a multiple of max_jump, while the usual is an estimate",
-    "ROUNDING_VARIES": "score_excess over its first value is less than max_jump over this, up to 1.74 in six runs",
     "ROUNDING": "of fp32 means; far above it and far below every change that matters",
     "LEAST_OTHERS": "bounds a difference of logits; the floor of these is read with FLOORS",
     "MOST": "a multiple of MARGIN",
