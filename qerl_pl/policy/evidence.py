@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 31 / 32, 33 / 32, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
-"""Those near 1 find what changes each token little and many tokens, as a choice of the likelier of some completions."""
+"""Powers of q; those near 1 find what changes many tokens a little, as a choice of the likelier of some completions."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
 END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
