@@ -64,7 +64,7 @@ def gather(study: Study) -> list[Group]:
     for run in study.runs():
         if not state.is_finished(study, run):
             continue
-        point = ",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in run.point.items())
+        point = study.name_of(run.point)
         group = groups.setdefault((run.arm, point), Group(run.arm, point, {}, {}))
         curves = curves_of(run)
         group.curves[run.seed] = curves

@@ -69,6 +69,7 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
+    jobs = None if jobs is None else min(jobs, len(study.runs()))
     if not torch.cuda.is_available():
         return [Slot(None) for _ in range(jobs or max(1, cores // 2))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

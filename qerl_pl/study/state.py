@@ -102,4 +102,10 @@ def log_of(folder: Path, command: str) -> Path:
 
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / STATE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, and what is finished is done again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no mapping; remove it, and what is finished is done again")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 import yaml
 
 FIT = "fit"
+OWN = ("run_dir", "seed_everything", "ckpt_path")
+"""Settings that a study gives to every run itself."""
+MOST_LETTERS = 80
+"""Longest name of a value in the name of a folder."""
 Settings = dict[str, Any]
 """Part of a configuration, with the keys of a -c file."""
 
@@ -53,7 +58,8 @@ class Study:
         config: -c files or shipped names that every run reads first, e.g. [configs/tasks/gsm8k.yaml].
         settings: further settings of every run, as in a -c file.
         grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
-            combination.
+            combination. The runs' folders have the last part of a value that is a path, and a digest where that is not
+            enough to tell values apart.
         evaluations: settings by name of evaluations (``test``) of every finished run, e.g. with other problems or more
             samples.
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
@@ -88,7 +94,7 @@ class Study:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; each may be there once")
         for name in (*self.arms, *self.evaluations, self.analysis.folder):
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
                 raise ValueError(f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
         if FIT in self.evaluations:
             raise ValueError(f"an evaluation may not be called {FIT!r}")
@@ -98,17 +104,47 @@ class Study:
                 what = "a whole number" if kind is int else "a number"
                 raise ValueError(f"{name} is {value!r}; expected {what} above 0")
         for word in (str(self.output), *self.config):
-            if "$" in str(word):
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"config has {word!r}; expected -c files or shipped names")
+            if "$" in word:
                 raise ValueError(f"{word!r} names a variable that the file does not define under `variables`")
         for arm, other in self.after.items():
-            if not {arm, other} <= set(self.arms) or other in self.after or arm == other:
+            if arm not in self.arms or other not in [*self.arms] or other in self.after or arm == other:
                 raise ValueError(
                     f"after has {arm}: {other}; expected two of the arms {', '.join(self.arms)}, the second of which "
                     "comes after no other"
                 )
+        if not isinstance(self.analysis.comparisons, list | None):
+            raise ValueError(f"analysis.comparisons is {self.analysis.comparisons!r}; expected a list of pairs of arms")
         for pair in self.analysis.comparisons or []:
-            if len(pair) != 2 or not set(pair) <= set(self.arms) or pair[0] == pair[1]:
+            known = isinstance(pair, list) and len(pair) == 2 and all(arm in [*self.arms] for arm in pair)
+            if not known or pair[0] == pair[1]:
                 raise ValueError(f"comparison {pair} is not of two of the arms {', '.join(self.arms)}")
+
+        for name in ("validation", "metric"):
+            if not isinstance(value := getattr(self.analysis, name), str):
+                raise ValueError(f"analysis.{name} is {value!r}; expected the name of a measured quantity, as text")
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Refuse settings that others of the study would overwrite in every run."""
+        sections = {f"arms.{name}": own for name, own in self.arms.items()}
+        sections |= {f"evaluations.{name}": own for name, own in self.evaluations.items()}
+        varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
+        for where, settings in {"settings": self.settings, **sections}.items():
+            if name := next((name for name in OWN if name in settings), None):
+                raise ValueError(f"{where} has {name}, which the study sets for every run; leave it out")
+        for where, settings in sections.items():
+            if name := next((name for name in varied if _has(settings, name)), None):
+                raise ValueError(
+                    f"{where} has {name}, which grid or gpu_memory set for every run; leave out one of them"
+                )
+        for key, values in self.grid.items():
+            if not isinstance(key, str) or key in OWN or (key == "model.gpu_memory" and self.gpu_memory is not None):
+                raise ValueError(f"grid has {key!r}; expected the name of a setting that the study does not set itself")
+            texts = [_option(value) for value in values]
+            if repeated := next((text for text in texts if texts.count(text) > 1), None):
+                raise ValueError(f"grid.{key} has {repeated} more than once; each value may be there once")
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
@@ -130,8 +166,13 @@ class Study:
         """Return the run that has to be finished before a run may begin; None if there is none."""
         return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
 
+    def name_of(self, point: Mapping[str, Any]) -> str:
+        """Return the name of the folder of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for none."""
+        found = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
+        return found if len(found) <= 2 * MOST_LETTERS else f"{found[:MOST_LETTERS]}-{_digest(found)}"
+
     def _run(self, arm: str, point: dict[str, Any], seed: int) -> Run:
-        middle = [",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in point.items())] if point else []
+        middle = [self.name_of(point)] if point else []
         return Run(arm, point, seed, self.output.joinpath("runs", arm, *middle, f"seed-{seed}"))
 
 
@@ -178,6 +219,7 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no mapping; expected {_names(Study)}")
     content = _without_variables(content, path.name, variables or {})
+    content = {key: value for key, value in content.items() if value is not None}
     _check_keys(content, Study, path.name)
     for key, kind in (
         ("arms", dict),
@@ -198,12 +240,30 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
         if key not in content and not (key == "output" and output is not None):
             raise ValueError(f"{path} has no {key}")
     for key in ("arms", "evaluations"):
-        content[key] = {str(name): settings or {} for name, settings in (content.get(key) or {}).items()}
-    content["output"] = Path(output or content["output"])
+        content[key] = _named(content.get(key, {}), f"{path}: {key}")
+    content["after"] = {str(arm): _name(other, f"{path}: after") for arm, other in content.get("after", {}).items()}
+    written = content.get("output", "")
+    if output is None and not (isinstance(written, str) and written.strip()):
+        raise ValueError(f"{path}: output is {written!r}; expected a folder, as text")
+    content["output"] = Path(output or written)
     for key, values in (content.get("grid") or {}).items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: grid.{key} is {values!r}; expected a list of values")
     return Study(**content, analysis=Analysis(**analysis))
+
+
+def _named(given: Mapping[Any, Any], where: str) -> dict[str, Settings]:
+    """Check settings by name, such as those of arms; null means none."""
+    for name, settings in given.items():
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file")
+    return {_name(name, where): settings or {} for name, settings in given.items()}
+
+
+def _name(name: object, where: str) -> str:
+    if not isinstance(name, str | int) or isinstance(name, bool):
+        raise ValueError(f"{where} has {name!r}; expected a name: put a word that YAML reads otherwise in quotes")
+    return str(name)
 
 
 def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[str, str]) -> dict[str, Any]:
@@ -213,6 +273,9 @@ def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[st
         raise ValueError(f"{where}: variables is {known!r}; expected a mapping")
     if "seed" in known:
         raise ValueError(f"{where}: variables has `seed`, which is each run's seed; choose another name")
+    for name, value in known.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float) or isinstance(value, bool):
+            raise ValueError(f"{where}: variables has {name!r}: {value!r}; expected text or numbers by name")
     if unknown := set(given) - set(known):
         raise ValueError(f"{where} has no variable {', '.join(sorted(unknown))}; it has: {', '.join(known) or 'none'}")
 
@@ -220,7 +283,12 @@ def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[st
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
-            return {replaced(key): replaced(each) for key, each in value.items()}
+            found = {replaced(key): replaced(each) for key, each in value.items()}
+            if len(found) < len(value):
+                raise ValueError(
+                    f"{where}: of the keys {', '.join(map(str, value))} two are equal with these variables"
+                )
+            return found
         if isinstance(value, list):
             return [replaced(each) for each in value]
         try:
@@ -236,7 +304,7 @@ def files_of(study: Study, run: Run) -> dict[Path, str]:
     """Make the -c files of a run: their paths and contents."""
     found = {"settings": study.settings, "arm": study.arms[run.arm]}
     found |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
-    texts = {name: _dump(settings).replace("$seed", str(run.seed)) for name, settings in found.items()}
+    texts = {name: _with_seed(_dump(settings), run.seed) for name, settings in found.items()}
     return {run.folder / "study" / f"{name}.yaml": text for name, text in texts.items()}
 
 
@@ -246,10 +314,7 @@ def commands_of(study: Study, run: Run) -> list[Command]:
     files = [*study.config, *(str(written / f"{name}.yaml") for name in ("settings", "arm"))]
     options = ["--seed_everything", str(run.seed)]
     for key, value in run.point.items():
-        options += [
-            f"--{key}",
-            json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value),
-        ]
+        options += [f"--{key}", _with_seed(_option(value), run.seed)]
     if study.gpu_memory is not None:
         options += ["--model.gpu_memory", str(study.gpu_memory)]
     configs = [word for file in files for word in ("-c", file)]
@@ -264,6 +329,38 @@ def commands_of(study: Study, run: Run) -> list[Command]:
 def program(command: Command) -> list[str]:
     """Make the command line of a command."""
     return [sys.executable, "-m", "qerl_pl", *command.arguments]
+
+
+def _option(value: Any) -> str:
+    """Write a value as the command line takes it."""
+    return json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value)
+
+
+def _with_seed(text: str, seed: int) -> str:
+    return re.sub(r"\$(seed\b|\{seed\})", str(seed), text)
+
+
+def _shown(value: Any, values: list[Any]) -> str:
+    """Write a value of the grid for the name of a folder: of a path its last part, with a digest where another of the
+    values has the same."""
+    name = _last_part(value)
+    clash = [_last_part(other) for other in values].count(name) > 1
+    return f"{name}-{_digest(str(value))}" if clash else name
+
+
+def _last_part(value: Any) -> str:
+    last = str(value).rstrip("/").rsplit("/", 1)[-1]
+    return "".join(letter if letter.isprintable() else "_" for letter in last)[-MOST_LETTERS:]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:6]
+
+
+def _has(settings: Any, name: str) -> bool:
+    """Tell whether nested settings have one by its name with dots."""
+    first, _, rest = str(name).partition(".")
+    return isinstance(settings, dict) and first in settings and (not rest or _has(settings[first], rest))
 
 
 def _dump(settings: Mapping[str, Any]) -> str:

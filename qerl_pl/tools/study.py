@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from qerl_pl.cli.yaml_files import fault_in_files, mapping_in
+from qerl_pl.cli.yaml_files import KEYS, fault_in_files, mapping_in
 from qerl_pl.study.decision import ALPHA, pairs_to_accept
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
@@ -66,11 +66,15 @@ def _check_seeds(study: Study, name: str) -> str | None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Return what is wrong with the first faulty entry of the study's ``config``, which every run would be refused for;
-    None if every entry names a file or a shipped configuration, without a fault."""
+    """Return what is wrong with the first faulty entry of the study's ``config``, or the first unknown section of its
+    settings, which runs would be refused for; None if every entry names a file or a shipped configuration, without a
+    fault."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"
+    for settings in (study.settings, *study.arms.values(), *study.evaluations.values()):
+        if unknown := [key for key in settings if str(key).removesuffix("+") not in KEYS]:
+            return f"{name}: {unknown[0]!r} is no setting; expected one of {', '.join(KEYS)}"
     return None
 
 

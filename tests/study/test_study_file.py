@@ -9,7 +9,7 @@ import yaml
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.study.state import succeeded, write_files
+from qerl_pl.study.state import seconds_done, succeeded, write_files
 from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from tests.program import ROOT
 
@@ -92,6 +92,35 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
         ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
         ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
         ({"analysis": {"folder": "../a"}}, "'../a' becomes the name of a folder"),
+        ({"analysis": {"comparisons": 3}}, "analysis.comparisons is 3; expected a list of pairs"),
+        ({"analysis": {"folder": 3}}, "3 becomes the name of a folder"),
+        ({"analysis": {"metric": ["a"]}}, "analysis.metric is .*expected the name of a measured quantity"),
+        ({"analysis": {"comparisons": ["bf16"]}}, "comparison bf16 is not of two of the arms"),
+        ({"analysis": {"comparisons": [["bf16", ["nvfp4"]]]}}, "is not of two of the arms"),
+        ({"arms": {"bf16": 3}}, "arms.bf16 is 3; expected settings by their names"),
+        ({"arms": {True: {}}}, "arms has True; expected a name: put"),
+        ({"arms": {"a": {"run_dir": "x"}}}, "arms.a has run_dir, which the study sets for every run"),
+        (
+            {"arms": {"a": {"model": {"optimizer": {"init_args": {"lr": 1.0}}}}}},
+            "arms.a has model.optimizer.init_args.lr",
+        ),
+        ({"evaluations": {"x": [1]}}, r"evaluations.x is \[1\]; expected settings"),
+        ({"evaluations": {"x": {"ckpt_path": "best"}}}, "evaluations.x has ckpt_path, which the study sets"),
+        ({"settings": {"seed_everything": 3}}, "settings has seed_everything, which the study sets"),
+        ({"after": {"bf16": ["nvfp4"]}}, r"after has \['nvfp4'\]; expected a name"),
+        ({"config": [3]}, "config has 3; expected -c files or shipped names"),
+        ({"config": [["a"]]}, "config has .*expected -c files"),
+        ({"output": ["a"]}, r"output is \['a'\]; expected a folder, as text"),
+        ({"output": ""}, "output is ''; expected a folder, as text"),
+        ({"grid": {3: [1]}}, "grid has 3; expected the name of a setting"),
+        (
+            {"grid": {"run_dir": ["a", "b"]}},
+            "grid has 'run_dir'; expected the name of a setting that the study does not",
+        ),
+        ({"grid": {"model.gpu_memory": [3]}}, "grid has 'model.gpu_memory'"),
+        ({"grid": {"model.lora.rank": [4, "4"]}}, "grid.model.lora.rank has 4 more than once"),
+        ({"variables": {"x": [1]}}, r"variables has 'x': \[1\]; expected text or numbers by name"),
+        ({"variables": {"x": "a", "y": "a"}, "arms": {"$x": {}, "$y": {}}}, r"keys \$x, \$y two are equal"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
@@ -100,6 +129,52 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     out = [] if "output" in changes else ["--output", str(tmp_path / "out")]
     assert command(["study", str(tmp_path / "study.yaml"), *out]) == 1
     assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_paths_name_runs_by_their_last_part(tmp_path):
+    def folders(*values: object) -> list[str]:
+        study = read_study(written(tmp_path / "study.yaml", arms={"a": {}}, seeds=[1], grid={"model.base": [*values]}))
+        runs = study.runs()
+        assert all(run.folder.parts[:-3] == ("out", "runs") for run in runs), "a folder per arm, point and seed"
+        assert [commands_of(study, run)[0].arguments[-7] for run in runs] == list(map(str, values))
+        return [run.name.split("/")[1] for run in runs]
+
+    assert folders("/models/small.gguf", "Qwen/Qwen3-8B/") == ["base=small.gguf", "base=Qwen3-8B"]
+    assert folders("plain", "..") == ["base=plain", "base=.."]
+    one, other, third = folders("/a/x.gguf", "/b/x.gguf", "/b/y.gguf")
+    assert (one[:12], other[:12], third) == ("base=x.gguf-", "base=x.gguf-", "base=y.gguf")
+    assert one != other
+    assert [one, other, third] == folders("/a/x.gguf", "/b/x.gguf", "/b/y.gguf"), "the same in every start"
+    assert all(len(name) < 200 for name in folders("a" * 999, "b" * 999))
+
+
+def test_the_seed_stands_for_its_name_alone_and_in_the_grid_too(tmp_path):
+    arm = {"data": {"question_template": "{question} $seeds ${seed} $seed!"}}
+    study = read_study(written(tmp_path / "s.yaml", arms={"a": arm}, grid={"data.date": ["$seed", "$seeds"]}))
+    run = study.runs()[0]
+    assert yaml.safe_load(files_of(study, run)[run.folder / "study" / "arm.yaml"]) == {
+        "data": {"question_template": "{question} $seeds 3 3!"}
+    }
+    words = [commands_of(study, run)[0].arguments for run in study.runs()[:2]]
+    assert [each[each.index("--data.date") + 1] for each in words] == ["3", "$seeds"]
+
+
+def test_what_is_null_has_its_default_and_a_damaged_state_is_named(tmp_path):
+    study = read_study(written(tmp_path / "study.yaml", attempts=None, jobs=None, grid=None, evaluations=None))
+    assert (study.attempts, study.jobs, study.grid) == (2, None, {})
+    run = study.runs()[0]._replace(folder=tmp_path / "run")
+    run.folder.mkdir()
+    for text in ("{", "[]"):
+        (run.folder / "study.json").write_text(text)
+        with pytest.raises(ValueError, match=r"study\.json .*remove it"):
+            seconds_done(run)
+
+
+def test_a_section_that_no_run_has_is_refused_before_the_first_run(tmp_path, capsys):
+    path = written(tmp_path / "study.yaml", config=[], arms={"a": {"modell": {}}}, output=str(tmp_path / "out"))
+    assert command(["study", str(path)]) == 1
+    assert "'modell' is no setting; expected one of run_dir, model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
