@@ -25,6 +25,8 @@ DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
 SECTIONS = ("model", "data", "trainer")
 MOST_VALUES = 100_000
+KINDS_OF_KEYS = ("str", "int", "merge")
+"""Tags of YAML for keys: a word, or a number as the name of an arm, or ``<<``."""
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 
 
@@ -134,6 +136,11 @@ def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"{_place(path, key)}: a key is a list or a mapping; expected a word")
+            if key.tag.removeprefix("tag:yaml.org,2002:") not in KINDS_OF_KEYS:
+                raise ValueError(
+                    f"{_place(path, key)}: YAML reads the key {key.value!r} as a {key.tag.rpartition(':')[2]}; "
+                    "expected a word: put it in quotes"
+                )
             if key.value in lines and key.value != "<<":
                 first = lines[key.value]
                 raise ValueError(f"{_place(path, key)}: {key.value!r} is given a second time (first in line {first})")

@@ -31,6 +31,8 @@ BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a
         ("- model\n", "expected settings as"),
         ("model\n", "expected settings as"),
         ("? [model]\n: 3\n", "a key is a list"),
+        ("model: {on: 1}\n", "the key .on. as a bool; expected a word: put it in quotes"),
+        ("model: {null: 1}\n", "the key .null. as a null"),
         ("", "is empty; expected settings as"),
         ("# nothing\n", "is empty; expected settings as"),
         (BOMB, "aliases .*. stand for [0-9]+ values; expected at most"),
