@@ -167,5 +167,7 @@ def _check_config(config: Mapping[str, Any], said: str) -> None:
     rank, alpha, saved = config.get("r"), config.get("lora_alpha"), config.get("modules_to_save") or []
     if not isinstance(rank, int) or isinstance(rank, bool) or not isinstance(alpha, int | float):
         raise ValueError(f"{said}, whose {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; expected numbers")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ValueError(f"{said}, whose {CONFIG} has use_rslora = {config['use_rslora']!r}; expected true or false")
     if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
         raise ValueError(f"{said}, whose {CONFIG} has modules_to_save = {saved!r}; expected names")
