@@ -11,7 +11,7 @@ from types import ModuleType
 
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.phases import phase
-from qerl_pl.common.program import called_as, use_expandable_segments
+from qerl_pl.common.program import called_as, quoted_from_environment, use_expandable_segments
 
 TRAINING = {
     "fit": "train a policy",
@@ -113,9 +113,7 @@ def _imported(module: str, command: str) -> ModuleType:
         try:
             return importlib.import_module(module)
         except ValueError as error:
-            told = {name: value for name, value in os.environ.items() if value and repr(value) in str(error)}
-            which = f" (environment: {', '.join(f'{name}={value}' for name, value in told.items())})" if told else ""
-            sys.exit(f"error: a package cannot be loaded: {str(error)[:300]}{which}")
+            sys.exit(f"error: a package cannot be loaded: {str(error)[:300]}{quoted_from_environment(error)}")
 
 
 if __name__ == "__main__":

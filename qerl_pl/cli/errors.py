@@ -20,6 +20,8 @@ from qerl_pl.common.extras import not_installed
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
 """Beginnings of jsonargparse's errors about members of a union type that the user did not mean; they are dropped."""
+LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
+"""Beginning of jsonargparse's errors about a value that is computed from others, before the function's own error."""
 TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
 EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
@@ -60,6 +62,7 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
     Returns: At most five lines. Of a message of a kind that is not recognised, the first five lines are returned.
     """
+    message = LINK.sub("", message)
     unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
     if unknown and ("accept" in message or "unrecognized" in message):
         return _unknown_key(unknown[1].rstrip("+"), keys, arguments)
@@ -80,6 +83,7 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
     A message of another kind is returned unchanged.
     """
+    message = LINK.sub("", message)
     subject = re.search(r'[Pp]arser key "([^"]+)"', message)
     if subject is None and "Subtypes:" not in message:
         return message

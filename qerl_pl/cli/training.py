@@ -45,6 +45,7 @@ from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.phases import phase
+from qerl_pl.common.program import quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective.published import DERIVED
@@ -303,7 +304,12 @@ def exit_status(args: list[str]) -> int | str:
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except (ValueError, ArgumentTypeError, MisconfigurationException) as error:
-        return f"error: {of_error(error, sys.argv[1:])}"
+        of_number = str(error).startswith(("invalid literal for int", "could not convert string to float"))
+        return f"error: {of_error(error, sys.argv[1:])}{quoted_from_environment(error) if of_number else ''}"
+    except RuntimeError as error:
+        if "on metric" in str(error) and "is not available" in str(error):  # EarlyStopping's, for its `monitor`
+            return f"error: trainer.callbacks: {error}"
+        raise
     except ModuleNotFoundError as error:
         if how := not_installed(error.name or ""):
             return f"error: {how}"

@@ -35,6 +35,13 @@ def restored_arguments() -> Iterator[None]:
         sys.argv = arguments
 
 
+def quoted_from_environment(error: Exception) -> str:
+    """Return the variables of the environment whose values an error quotes, in parentheses, e.g. " (environment:
+    RANK=x)"; empty if there is none. Packages read variables and raise errors that have the value alone."""
+    told = {name: value for name, value in os.environ.items() if value and repr(value) in str(error)}
+    return f" (environment: {', '.join(f'{name}={value}' for name, value in told.items())})" if told else ""
+
+
 def use_expandable_segments() -> None:
     """Let torch allocate GPU memory in expandable segments, unless the environment has settings of its allocator.
 

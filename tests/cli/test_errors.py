@@ -9,6 +9,7 @@ import pytest
 from qerl_pl.__main__ import main as command
 from qerl_pl.cli.errors import OTHER_NAMES, in_short, of_the_value
 from qerl_pl.cli.shipped import BASE_CONFIG
+from qerl_pl.tools.options import PARSERS
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
@@ -62,7 +63,7 @@ def test_a_configuration_without_its_option_is_told_of_it():
     assert said.startswith("'quickstart' is no option; a configuration is given by -c, such as -c quickstart")
 
 
-@pytest.mark.parametrize("name", ["report", "quantize", "plan", "tiny", "chat", "export", "study", "problems"])
+@pytest.mark.parametrize("name", [*PARSERS, "doctor"])
 def test_a_wrong_option_of_a_command_is_one_line(name, capsys):
     with pytest.raises(SystemExit) as stopped:
         command([name, "--no-such-option"])
@@ -101,10 +102,17 @@ def test_a_reward_that_is_no_path_gets_its_line_and_examples(tmp_path, monkeypat
     with pytest.raises(SystemExit) as stopped:
         command(arguments[1:])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == (
+    said = capsys.readouterr().err.splitlines(keepends=True)  # a slow machine says before what it is doing
+    assert said[-1] == (
         f"error: model.rewards: reward is 'accuracy' ({config}, line 5); expected a function or class by its path, "
         "such as my_reward.closeness or qerl_pl.rewards.math.NumericAnswer\n"
     )
+
+
+def test_an_error_of_a_computed_value_is_the_functions_own():
+    message = "Call to compute_fn of link 'base_folder(model.base) --> data.tokenizer' with args (a(b), None) failed: "
+    assert of_the_value(f"{message}model.base: a is cut") == "model.base: a is cut"
+    assert in_short(f"{message}model.base: a is cut", keys=KEYS, arguments=[]) == "model.base: a is cut"
 
 
 def test_the_line_of_a_value_has_the_whole_value(tmp_path):
