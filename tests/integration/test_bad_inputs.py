@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration.bad_cases import Bases
 from tests.integration.bad_inputs import try_cases
 from tests.integration.conftest import ROOT
 
@@ -13,5 +14,6 @@ from tests.integration.conftest import ROOT
 def test_bad_input_is_refused_in_a_few_lines(bases, tmp_path, monkeypatch, first):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["train.py"])
-    found = try_cases(range(first, first + 9), bases["dense"], tmp_path)
+    (tmp_path / "bases").mkdir()
+    found = try_cases(range(first, first + 9), Bases(tmp_path / "bases", bases["dense"]), tmp_path)
     assert [record for record in found if record["outcome"] != "refused"] == []
