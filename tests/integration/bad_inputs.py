@@ -114,8 +114,8 @@ def try_cases(seeds: range, bases: Bases, folder: Path) -> list[dict[str, object
         word, said, seconds = outcome(case)
         if word == "refused" and case.file_bytes is None and {*own.glob("*/completions/*")} - before:
             word = "late"
-        said = said.replace(str(own), "CASE").replace(str(bases.folder), "BASES")
-        name = case.name.replace(str(own), "CASE")
+        said = said.replace(str(own), "CASE").replace(str(bases.folder), "BASES").replace(f"{Path.cwd()}/", "")
+        name = case.name.replace(str(own), "CASE").replace(f"{Path.cwd()}/", "")
         kept = said if word in ("raw", "long") else said[-400:]
         found.append({"seed": seed, "case": name, "outcome": word, "cpu_s": round(seconds, 1), "said": kept})
         shutil.rmtree(own)
