@@ -39,7 +39,7 @@ def test_errors_say_what_to_do():
     assert in_words(long) == f"{'a' * 300}...: the name is too long: give a shorter path"
 
 
-@pytest.mark.parametrize("command", [["fit", "-c"], ["plan", "-c"], ["report"], ["problems", "--output"], ["study"]])
+@pytest.mark.parametrize("command", [["fit", "-c"], ["plan", "-c"], ["report"], ["study"]])
 def test_a_name_of_5000_letters_is_refused_in_one_short_line(command, capsys):
     assert main([*command, "a" * 5000]) == 1
     said = capsys.readouterr().err

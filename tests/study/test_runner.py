@@ -215,8 +215,9 @@ def test_settings_that_changed_since_a_run_began_are_refused_before_anything_sta
 
 
 def test_slots_follow_the_cores_where_there_is_no_gpu(tmp_path):
-    study = study_of(tmp_path, "good")
+    study = study_of(tmp_path, "good", seeds=500)
     assert len(slots_for(study, 5)) == 5
+    assert len(slots_for(study_of(tmp_path, "good", seeds=2), 5)) == 2, "no more than runs"
     assert len(slots_for(replace(study, jobs=3))) == 3
     assert len(slots_for(study)) == max(1, len(os.sched_getaffinity(0)) // 2)
 

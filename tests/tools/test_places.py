@@ -75,7 +75,7 @@ def test_an_output_folder_is_given_and_no_file_is_above_it(tmp_path):
 
 @pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "RANK"])
 def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(variable):
-    words = [sys.executable, "-m", "qerl_pl", "score", "--reward", "math", "--input", "a", "--output", "b"]
+    words = [sys.executable, "-m", "qerl_pl", "plan", "-c", "quickstart"]
     done = subprocess.run(words, env={**os.environ, variable: "abc"}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(f"^error: a package cannot be loaded: .*'abc' .environment: {variable}=abc.$", done.stderr, re.M)
