@@ -124,13 +124,15 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
 
 def _repeat(current: Phase, terminal: bool) -> None:
     every = REDRAW_S if terminal else LINE_S
-    while not current.ended.wait(every / 8):
+    while True:  # at once, too: short phases that follow each other may have been silent for long
         now = time.monotonic()
         silent = now - _Silence.since
         first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S
         due = silent >= every if current.shown else first
         if due and _running and _running[-1] is current:
             _say(current, terminal)
+        if current.ended.wait(every / 8):
+            return
 
 
 def _say(current: Phase, terminal: bool) -> None:
