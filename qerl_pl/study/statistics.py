@@ -72,11 +72,12 @@ def compare(values: Sequence[float]) -> Comparison:
     if len(finite) < 2:
         return Comparison(mean(finite.tolist()), math.nan, math.nan)
     sums = _subset_sums(finite)
-    low, high = _interval(finite)
+    low, high = _interval(sums, len(finite))
     estimate = Estimate(float(finite.mean()), low, high, len(finite))
     return Comparison(estimate, float(_p_values(sums[None])[0]), float(finite.std(ddof=1)))
 
 
+@cache
 def _subsets(num: int) -> np.ndarray:
     """Return the non-empty subsets of ``num`` values as rows of 0 and 1; the last row is the whole set."""
     if num <= EXACT_PAIRS:
@@ -105,13 +106,13 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, 2 * count / (sums.shape[-1] + 1))
 
 
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    """Compute the interval of true means that the test does not reject: between two of the sorted means of subsets.
+def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
+    """Compute the interval of true means that the test does not reject, between two of the sorted means of subsets,
+    from the sums of these subsets.
 
     With five pairs or fewer no mean is ever rejected, and the interval is infinite.
     """
-    subsets = _subsets(len(values))
-    means = np.sort(subsets @ values / subsets.sum(axis=1))
+    means = np.sort(sums / _subsets(pairs).sum(axis=1))
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
     if rejected < 1:
         return -math.inf, math.inf
