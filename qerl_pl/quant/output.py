@@ -20,7 +20,7 @@ from qerl_pl.quant.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")
-RECORDS = ("tiny.json", "pretrain.json", "task.yaml", "reach.jsonl", "drift.json")
+RECORDS = ("tiny.json", "drift.json")
 """Files in which commands record how one policy was made and measured; copies and exports do not carry them."""
 _MANIFEST = "manifest.json"
 _CARRIED = {".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"}
