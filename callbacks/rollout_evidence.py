@@ -328,7 +328,7 @@ class RolloutEvidence(Callback):
         """Check what ``gaps_of`` returned; ``names`` maps the kinds of gaps to their names as metrics."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in found.items()}, step=index)
         if names is OF_ALL and pl_module.settings.lora.dropout > 0:
-            return
+            return  # the update's log-probabilities are with dropout, and the engine's without
         far = found["far_share"]
         dtype = pl_module.policy.dtype
         advice = (
