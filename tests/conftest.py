@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import time
 from functools import cache
 from importlib import import_module
@@ -12,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 from jsonargparse import _postponed_annotations
+
+from qerl_pl.common.phases import _Silence
 
 settings.register_profile("no deadline", deadline=None)  # a loaded machine is not a failure
 settings.load_profile("no deadline")
@@ -43,6 +46,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests will start vLLM on a CPU, import it first, so that engines do not collect garbage in its modules."""
     if not torch.cuda.is_available() and any(item.get_closest_marker("vllm") for item in session.items):
         import_module("tests.imports")
+
+
+@pytest.fixture(autouse=True)
+def _no_phases_before() -> None:
+    """Let each test's first phase follow no other, as in a process of its own.
+
+    Otherwise the silence of the tests before counts, and a command that is called in a test names its first phase.
+    """
+    _Silence.ended = -math.inf
 
 
 @pytest.fixture(autouse=True)
