@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.metrics import over_ranks
 from qerl_pl.memory.settings import check_limit
@@ -19,7 +20,6 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine
-from qerl_pl.rollout.isolation import preserved_rng
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.training.metrics import gap
 

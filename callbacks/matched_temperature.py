@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import Mean, over_ranks
 from qerl_pl.module import QeRLModule
-from qerl_pl.study.readouts import SURPRISAL
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import SURPRISAL, read_curves
 
 
 class MatchedTemperature(Callback):

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.rows import Row, text
-from qerl_pl.base.tokenizer import render
 from qerl_pl.common.stored_text import is_null
 from qerl_pl.common.types import Message, Problem
+from qerl_pl.model.tokenizer import render
 
 ROLES = ("system", "developer", "user", "assistant")
 _PLACE = re.compile(r"(?<![\w{}^_\\])\{\d*\}")  # not an argument, as in \frac{1}{2}, x^{2} and \boxed{}

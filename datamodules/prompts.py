@@ -17,18 +17,18 @@ from datamodules.loader import EvaluationLoader, TrainLoader, numbered
 from datamodules.messages import chat_of, chat_text, check_template
 from datamodules.sources import PromptSource, check_problems
 from datamodules.special_tokens import find_special_tokens
-from qerl_pl.base.tokenizer import (
+from qerl_pl.common import ranks
+from qerl_pl.common.clock import today
+from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Problem, Prompt
+from qerl_pl.model.stop import check_stop
+from qerl_pl.model.tokenizer import (
     check_chat_template,
     read_tokenizer,
     reads_clock,
     template_of,
     tokens_without_embedding,
 )
-from qerl_pl.common import ranks
-from qerl_pl.common.clock import today
-from qerl_pl.common.seeding import derive_seed
-from qerl_pl.common.types import Problem, Prompt
-from qerl_pl.rollout.stop import check_stop
 
 PROBLEMS = "the training problems (a data file, or the main branch of a data set on the hub)"
 IN_ANY_ORDER = "the training problems in any order"

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from qerl_pl.base.family import FAMILIES  # noqa: E402  (the script is run by its path)
+from qerl_pl.model.family import FAMILIES  # noqa: E402  (the script is run by its path)
 from tests.support import CAPABILITIES  # noqa: E402
 
 NOTES = ROOT / "docs" / "results" / "support.jsonl"

@@ -28,7 +28,6 @@ from qerl_pl.evaluation.identity import described, evaluation_identity, open_cac
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.plan import Plan
-from qerl_pl.memory.run import run_memory
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
@@ -43,6 +42,7 @@ from qerl_pl.rollout.decode import as_sampled
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.training.optimization import (
     average_and_clip,
     check_groups,

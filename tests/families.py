@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.model.family import FAMILIES
 
 WINDOW = 24  # tokens; tests have rows longer and shorter than this
 SIZES: dict[str, Any] = {

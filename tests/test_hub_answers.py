@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from qerl_pl.base import hub
+from qerl_pl.model import hub
 
 
 @pytest.fixture

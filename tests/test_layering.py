@@ -33,23 +33,47 @@ def packages_of(path: Path) -> set[str]:
 LIBRARY = sorted((ROOT / "qerl_pl").rglob("*.py"))
 
 
+PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
+ARROW_UP = {("qerl_pl/study/", "qerl_pl/__main__.py")}
+"""The one import that goes up ARCHITECTURE's table."""
+
+
+def floors() -> list[str]:
+    """The packages and files of ARCHITECTURE's table, from top to bottom."""
+    table = (ROOT / "ARCHITECTURE.md").read_text().partition("## Packages")[2].partition("\n\n- ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in row.strip(" `").split("`, `")]
+
+
+def floor_of(path: Path) -> str | None:
+    """The entry of the table that a file belongs to: the longest that its path begins with."""
+    name = str(path.relative_to(ROOT))
+    return max((entry for entry in floors() if name.startswith(entry)), key=len, default=None)
+
+
+def test_every_file_has_a_floor_and_every_floor_a_file():
+    without = {str(path.relative_to(ROOT)) for path in PRODUCT if floor_of(path) is None}
+    assert without == {"qerl_pl/__init__.py"}
+    assert {floor_of(path) for path in (*PRODUCT, ROOT / "train.py")} - {None} == {*floors()}
+
+
+def test_imports_only_go_down_the_table_of_the_architecture():
+    order = {entry: index for index, entry in enumerate(floors())}
+    for path in (*PRODUCT, ROOT / "train.py"):
+        here = floor_of(path)
+        for name in imports_of(path):
+            place = ROOT / name.replace(".", "/")
+            files = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
+            there = floor_of(files[0]) if files else None
+            if here and there and here != there and (here, there) not in ARROW_UP:
+                assert order[here] < order[there], f"{path.relative_to(ROOT)} imports {name}, which is above it"
+
+
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_library_imports_nothing_above_it(path):
     """Only the command line puts all parts together; nothing imports the script train.py."""
     allowed = {"callbacks", "datamodules"} if path.parent.name == "cli" else set()
     assert not (packages_of(path) & {"callbacks", "datamodules", "train"}) - allowed
-
-
-def test_common_code_imports_no_other_room():
-    for path in (ROOT / "qerl_pl" / "common").glob("*.py"):
-        own = {name for name in imports_of(path) if name.startswith("qerl_pl.")}
-        assert all(name.startswith("qerl_pl.common") for name in own), path
-
-
-def test_the_update_never_goes_back_up_into_rollouts():
-    """A rollout is tensors by then, and how rows are divided into micro-batches is common code."""
-    for path in (ROOT / "qerl_pl" / "update.py", *(ROOT / "qerl_pl" / "training").glob("*.py")):
-        assert not any(name.startswith("qerl_pl.rollout") for name in imports_of(path)), path
 
 
 def test_only_commands_import_the_command_line():
@@ -89,7 +113,6 @@ def test_triton_stays_in_the_kernels():
 
 
 TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}
-PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
 
 
 def test_long_product_files_are_named_in_a_warning():

@@ -14,12 +14,12 @@ from transformers import AutoConfig
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.base.digest import base_digest
-from qerl_pl.base.hub import hub_folder, is_hub_name
-from qerl_pl.base.known_models import KNOWN, known_config
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import Quantization, quantization_of
 from qerl_pl.memory.planned import planned_shape
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
+from qerl_pl.model.hub import hub_folder, is_hub_name
+from qerl_pl.model.known_models import KNOWN, known_config
+from qerl_pl.model.quantization import Quantization, quantization_of
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.quant.conftest import make_checkpoint

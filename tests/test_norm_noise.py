@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.noise.norm_noise import NormNoise, is_noise_norm, noisy_norms, realized_sigma
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.common.run_folder import LOCK
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from qerl_pl.tools.report import started_curves
 
 

@@ -16,7 +16,7 @@ from datamodules.arithmetic import Arithmetic
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
+from qerl_pl.model.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.common import end_tokens

@@ -1,1 +1,1 @@
-"""Check a base checkpoint before it is loaded: complete files, a digest of its bytes, and a usable tokenizer."""
+"""Base checkpoint as a run uses it: found, checked, converted or quantised, and kept in a cache."""

@@ -26,8 +26,8 @@ from transformers import (
 from qerl_pl.base.cache import made_once
 from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
+from qerl_pl.model.files import read_json
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

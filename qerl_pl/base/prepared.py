@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from qerl_pl.base.cache import made_once
 from qerl_pl.base.folder import BaseFormat, base_folder
-from qerl_pl.base.hub import hub_config, hub_folder, is_hub_name
-from qerl_pl.base.quantization import Quantization
-from qerl_pl.base.tokenizer import load_tokenizer
+from qerl_pl.model.files import CONFIG
+from qerl_pl.model.hub import hub_config, hub_folder, is_hub_name
+from qerl_pl.model.quantization import Quantization
+from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant import convert, quantize
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import CONFIG
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.quant.published import conversion_reasons, declared_layout
 

@@ -10,9 +10,9 @@ from jsonargparse import Namespace
 
 from datamodules.prompts import PromptDataModule
 from qerl_pl import checkpoint_file
-from qerl_pl.base.tokenizer import read_tokenizer, reads_clock
 from qerl_pl.common.clock import today
 from qerl_pl.common.run_folder import LAST, PREVIOUS, date_in
+from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig
 
 from qerl_pl.base.folder import BaseFormat, base_folder
-from qerl_pl.base.hub import hub_config, is_hub_name
-from qerl_pl.base.known_models import known_config, known_format
 from qerl_pl.base.prepared import check_format
-from qerl_pl.base.quantization import Quantization
 from qerl_pl.memory.shape import ModelShape, checkpoint_shape, config_shape
+from qerl_pl.model.hub import hub_config, is_hub_name
+from qerl_pl.model.known_models import known_config, known_format
+from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.writers import WRITERS
 
 

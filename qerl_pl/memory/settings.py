@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qerl_pl.base.family import PROJECTIONS
+from qerl_pl.model.family import PROJECTIONS
 from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qerl_pl.base.family import FAMILIES
-from qerl_pl.base.layers import head_dims, layer_configs, num_recurrent_layers
+from qerl_pl.model.family import FAMILIES
+from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.quant.families import check_family, longest_with_short_factors
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model

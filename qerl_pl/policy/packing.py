@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qerl_pl.base.layers import head_dims
+from qerl_pl.model.layers import head_dims
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qerl_pl.base.family import Family, family_of
+from qerl_pl.model.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.delta_net import use_packed_delta_nets
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise

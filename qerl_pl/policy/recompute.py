@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.kept import keeping
 from qerl_pl.policy.lora import LoraLinear
 

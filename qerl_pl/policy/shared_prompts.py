@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from qerl_pl.base.layers import attention_windows
+from qerl_pl.model.layers import attention_windows
 
 WORTH = 1 / 16
 """Smallest share of a pass's tokens for which sharing prompts pays; if it saves fewer tokens, the second attention call

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qerl_pl.base.family import Family
+from qerl_pl.model.family import Family
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
 

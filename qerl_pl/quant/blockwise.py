@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qerl_pl.quant.files import Checkpoint
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass

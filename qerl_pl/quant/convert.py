@@ -15,8 +15,8 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as dequ
 from torch import Tensor, nn
 
 from qerl_pl.common.phases import counted
+from qerl_pl.model.files import Checkpoint, model_config
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import Checkpoint, model_config
 from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.nvfp4 import dequantize
 from qerl_pl.quant.output import OutputFolder

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from qerl_pl.base.family import FAMILIES, family_of
+from qerl_pl.model.family import FAMILIES, family_of
+from qerl_pl.model.files import CONFIG, model_config, read_json
 from qerl_pl.quant.alike import check_computed_alike
-from qerl_pl.quant.files import CONFIG, model_config, read_json
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 SIZES = (

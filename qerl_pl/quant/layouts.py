@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG, Checkpoint, read_json
+from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG, Checkpoint, read_json
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from qerl_pl.base.family import family_of
-from qerl_pl.quant.files import CONFIG, Checkpoint, model_config, read_json
+from qerl_pl.model.family import family_of
+from qerl_pl.model.files import CONFIG, Checkpoint, model_config, read_json
+from qerl_pl.model.text_part import has_vision
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import Layout, check_table, read_layout
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.text_part import has_vision
 
 OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers computes it now
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.common.files import allow_reading, replacing, write_whole
-from qerl_pl.quant.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
+from qerl_pl.model.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 REPORTED = ("layers", "folds")

@@ -17,11 +17,11 @@ from pathlib import Path
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
 from qerl_pl.common.sizes import in_bytes
-from qerl_pl.quant.files import CONFIG, Checkpoint, read_json
+from qerl_pl.model.files import CONFIG, Checkpoint, read_json
+from qerl_pl.model.text_part import NOT_USED, has_vision
 from qerl_pl.quant.layouts import COMPRESSED_NVFP4, MODELOPT_NVFP4, Layout, quantization_config, read_layout
 from qerl_pl.quant.nvfp4 import BLOCK
 from qerl_pl.quant.selection import FUSED, block_of
-from qerl_pl.quant.text_part import NOT_USED, has_vision
 
 NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN")

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qerl_pl.base.family import FAMILIES, PROJECTIONS, Family
-from qerl_pl.base.layers import head_dims
-from qerl_pl.base.quantization import FormatName, Method
-from qerl_pl.base.tokenizer import load_tokenizer
 from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
+from qerl_pl.model.family import FAMILIES, PROJECTIONS, Family
+from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.layers import head_dims
+from qerl_pl.model.quantization import FormatName, Method
+from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layer_errors import PICTURE, LayerReport, draw_report, report_layer
 from qerl_pl.quant.layouts import packed_weight, quantization_config
 from qerl_pl.quant.loading import check_complete, meta_model

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from qerl_pl.base.family import FAMILIES
-from qerl_pl.quant.files import Checkpoint
+from qerl_pl.model.family import FAMILIES
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.common.finite import LARGEST
+from qerl_pl.common.isolation import loaded, preserved_rng, preserved_torch_settings
 from qerl_pl.common.program import Stopped
-from qerl_pl.rollout.isolation import loaded, preserved_rng, preserved_torch_settings
 
 _RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use that for time limits of their own
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.model.stop import StopStrings
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.stop import StopStrings
 
 
 def check_ends(

@@ -18,16 +18,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion
+from qerl_pl.model.stop import StopStrings, tokenizer_of
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.logprobs import fp32_logits
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.common import check_prompts, different, end_tokens, padded, trained_norms
-from qerl_pl.rollout.isolation import preserved_rng
-from qerl_pl.rollout.stop import StopStrings, tokenizer_of
 
 
 class TransformersEngine:

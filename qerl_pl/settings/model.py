@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import Quantize, quantization_of
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
+from qerl_pl.model.quantization import Quantize, quantization_of
 from qerl_pl.objective import Objective
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings, open_settings

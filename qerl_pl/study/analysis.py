@@ -13,9 +13,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
+from qerl_pl.results.curves import SURPRISAL
 from qerl_pl.study import state
 from qerl_pl.study.decision import holm, pairs_to_accept
-from qerl_pl.study.readouts import SURPRISAL, Curves, curves_of, entropy_at, equal_reward, readouts
+from qerl_pl.study.readouts import Curves, curves_of, entropy_at, equal_reward, readouts
 from qerl_pl.study.statistics import Comparison, Estimate, compare, mean, seeds_needed, smallest_size
 from qerl_pl.study.study_file import Run, Study
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from qerl_pl.results.curves import SURPRISAL, Curve, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.study_file import FIT, Run, Study
-from qerl_pl.tools.curves import Curve, read_curves
 
-SURPRISAL = "rollout/surprisal"  # entropy of the sampling distribution, noise and temperature included
 WINDOW = 5  # rollouts of a running mean
 Curves = dict[str, Curve]
 

@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import quantization_of
-from qerl_pl.base.tokenizer import read_tokenizer, render
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
 from qerl_pl.common.run_folder import date_in, read_run_config, run_files
+from qerl_pl.model.quantization import quantization_of
+from qerl_pl.model.stop import StopStrings
+from qerl_pl.model.tokenizer import read_tokenizer, render
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.rollout.common import end_tokens
-from qerl_pl.rollout.stop import StopStrings
 from qerl_pl.tools.options import chat_options
 
 Chat = list[dict[str, str]]

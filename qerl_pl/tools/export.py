@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.folder import base_folder
-from qerl_pl.base.hub import is_hub_name
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import quantization_of
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading
 from qerl_pl.common.os_errors import in_words
 from qerl_pl.common.run_folder import read_run_config, run_files
+from qerl_pl.model.files import CONFIG, read_json
+from qerl_pl.model.hub import is_hub_name
+from qerl_pl.model.quantization import quantization_of
+from qerl_pl.model.text_part import has_vision
 from qerl_pl.policy.lora import LoraSettings, peft_config
-from qerl_pl.quant.files import CONFIG, read_json
-from qerl_pl.quant.text_part import has_vision
 from qerl_pl.tools.merge import export_merged
 from qerl_pl.tools.model_card import model_card
 from qerl_pl.tools.options import export_options

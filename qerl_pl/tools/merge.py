@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.common.files import allow_reading, read_lines
+from qerl_pl.model.files import CONFIG, INDEX, read_json
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.files import CONFIG, INDEX, read_json
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base, tied_weights
 from qerl_pl.quant.output import carry

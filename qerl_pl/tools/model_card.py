@@ -10,9 +10,9 @@ import yaml
 
 from qerl_pl.base.gguf import described
 from qerl_pl.common.run_folder import date_in
+from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.quant.files import CONFIG, read_json
-from qerl_pl.tools.curves import read_curves, summarize
+from qerl_pl.results.curves import read_curves, summarize
 from qerl_pl.tools.page.verdicts import verdicts
 
 CARD = """\

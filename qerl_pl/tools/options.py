@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from qerl_pl.base.quantization import FormatName, Method
 from qerl_pl.common.program import CommandParser, called_as
+from qerl_pl.model.quantization import FormatName, Method
 from qerl_pl.tools.paths import (
     at_least,
     existing_base,

@@ -17,8 +17,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.base.family import MERGED, PROJECTIONS
-from qerl_pl.base.quantization import quantization_of
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import replacing, write_whole
@@ -37,15 +35,17 @@ from qerl_pl.memory.fitting import (
 )
 from qerl_pl.memory.plan import MOMENTS, Plan
 from qerl_pl.memory.planned import planned_shape
-from qerl_pl.memory.run import run_memory
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape
+from qerl_pl.model.family import MERGED, PROJECTIONS
+from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm.setup import ONE_COPY
 from qerl_pl.settings.model import check_micro_batch
+from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.options import plan_options
 

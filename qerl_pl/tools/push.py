@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
-from qerl_pl.base.hub import NAME
+from qerl_pl.model.hub import NAME
 
 NOT_ALLOWED = (401, 403)
 

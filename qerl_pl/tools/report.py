@@ -15,7 +15,7 @@ from rich.table import Table
 
 from qerl_pl.common.files import replacing, write_whole
 from qerl_pl.common.run_folder import is_running
-from qerl_pl.tools.curves import Curve, read_curves, summarize
+from qerl_pl.results.curves import Curve, read_curves, summarize
 from qerl_pl.tools.options import report_options
 from qerl_pl.tools.page.collect import collect
 from qerl_pl.tools.page.follow import make_server

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.base.layers import attention_windows, head_dims, num_recurrent_layers
+from qerl_pl.model.layers import attention_windows, head_dims, num_recurrent_layers
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.linear import FrozenLinear
 

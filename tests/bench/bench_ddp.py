@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.bench.bench_grpo import GROUP, model_settings
 from tests.bench.harness import CUDA, DEVICE, DTYPE, PHASES, decoding_kernel, emit, parser_with
 from tests.bench.together import run_together

@@ -40,9 +40,9 @@ from torch import Tensor
 from datamodules.gsm8k import GSM8K
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
-from qerl_pl.base.quantization import Method
-from qerl_pl.base.tokenizer import read_tokenizer
 from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.model.quantization import Method
+from qerl_pl.model.tokenizer import read_tokenizer
 from qerl_pl.policy.logprobs import fp32_logits, soft_capped
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy

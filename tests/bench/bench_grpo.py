@@ -38,7 +38,7 @@ from lightning.pytorch import Callback
 from qerl_pl.common.due import EARLY
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
-from qerl_pl.tools.curves import Curve, read_curves
+from qerl_pl.results.curves import Curve, read_curves
 from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
 from tests.bench.together import is_together

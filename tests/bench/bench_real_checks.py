@@ -34,7 +34,7 @@ import yaml
 from callbacks.gradient_guard import GradientGuard
 from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
-from qerl_pl.tools.curves import Curve, read_curves
+from qerl_pl.results.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, emit
 from tests.bench.noted import Readings, canary_share, jumps, longest_run, pass_overhead
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources

@@ -33,10 +33,10 @@ import yaml
 from qerl_pl.__main__ import main as command
 from qerl_pl.base.folder import base_folder
 from qerl_pl.base.gguf import RECORD
+from qerl_pl.results.curves import Curve, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.runner import SHARE_OF_GPU
 from qerl_pl.study.study_file import FIT, Run, Study, read_study
-from qerl_pl.tools.curves import Curve, read_curves
 from tests.bench.harness import CUDA, DTYPE, PHASES, emit, kept, parser_with
 from tests.bench.run_clock import HOST, START, VALIDATION
 from tests.correctness.faults import WARNINGS, sources

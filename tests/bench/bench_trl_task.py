@@ -41,9 +41,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from datamodules.gsm8k import GSM8K
 from datamodules.prompts import PromptDataModule
-from qerl_pl.base.tokenizer import read_tokenizer
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import others_bytes, used_bytes
+from qerl_pl.model.tokenizer import read_tokenizer
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.vllm.setup import prepare_environment

@@ -19,9 +19,9 @@ from qerl_pl.memory.parts import kv_token_bytes
 from qerl_pl.memory.plan import PASSES, TRAINING
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.policy.jumps import change, jump
+from qerl_pl.results.curves import Curve
 from qerl_pl.rollout.comparison import MARGIN
 from qerl_pl.rollout.loop import Rollout
-from qerl_pl.tools.curves import Curve
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from callbacks.rollout_evidence import GAP_FLOOR
-from qerl_pl.tools.curves import Curve
+from qerl_pl.results.curves import Curve
 from tests.bench.limits import CONSTANTS, NOT_READ, SCANNED, limits_table, measured_again
 from tests.bench.noted import canary_share, jumps, longest_run, pass_overhead
 from tests.integration.conftest import ROOT

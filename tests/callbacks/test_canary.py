@@ -12,18 +12,18 @@ from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected
-from qerl_pl.base.family import PROJECTIONS
 from qerl_pl.common.due import EARLY
+from qerl_pl.model.family import PROJECTIONS
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.shaken import shaken
+from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout import comparison
 from qerl_pl.rollout.comparison import MARGIN, Gap, gap_of, own_text, score_gaps, trainers_engine, wrong_ones
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.probe import STRENGTHS, USABLE, find_strength
-from qerl_pl.tools.curves import read_curves
 from tests.callbacks.conftest import without_callback
 from tests.callbacks.faults import FAULTS
 from tests.integration.conftest import VLLM, differences, load_last

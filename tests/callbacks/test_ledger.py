@@ -11,8 +11,8 @@ from torch import Tensor
 from callbacks.ledger import MismatchLedger, engine_logprobs, few_rows, spread, trainer_logprobs
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.results.curves import Curve, read_curves
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.tools.curves import Curve, read_curves
 from tests.callbacks.conftest import with_arguments, without_callback
 from tests.integration.conftest import VLLM, differences, load_last
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from callbacks.matched_temperature import MatchedTemperature
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.integration.conftest import bases, run  # noqa: F401
 
 NO_NOISE = (

@@ -14,7 +14,7 @@ from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl import checkpoint_file
 from qerl_pl.common.check_failed import EXIT_STATUS
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import arguments, load_last
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from qerl_pl.tools.curves import Curve, read_curves
+from qerl_pl.results.curves import Curve, read_curves
 from tests.bench.harness import check, emit
 
 ROOT = Path(__file__).parents[2]

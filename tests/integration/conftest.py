@@ -11,7 +11,7 @@ import torch
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from qerl_pl.tools.tiny import make_tiny
 from tests.program import Program
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl_pl.base.digest import base_digest
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.integration.conftest import VLLM, arguments, launch, load_last
 from tests.program import Program
 from tests.two_ranks import free_port

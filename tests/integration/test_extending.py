@@ -15,7 +15,7 @@ import pytest
 
 import train
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.integration.conftest import ROOT, load_last
 
 PAGE = ROOT / "docs" / "extending.md"

@@ -21,8 +21,8 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.layouts import read_layout
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm.arguments import query_scaling
-from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.merge import write_merged
 from tests import support
 from tests.families import NAMES, OWN, WHOLE, tiny_config, with_vision

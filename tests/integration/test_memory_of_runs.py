@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm import memory as vllm_memory
-from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.plan import planned_run, read_settings
 from tests.integration.conftest import VLLM, arguments, load_last
 from tests.rollout.leaks import held_in_vllms_pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.integration.conftest import VLLM, load_last
 from tests.quant.published import modelopt
 

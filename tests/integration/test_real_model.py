@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.integration.conftest import ROOT, assert_same_run, load_last
 from tests.integration.test_families import arguments, assert_exports_are_served, assert_whole_run
 

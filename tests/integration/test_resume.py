@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from callbacks.graceful_stop import GracefulStop
-from qerl_pl.tools.curves import read_curves
+from qerl_pl.results.curves import read_curves
 from tests.bench import bench_resume
 from tests.integration.conftest import IN_BACKGROUND, VLLM, assert_same_run, launch, load_last
 

@@ -23,9 +23,9 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.common.check_failed import CheckFailed
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
+from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.token_file import read_tokens
 from qerl_pl.study.progress import rollouts_of
-from qerl_pl.tools.curves import read_curves
 from qerl_pl.tools.doctor import with_advice
 from qerl_pl.tools.model_card import model_card
 from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last

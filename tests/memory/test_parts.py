@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from qerl_pl.base.family import with_merged
 from qerl_pl.memory import parts
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
+from qerl_pl.model.family import with_merged
 from qerl_pl.policy.delta_net import _scan
 from qerl_pl.policy.elementwise import use_elementwise
 from qerl_pl.policy.lora import PROJECTIONS

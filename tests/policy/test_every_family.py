@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.base.family import FAMILIES, Family, family_of
 from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.family import FAMILIES, Family, family_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.packing import Packed, pack, packed_hidden_states

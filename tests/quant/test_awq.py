@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.base.family import FAMILIES, Family
-from qerl_pl.base.layers import head_dims
+from qerl_pl.model.family import FAMILIES, Family
+from qerl_pl.model.layers import head_dims
 from qerl_pl.quant.awq import apply_scales, best_scales, fold_block
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.mxfp4 import MXFP4

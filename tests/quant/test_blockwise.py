@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.blockwise import BlockStream
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import meta_model
 from tests.families import NAMES, tiny_config
 from tests.rollout.conftest import save_dense

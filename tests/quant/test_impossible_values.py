@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.convert import _dense_of_fp8
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.layouts import (
     BITSANDBYTES_NF4,
     COMPRESSED_MXFP4,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.calibration import Calibration
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import Method, quantize_checkpoint
 from qerl_pl.tools.quantize import main

@@ -12,9 +12,9 @@ from transformers import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_family, check_positions, longest_with_short_factors
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.quantize import quantize_checkpoint
 
 SMALL = {

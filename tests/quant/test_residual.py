@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant import quantize
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.loading import load_base, meta_model
 from qerl_pl.quant.quantize import Method, quantize_checkpoint
 from qerl_pl.quant.residual import residual_factors

@@ -14,13 +14,13 @@ from transformers import AutoModelForImageTextToText
 from qerl_pl.__main__ import main as command
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.base.quantization import Quantization
 from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.files import Checkpoint, model_config
+from qerl_pl.model.quantization import Quantization
+from qerl_pl.model.text_part import NOT_USED, text_name
 from qerl_pl.quant.convert import convert_checkpoint
-from qerl_pl.quant.files import Checkpoint, model_config
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.published import conversion_reasons
-from qerl_pl.quant.text_part import NOT_USED, text_name
 from tests.families import WHOLE, tiny_config, with_vision
 from tests.quant.published import compressed, edit_config
 from tests.rollout.conftest import save_dense

@@ -25,10 +25,10 @@ from transformers import (
     Qwen2Config,
 )
 
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
 from qerl_pl.rollout.hf import TransformersEngine

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.base.layers import num_recurrent_layers
 from qerl_pl.memory.parts import kv_cache
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy

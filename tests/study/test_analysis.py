@@ -13,11 +13,11 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.results.curves import Curve
 from qerl_pl.study import state
 from qerl_pl.study.analysis import all_compared, compared, gather, not_finite, tables, write_files
 from qerl_pl.study.readouts import area, entropy_at, equal_reward, pass_at_k, readouts, smooth
 from qerl_pl.study.study_file import Run, Study
-from qerl_pl.tools.curves import Curve
 
 GAIN = {"bf16": 0.0, "nvfp4": 0.1, "nvfp4+aqn": 0.0}
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.base.layers import head_dims
+from qerl_pl.model.layers import head_dims
 from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 from tests.families import tiny_config
 from tests.memory.conftest import policy_of, small_config

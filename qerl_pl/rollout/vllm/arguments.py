@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PretrainedConfig
 
-from qerl_pl.base.layers import num_recurrent_layers
 from qerl_pl.memory.parts import KV_BLOCK, kv_cache
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm import norms
 from qerl_pl.rollout.vllm.setup import lacks, log_unpacked

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.isolation import any_algorithm, preserved_rng
 from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
+from qerl_pl.model.stop import tokenizer_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.isolation import any_algorithm, preserved_rng
-from qerl_pl.rollout.stop import tokenizer_of
 from qerl_pl.rollout.vllm import memory, patches, requests, setup, worker
 from qerl_pl.rollout.vllm.launch import launch
 

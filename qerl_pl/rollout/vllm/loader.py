@@ -18,7 +18,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.vllm import base_weights, norms
 

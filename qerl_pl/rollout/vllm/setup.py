@@ -15,8 +15,8 @@ from torch import distributed as dist
 
 from qerl_pl.common.sizes import in_bytes
 from qerl_pl.kernels import hopper
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.files import Checkpoint
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nf4 import NF4

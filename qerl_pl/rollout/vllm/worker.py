@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.base.family import FAMILIES
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.noise.norm_noise import is_noise_norm
 from qerl_pl.policy.lora_product import scaled
 from qerl_pl.quant.linear import FrozenLinear

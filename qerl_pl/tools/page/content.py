@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from qerl_pl.common.run_folder import is_running
+from qerl_pl.results.curves import Curve, read_curves, summarize
 from qerl_pl.settings.changes import changed_settings
-from qerl_pl.tools.curves import Curve, read_curves, summarize
 from qerl_pl.tools.page.verdicts import verdicts
 
 SAME_ARM = ("seed_everything", "run_dir", "ckpt_path", "config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qerl_pl.tools.curves import Curve
+from qerl_pl.results.curves import Curve
 
 OUTSIDE = 0.15  # share of tokens with trainer/sampler outside [0.9, 1.1] above which the gap's verdict is bad; right
 # engines of pretrained models have up to 0.06, in bf16

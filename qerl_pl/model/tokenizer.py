@@ -11,9 +11,9 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from qerl_pl.base.hub import hub_answers, is_hub_name
 from qerl_pl.common.clock import CLOCK, template_clock
-from qerl_pl.quant.files import Checkpoint
+from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.hub import hub_answers, is_hub_name
 
 EMBEDDING = "model.embed_tokens.weight"
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))

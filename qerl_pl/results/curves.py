@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from qerl_pl.tools.event_files import Scalar, read_scalars
+from qerl_pl.results.event_files import Scalar, read_scalars
+
+SURPRISAL = "rollout/surprisal"
+"""Name of the entropy of the sampling distribution, noise and temperature included."""
 
 
 class Curve(NamedTuple):

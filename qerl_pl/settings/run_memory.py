@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from qerl_pl.base.family import with_merged
 from qerl_pl.memory.settings import RunMemory, state_bytes
+from qerl_pl.model.family import with_merged
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.recompute import Setting

@@ -16,7 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 from huggingface_hub.utils import logging
 
 from qerl_pl.common.phases import phase
-from qerl_pl.quant.files import CONFIG, MODELOPT_CONFIG
+from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qerl_pl.quant.text_part import HEAD, has_vision, text_config, text_name
+from qerl_pl.model.text_part import HEAD, has_vision, text_config, text_name
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

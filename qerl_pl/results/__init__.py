@@ -1,0 +1,1 @@
+"""Curves of finished and running runs, read from their event files."""
