@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from qerl_pl.common import ranks
-from qerl_pl.common.check_failed import CheckFailed
-from qerl_pl.common.due import is_due
+from qerl_pl.common.checks import CheckFailed, is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt

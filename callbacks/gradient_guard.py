@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.files import write_whole
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.loop import Rollout

@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
-from qerl_pl.common.check_failed import CheckFailed
-from qerl_pl.common.due import is_due
+from qerl_pl.common.checks import CheckFailed, is_due
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.memory.settings import check_limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
 from qerl_pl.common.types import Problem
-from qerl_pl.common.words import runs_of_words
 
 
 class Overlap(NamedTuple):
@@ -92,3 +92,14 @@ def _write(path: str, overlaps: Sequence[Overlap]) -> None:
     with open(os.path.expanduser(path), "w", encoding="utf-8") as report:
         for overlap in overlaps:
             report.write(json.dumps(overlap._asdict(), ensure_ascii=False) + "\n")
+
+
+def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
+    """List all sequences of ``num_words`` consecutive words (n-grams) of a text, ignoring case, punctuation and white
+    space.
+
+    A shorter text gives one n-gram of all its words; a text without words gives none.
+    """
+    words = re.findall(r"[^\W_]+", text.lower())
+    last = max(0, len(words) - num_words)
+    return [tuple(words[start : start + num_words]) for start in range(last + 1)] if words else []

@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from lightning.pytorch.utilities import rank_zero_info
 
 from datamodules.rows import NoColumnError, Row, value_of
-from qerl_pl.common.stored_text import is_null, stored_text
+from qerl_pl.common.json_lines import is_null, stored_text
 
 Value = bool | int | float | str
 

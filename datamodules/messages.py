@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.rows import Row, text
-from qerl_pl.common.stored_text import is_null
+from qerl_pl.common.json_lines import is_null
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.model.tokenizer import render
 

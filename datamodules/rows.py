@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from qerl_pl.common.extras import not_installed
-from qerl_pl.common.json_lines import object_in_text, read_json_lines, refuse
+from qerl_pl.common.json_lines import is_null, object_in_text, only_entry, read_json_lines, refuse, stored_text
+from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
-from qerl_pl.common.stored_text import is_null, only_entry, stored_text
 
 # most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
 MAX_TEXT = 1_000_000

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.files import in_words
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as, quoted_from_environment, use_expandable_segments
 

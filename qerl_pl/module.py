@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
 from qerl_pl.checkpoint import adapter_of, check_identity, check_training_state, identity_of, run_identity
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.evaluation import Evaluation
 from qerl_pl.evaluation.identity import described, evaluation_identity, open_cache

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import less_penalty

@@ -15,8 +15,7 @@ import pytest
 
 import train
 from datamodules.rows import read_rows
-from qerl_pl.common.extras import EXTRAS, not_installed
-from qerl_pl.common.versions import TESTED, requirement
+from qerl_pl.common.packages import EXTRAS, TESTED, not_installed, requirement
 from tests.vllm_requirements import unmet
 
 ROOT = Path(__file__).parent.parent

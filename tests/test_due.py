@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_pl.common.due import EARLY, is_due
+from qerl_pl.common.checks import EARLY, is_due
 
 
 @pytest.mark.parametrize("every", [1, 3, 8])

@@ -9,7 +9,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from qerl_pl.__main__ import main
-from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.files import in_words
 from qerl_pl.common.run_folder import read_run_config, run_folder
 
 

@@ -21,7 +21,7 @@ from callbacks.evaluation import EvaluationReport
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import usable_callbacks
-from qerl_pl.common.finite import LARGEST, require_finite
+from qerl_pl.common.checks import LARGEST, require_finite
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective

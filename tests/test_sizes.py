@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_pl.common.sizes import in_bytes
+from qerl_pl.common.files import in_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from qerl_pl.base.cache import made_once
-from qerl_pl.common.extras import not_installed
 from qerl_pl.common.files import write_whole
+from qerl_pl.common.packages import not_installed
 from qerl_pl.model.files import read_json
 from qerl_pl.quant.families import check_family
 

@@ -15,7 +15,7 @@ import yaml
 
 from qerl_pl.cli.shipped import BASE_CONFIG
 from qerl_pl.cli.yaml_files import config_files
-from qerl_pl.common.extras import not_installed
+from qerl_pl.common.packages import not_installed
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")

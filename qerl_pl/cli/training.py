@@ -39,11 +39,10 @@ from qerl_pl.cli.shipped import BASE_CONFIG, plain_settings, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.words import Parser, accept_words, spelt_out
 from qerl_pl.cli.yaml_files import check_yaml_files, config_files
-from qerl_pl.common import empty_event_files
-from qerl_pl.common.check_failed import EXIT_STATUS, CheckFailed
-from qerl_pl.common.extras import not_installed
-from qerl_pl.common.files import write_whole
-from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
+from qerl_pl.common.files import in_words, write_whole
+from qerl_pl.common.loggers import remove_empty_event_files
+from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
@@ -135,7 +134,7 @@ class QeRLCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except BaseException as error:
             if self.trainer.is_global_zero:
-                empty_event_files.remove(self.trainer.loggers)
+                remove_empty_event_files(self.trainer.loggers)
             # After Ctrl-C, Lightning raises SystemExit(1), but the program's exit status has to be 130.
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None

@@ -1,4 +1,4 @@
-"""Read lines of text files, replace files atomically, and set their permissions."""
+"""Read and atomically replace files, and put their sizes and the errors of the operating system into words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+MOST_LETTERS = 300  # of a path in a message
+ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space and start again; what was written before is whole",
+    errno.EFBIG: "a file may not become this large here: raise the limit (ulimit -f) and start again; what was "
+    "written before is whole",
+    errno.EDQUOT: "the disk quota is used up: free some space and start again; what was written before is whole",
+    errno.EROFS: "it is on a file system that can only be read: give another folder",
+    errno.EACCES: "this user may not use it: give another folder, or change its permissions",
+    errno.EPERM: "this user may not use it: give another folder, or change its permissions",
+    errno.ENOTDIR: "a part of its path is a file and not a folder: give another path",
+    errno.EEXIST: "a file is where a folder is needed: give another path, or move it away",
+    errno.EISDIR: "it is a folder and a file is needed: give the path of a file",
+    errno.ENOENT: "there is no such file or folder: check the path",
+    errno.ENAMETOOLONG: "the name is too long: give a shorter path",
+    errno.ELOOP: "its symbolic links refer to each other: give another path",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+}
 
 
 def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
@@ -77,3 +96,30 @@ def allow_reading(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+def in_bytes(count: float) -> str:
+    """Return a number of bytes with three digits in the largest decimal unit that keeps it at least 1 (``226 kB``)."""
+    for unit in UNITS[:-1]:
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {UNITS[-1]}"
+
+
+def in_words(error: OSError) -> str:
+    """Return one line for the user that names the file of an operating-system error and says what to do about the
+    error."""
+    number = error.errno if error.errno in ADVICE else _number_in(str(error))
+    advice = ADVICE.get(number) if number else None
+    if not advice:
+        return str(error)
+    name = str(error.filename or "")
+    shown = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}..."
+    return f"{shown}: {advice}" if name else f"{error}; {advice}"
+
+
+def _number_in(text: str) -> int | None:
+    """Return the errno in ``ADVICE`` whose text by the operating system, such as "No space left on device", occurs in
+    the message of an error; None if none does."""
+    return next((number for number in ADVICE if os.strerror(number) in text), None)

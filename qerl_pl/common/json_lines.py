@@ -1,16 +1,27 @@
-"""Read JSON Lines files strictly: one object per line, no key twice, and numbers that keep their digits."""
+"""Read JSON Lines files strictly (one object per line, no key twice, numbers that keep their digits), and give the text
+of a value that is stored in a data set."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import NoReturn
 
-from qerl_pl.common.stored_text import Written
-
 MAX_DEPTH = 64
 """Deepest nesting of a row. Copying, sending and moving rows are recursive, and Python limits recursion."""
+
+
+class Written(float):
+    """A float that is printed with the digits that the file has, because 27.10 and 27.1 may be different answers."""
+
+    def __init__(self, written: str) -> None:
+        self.written = written
+
+    def __str__(self) -> str:
+        return self.written
 
 
 def refuse(error: ValueError) -> NoReturn:
@@ -66,6 +77,41 @@ def object_in_text(text: str) -> dict[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
+def is_null(value: object) -> bool:
+    """Tell whether a stored value is missing: null, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, float | Decimal) and math.isnan(value))
+
+
+def stored_text(value: object, where: str) -> str:
+    """Return a stored text or number as text, with the digits that it is stored with.
+
+    Args:
+        value: text, a whole number, a float or a Decimal.
+        where: file, line and column, for the error message.
+
+    Raises:
+        ValueError: the value is missing, not finite, no text and no number, or not valid Unicode.
+    """
+    if is_null(value):
+        raise ValueError(f"{where} is {'null' if value is None else 'NaN'}; expected text or a number")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"{where} is {_short(value)}; expected text or a number")
+    if isinstance(value, float | Decimal) and not math.isfinite(value) and not isinstance(value, Written):
+        raise ValueError(f"{where} is {value}; expected text or a finite number")
+    found = format(value, "f") if isinstance(value, Decimal) else str(value)
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is no valid Unicode text: {error}") from None
+    return found
+
+
+def only_entry(value: object) -> object:
+    """Return the entry of a list with one entry, in which some data sets store an answer, and other values as they
+    are."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
 def _parse(line: str, where: str) -> dict[str, object]:
     too_deep = f"{where}: brackets are nested too deeply to be read; expected at most {MAX_DEPTH} levels"
     try:
@@ -113,3 +159,8 @@ def _deeper_than(limit: int, value: object) -> bool:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return any(isinstance(each, dict | list) for each in level)
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."

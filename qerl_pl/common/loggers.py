@@ -7,8 +7,10 @@ completions whatever the loggers are. A logger's package is imported only if the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
 BINS = 60  # number of bins of a histogram
+# bytes; a record of an event file has the data's length, a checksum of the length, the data, and a checksum of the data
+LENGTH, CHECKSUM = 8, 4
 
 
 def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
@@ -118,3 +122,23 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
     finished = row.get("finished", True)
     shown = (scores_of(row), question_of(row), row["completion"], str(row["answer"]))
     return [row["reward"], *shown, row["num_tokens"], finished]
+
+
+def remove_empty_event_files(loggers: Iterable[Logger]) -> None:
+    """Delete the event files that this process has opened and that hold only one record, the version of TensorBoard's
+    format.
+
+    Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            for path in Path(logger.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                if _is_empty(path):
+                    path.unlink()
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether an event file has no record after the first one, which is the version of the format."""
+    with path.open("rb") as file:
+        first = int.from_bytes(file.read(LENGTH), "little")
+    return path.stat().st_size <= LENGTH + CHECKSUM + first + CHECKSUM

@@ -1,4 +1,4 @@
-"""Metrics built on torchmetrics that are computed over the completions or tokens of all ranks.
+"""Metrics built on torchmetrics that are computed over the completions or tokens of all ranks, and a stopwatch.
 
 A metric communicates only if the run has several ranks. By default, torchmetrics communicates over any process group
 that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the CPU.
@@ -6,7 +6,10 @@ that exists. In a run on one GPU, vLLM creates a process group that has only NCC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,3 +107,26 @@ def quantile(values: Tensor, q: float) -> Tensor:
     """Return the q-quantile, without interpolation, of [N] sorted values as a scalar tensor. torch.quantile is not
     used, because it takes at most 16 million values."""
     return values[round(q * (len(values) - 1))]
+
+
+class Stopwatch:
+    """Adds up wall-clock seconds by phase; a phase may be entered several times."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the duration of a ``with`` block to the phase ``name``. The GPU is synchronised at the block's start and
+        end, because kernels run asynchronously."""
+        start = _now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += _now() - start
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -11,8 +11,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from qerl_pl.common import ranks
-from qerl_pl.common.metrics import Mean, Pooled
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Mean, Pooled, Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
 from qerl_pl.evaluation.pass_at_k import accuracy

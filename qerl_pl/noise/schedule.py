@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from qerl_pl.common.finite import LARGEST
+from qerl_pl.common.checks import LARGEST
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 

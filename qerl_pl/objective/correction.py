@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.common.finite import require_finite, require_no_nan
+from qerl_pl.common.checks import require_finite, require_no_nan
 
 Mode = Literal["none", "truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from qerl_pl.common.finite import require_finite, require_no_nan
+from qerl_pl.common.checks import require_finite, require_no_nan
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl_pl.common.finite import require_finite
+from qerl_pl.common.checks import require_finite
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qerl_pl.common.finite import require_finite, require_no_nan
+from qerl_pl.common.checks import require_finite, require_no_nan
 from qerl_pl.objective.advantages import Baseline
 from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
 from qerl_pl.objective.covariance import CovarianceControl

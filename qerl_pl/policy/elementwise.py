@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qerl_pl.common.extras import not_installed
+from qerl_pl.common.packages import not_installed
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora import apply_linears

@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.common.finite import require_finite
+from qerl_pl.common.checks import require_finite
 from qerl_pl.model.family import PROJECTIONS, Family
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.lora_product import Adapted, lora_product, lora_products

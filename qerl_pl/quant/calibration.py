@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.common.extras import not_installed
+from qerl_pl.common.packages import not_installed
 
 
 class Calibration(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
-from qerl_pl.common.sizes import in_bytes
+from qerl_pl.common.files import in_bytes
 from qerl_pl.model.files import CONFIG, Checkpoint, read_json
 from qerl_pl.model.text_part import NOT_USED, has_vision
 from qerl_pl.quant.layouts import COMPRESSED_NVFP4, MODELOPT_NVFP4, Layout, quantization_config, read_layout

@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_pl.common.finite import LARGEST
+from qerl_pl.common.checks import LARGEST
 from qerl_pl.common.isolation import loaded, preserved_rng, preserved_torch_settings
 from qerl_pl.common.program import Stopped
 

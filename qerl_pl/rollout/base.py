@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from qerl_pl.common.check_failed import CheckFailed
-from qerl_pl.common.finite import require_finite
+from qerl_pl.common.checks import CheckFailed, require_finite
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise

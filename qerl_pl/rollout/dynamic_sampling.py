@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Prompt
 from qerl_pl.rollout.scored import ScoredBatch
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.stop import StopStrings
 from qerl_pl.rollout.base import Sampling

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.common import ranks
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.common.stopwatch import Stopwatch
 from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from qerl_pl.common.packages import TESTED
 from qerl_pl.common.program import CommandParser, called_as
-from qerl_pl.common.versions import TESTED
 from qerl_pl.tools.check_lines import print_checks
 
 PACKAGES = (

@@ -22,9 +22,9 @@ from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.parts import Parts
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
+from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import is_running
-from qerl_pl.common.sizes import in_bytes
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values

@@ -18,8 +18,7 @@ from qerl_pl.base.digest import base_digest
 from qerl_pl.base.folder import base_folder
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings
-from qerl_pl.common.files import allow_reading
-from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.files import allow_reading, in_words
 from qerl_pl.common.run_folder import read_run_config, run_files
 from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.model.hub import is_hub_name

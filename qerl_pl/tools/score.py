@@ -15,12 +15,10 @@ from jsonargparse import ArgumentError, ArgumentParser
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import HelpFormatter
-from qerl_pl.common.files import replacing
-from qerl_pl.common.json_lines import read_json_lines
-from qerl_pl.common.os_errors import in_words
+from qerl_pl.common.files import in_words, replacing
+from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
-from qerl_pl.common.stored_text import only_entry, stored_text
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded

@@ -35,7 +35,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from qerl_pl.common.due import EARLY
+from qerl_pl.common.checks import EARLY
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.results.curves import Curve, read_curves

@@ -31,7 +31,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback, TrainerState
 
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.policy.lora import PROJECTIONS

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from callbacks import canary
 from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected
-from qerl_pl.common.due import EARLY
+from qerl_pl.common.checks import EARLY
 from qerl_pl.model.family import PROJECTIONS
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings

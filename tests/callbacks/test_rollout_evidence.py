@@ -12,7 +12,7 @@ import train
 from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl import checkpoint_file
-from qerl_pl.common.check_failed import EXIT_STATUS
+from qerl_pl.common.checks import EXIT_STATUS
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
 from tests.callbacks.conftest import with_arguments

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from tests.correctness import faults
 
 GAP = "the sampler's log-probabilities of rollout 2 differ from the trainer's, 3.4 times the usual"

@@ -26,7 +26,7 @@ from datamodules.gsm8k import GSM8K
 from datamodules.rows import Row, read_rows
 from datamodules.sources import PromptSource
 from datamodules.table import Table
-from qerl_pl.common.stored_text import stored_text
+from qerl_pl.common.json_lines import stored_text
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not in {DATA}; set QERL_DATA")

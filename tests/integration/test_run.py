@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.results.curves import read_curves

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import Rejection

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
 from torch import Tensor
 
-from qerl_pl.common.sizes import in_bytes
+from qerl_pl.common.files import in_bytes
 from qerl_pl.quant.convert import _dense_of_fp8, convert_checkpoint
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from qerl_pl.common.check_failed import CheckFailed
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.ends import check_ends

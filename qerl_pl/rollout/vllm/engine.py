@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.isolation import any_algorithm, preserved_rng
-from qerl_pl.common.stopwatch import Stopwatch
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.model.stop import tokenizer_of

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from qerl_pl.common.versions import TESTED
+from qerl_pl.common.packages import TESTED
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
