@@ -17,7 +17,7 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.base.gguf import described, gguf_folder, is_gguf
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.memory.planned import planned_shape
+from qerl_pl.memory.shape import planned_shape
 from qerl_pl.model.quantization import Quantization
 from tests.quant.conftest import make_checkpoint
 

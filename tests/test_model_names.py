@@ -15,8 +15,7 @@ from transformers import AutoConfig
 from qerl_pl.__main__ import main as command
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.memory.planned import planned_shape
-from qerl_pl.memory.shape import checkpoint_shape, config_shape
+from qerl_pl.memory.shape import checkpoint_shape, config_shape, planned_shape
 from qerl_pl.model.hub import hub_folder, is_hub_name
 from qerl_pl.model.known_models import KNOWN, known_config
 from qerl_pl.model.quantization import Quantization, quantization_of

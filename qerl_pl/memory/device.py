@@ -14,15 +14,7 @@ LARGEST_GPU = 4096
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
-    """Check that a setting is a plausible amount of GPU memory; None is not checked.
-
-    Args:
-        gib: the setting, in GiB.
-        name: its name, for the error message.
-
-    Raises:
-        ValueError: the number is NaN, infinite, not above 0, or above ``LARGEST_GPU``.
-    """
+    """Refuse a setting (None is none) with this name that is no plausible number of GiB, such as nan; ValueError."""
     if gib is not None and not 0 < gib <= LARGEST_GPU:
         raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
 
@@ -34,16 +26,12 @@ def used_bytes(device: torch.device) -> int:
 
 
 def others_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that other processes use. The result is right only while this process has nothing but a
-    CUDA context on that GPU."""
+    """Return the bytes of a GPU that other processes use; right only while this one has nothing but a context there."""
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 
 def available_bytes(device: torch.device, at_most: float | None = None) -> int:
-    """Return the bytes of GPU memory that this process may use, its CUDA context included: what other processes leave
-    free, but at most ``at_most`` GiB.
-
-    The result is right only while this process has nothing but a CUDA context on that GPU.
-    """
+    """Return the bytes of GPU memory that this process may use, its context included: what other processes leave free
+    (``others_bytes``), but at most ``at_most`` GiB."""
     available = torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
     return available if at_most is None else min(available, int(at_most * 2**30))

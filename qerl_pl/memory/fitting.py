@@ -1,10 +1,8 @@
-"""Choose the memory settings that a run leaves open (micro-batch size, gradient checkpointing, size of the KV cache) so
-that it fits on a GPU."""
+"""Choose the memory settings that a run leaves open: micro-batch size, gradient checkpointing and KV cache size."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from math import ceil
@@ -30,17 +28,13 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Plan the memory of a run on a GPU, and choose the settings that the run leaves open.
 
     The plan may not fit: compare its peak with ``usable``. A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as
-    fit, and no fewer than the longest prompt and completion together. The level of gradient checkpointing is chosen
-    together with the micro-batch size such that a training pass takes the least time per token. The KV cache holds all
+    fit, and no fewer than the longest prompt and completion together. The level of gradient checkpointing is the one
+    with which a training pass takes the least time per token or, if none fits, the least memory. The KV cache holds all
     sequences of a rollout at their maximum length, or as many as fit, and at least one.
-
-    Args:
-        shape: dimensions of the model.
-        run: settings of the run; the ones that are None or "auto" are chosen here.
-        gpu_bytes: memory of the GPU.
     """
     offered = checkpointing_options(shape, run, gpu_bytes)
-    chosen = fastest(offered, gpu_bytes)
+    fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
+    chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
     why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
         run = replace(run, gradient_checkpointing=chosen.how.setting(shape.num_layers), offload_checkpoints=False)
@@ -69,31 +63,27 @@ class Option(NamedTuple):
     recomputation (``speed.time_per_token``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """Say which level of gradient checkpointing was chosen, why, and how much slower it is than keeping all
-        activations."""
-        said = f"gradient_checkpointing is {self.setting}"
+        """Say why this level was chosen, and how much slower it is than ``everything``, which keeps all activations."""
+        choice = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
-            return f"{said}: all activations that backward needs fit"
+            return f"{choice}: all activations that backward needs fit"
         passes = f"passes of {everything.tokens} tokens"
         if everything.train <= usable(gpu_bytes):
-            return f"{said}: keeping all activations fits only with {passes}, and would be slower"
+            return f"{choice}: keeping all activations fits only with {passes}, and would be slower"
         cost = max(0.0, self.time / everything.time - 1)
         return (
-            f"{said}, which costs about {100 * cost:.0f} % of a training pass: keeping all activations would take "
+            f"{choice}, which costs about {100 * cost:.0f} % of a training pass: keeping all activations would take "
             f"{everything.train / GIB:.1f} GiB with {passes}"
         )
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing to choose from, whether they fit or not, starting with the one that
-    needs the most memory.
-
-    If the run's settings give the level, the list has this level alone.
-    """
+    """List the levels of gradient checkpointing to choose from (only the run's own, if its settings give one), whether
+    they fit or not, starting with the one that needs the most memory."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
-    given = run.recompute(shape.num_layers)
-    found = []
-    for how in ladder(shape.num_layers) if given is None else (given,):
+    setting = run.recompute(shape.num_layers)
+    options = []
+    for how in ladder(shape.num_layers) if setting is None else (setting,):
         setting = how.setting(shape.num_layers)
         tried = replace(run, engine=engine, gradient_checkpointing=setting, offload_checkpoints=False)
         tokens = run.micro_batch_tokens or _micro_batch(shape, tried, gpu_bytes)
@@ -105,15 +95,8 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
             fused=run.fused and shape.fusable,
             dropout=run.dropout,
         )
-        found.append(Option(how, setting, tokens, train, time))
-    return found
-
-
-def fastest(offered: Sequence[Option], gpu_bytes: int) -> Option:
-    """Choose the level of gradient checkpointing with the least time per token among those that fit on the GPU; if none
-    fits, the one that needs the least memory."""
-    fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
-    return min(fitting, key=lambda option: option.time, default=offered[-1])
+        options.append(Option(how, setting, tokens, train, time))
+    return options
 
 
 def usable(gpu_bytes: int) -> int:
@@ -122,8 +105,7 @@ def usable(gpu_bytes: int) -> int:
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which the run fits, with open settings chosen for each GPU size
-    that is tried."""
+    """Return the smallest GPU memory, in whole GiB, on which the run fits; open settings are chosen for each size."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -135,14 +117,8 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
 
-    Open settings are chosen for each length that is tried, also how much is recomputed or moved to host memory. The KV
-    cache has to hold one sequence; if it holds fewer than a rollout has, the engine samples some after others. The
-    number of positions that the model itself supports is not considered.
-
-    Args:
-        shape: dimensions of the model.
-        run: settings of the run; the lengths of its completions in training and evaluation are replaced.
-        gpu_bytes: memory of the GPU.
+    Open settings are chosen for each length, and the KV cache has to hold one sequence. The number of positions that
+    the model itself supports is not considered.
     """
 
     def too_long(steps: int) -> bool:
@@ -154,10 +130,13 @@ def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int
 
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
     """Return the bytes of a KV cache for ``num_sequences`` sequences of the maximum length (prompt and completion)."""
-    itemsize, block = engine.itemsize(run.itemsize), engine.block_size or parts.KV_BLOCK
-    length = run.max_model_len
     return parts.kv_cache(
-        shape, itemsize, engine.kv_cache_dtype, block=block, length=length, num_sequences=num_sequences
+        shape,
+        engine.itemsize(run.itemsize),
+        engine.kv_cache_dtype,
+        block=engine.block_size or parts.KV_BLOCK,
+        length=run.max_model_len,
+        num_sequences=num_sequences,
     )
 
 

@@ -36,14 +36,12 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters of one block at rank 1: the sum of N + K over the linears with an
-    adapter."""
+    """Return the LoRA parameters of one block at rank 1: the sum of N + K over the linears with an adapter."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
 def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
-    """Return the number of trained parameters: L r times the sum of N + K over a block's linears with an adapter, and
-    the weights of trained norms."""
+    """Return the number of trained parameters: those of LoRA and the weights of trained norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     return shape.num_layers * (rank * adapted(shape, targets) + norms)
 
@@ -223,9 +221,7 @@ def kv_cache(
 def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
     """Return the bytes of vLLM's weights: packed linears, and everything else in the engine's compute dtype.
 
-    Embedding and head take no memory if they are shared with the trainer, which is possible if both have the same
-    dtype.
-    """
+    Embedding and head may be shared with the trainer, if both have the same dtype."""
     own_embeddings = not shared_embeddings or engine_itemsize != itemsize
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
     dense += own_embeddings * shape.embedding_bytes
@@ -235,12 +231,8 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(
     shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
 ) -> int:
-    """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers, and the
-    logits.
-
-    If ``dequantises`` is set, the MLP also needs a dequantised copy of its fused gate and up projections.
-
-    While vLLM samples, two fp32 copies of the logits exist.
+    """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers (and, if it
+    ``dequantises``, a copy of its fused gate and up projections), and the logits, in two fp32 copies while it samples.
     """
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
@@ -260,6 +252,5 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
 
 
 def slot_rank(rank: int) -> int:
-    """Return the LoRA rank for which vLLM allocates its adapter slots: ``rank`` rounded up to one that vLLM
-    supports."""
+    """Return the rank of vLLM's adapter slots: ``rank`` rounded up to one that vLLM supports."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

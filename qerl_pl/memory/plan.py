@@ -26,15 +26,13 @@ class Plan:
     """Predicted bytes of every part at every moment."""
 
     parts: Mapping[str, Mapping[str, int]]
-    """Maps the name of a part of the memory to its bytes at each moment; moments at which the part does not exist are
-    left out."""
+    """Bytes of each part by moment; moments at which the part does not exist are left out."""
     run: RunMemory
     """Settings of the run that was planned; None and "auto" have been replaced by values."""
     shared: int = 0
     """Bytes of the packed base weights that exist once and are used by both trainer and vLLM."""
     why: str = ""
-    """Explanation of why this level of ``gradient_checkpointing`` was chosen, and its cost; empty if the run's settings
-    gave the level."""
+    """Why this level of ``gradient_checkpointing`` was chosen, and its cost; empty if the settings gave the level."""
 
     def total(self, moment: str) -> int:
         """Return the bytes at one of ``MOMENTS``."""
@@ -73,21 +71,16 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose micro-batch size, gradient checkpointing and KV cache size are given.
-
-    Args:
-        shape: dimensions of the model.
-        run: settings of the run. ``micro_batch_tokens``, ``gradient_checkpointing`` and, if vLLM samples, its
-            ``kv_cache_bytes`` must be given; ``fitting.fitted`` chooses them.
-    """
+    """Predict the GPU memory of a run whose micro-batch size, gradient checkpointing and KV cache size are given;
+    ``fitting.fitted`` chooses them."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
-    found = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
-    found |= _adapter(shape, run)
-    found |= _vllm(shape, run, run.engine) if run.engine else _transformers(shape, run)
-    found |= _passes(shape, run, run.micro_batch_tokens)
-    passes = [part for name, part in found.items() if name in PASSES]
+    sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
+    sizes |= _adapter(shape, run)
+    sizes |= _vllm(shape, run, run.engine) if run.engine else _transformers(shape, run)
+    sizes |= _passes(shape, run, run.micro_batch_tokens)
+    passes = [part for name, part in sizes.items() if name in PASSES]
     slack = {moment: int(parts.FRAGMENTATION * sum(part.get(moment, 0) for part in passes)) for moment in MOMENTS}
-    needed = {name: part for name, part in {**found, "fragmentation": slack}.items() if any(part.values())}
+    needed = {name: part for name, part in {**sizes, "fragmentation": slack}.items() if any(part.values())}
     return Plan(needed, run, shared_base(shape, run))
 
 
@@ -96,11 +89,8 @@ def _at(size: int, *moments: str) -> dict[str, int]:
 
 
 def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the parts of the memory that the adapter and its optimizer take.
-
-    The adapter of ``model.lora.start`` is in host memory. Its copy on the GPU exists only while the reference is
-    scored, which is before there are gradients, and is as large as they are, so it adds nothing to the peak.
-    """
+    # The adapter of ``model.lora.start`` is in host memory. Its copy on the GPU exists only while the reference is
+    # scored, which is before there are gradients, and is as large as they are, so it adds nothing to the peak.
     values = parts.adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),
@@ -113,10 +103,9 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
 def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
     itemsize = engine.itemsize(run.itemsize)
-    rank = parts.slot_rank(run.rank)
+    rank, num_seqs = parts.slot_rank(run.rank), engine.max_num_seqs
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
-    num_seqs = engine.max_num_seqs
     largest = parts.engine_pass(
         shape,
         itemsize,
@@ -141,22 +130,13 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of packed base weights that exist once for trainer and vLLM; the plan counts them in the part
-    "base".
-
-    It is 0 unless vLLM's activations are bf16 or fp16: the only vLLM kernels that read the trainer's packed weights,
-    whose tiles are in this project's own order, multiply 16-bit activations by 4-bit weights.
-    """
-    engine = run.engine
+    """Return the bytes of packed base weights that exist once for trainer and vLLM, and count in the part "base"."""
+    engine = run.engine  # the kernels that read the trainer's order of tiles multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the parts of the memory that the transformers engine takes, which samples with the trainer's model.
-
-    They are a KV cache, the copy of one decoder block's part of it that is made to append a token, and the fp32 logits
-    of all sequences.
-    """
+    """A KV cache, the copy of one decoder block's part of it that is made to append a token, and fp32 logits."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
@@ -173,23 +153,15 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     tokens = min(tokens, run.rows * run.longest_row)
     how = run.recompute(shape.num_layers)
     assert how is not None, "choose gradient_checkpointing first"
+    fused = run.fused and shape.fusable
     head, block = parts.blocks_kept(
-        shape,
-        tokens,
-        run.itemsize,
-        rank=run.rank,
-        targets=run.targets,
-        how=how,
-        fused=run.fused and shape.fusable,
-        dropout=run.dropout,
+        shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=fused, dropout=run.dropout
     )
     return {
         "block inputs": _at(parts.checkpoints(shape, tokens, run.itemsize, how=how), "head", "block"),
         "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
-            "block": parts.block_backward(
-                shape, tokens, run.itemsize, fused=run.fused and shape.fusable, longest_row=run.longest_row
-            ),
+            "block": parts.block_backward(shape, tokens, run.itemsize, fused=fused, longest_row=run.longest_row),
         },
     }

@@ -1,5 +1,4 @@
-"""Repeat training passes that ran out of GPU memory: with more gradient checkpointing, and if that does not suffice
-with smaller micro-batches."""
+"""Repeat training passes that ran out of GPU memory with more gradient checkpointing, or smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -15,18 +14,9 @@ T = TypeVar("T")
 
 class MicroBatchBudget:
     """Limit on the tokens of one forward and backward pass. It is halved when a pass runs out of memory, and never
-    grows again.
-
-    Args:
-        tokens: the limit to begin with.
-
-    Raises:
-        ValueError: ``tokens`` is below 1.
-    """
+    grows again."""
 
     def __init__(self, tokens: int) -> None:
-        if tokens < 1:
-            raise ValueError(f"micro_batch_tokens is {tokens}; expected at least 1")
         self.tokens = tokens
 
     def run(
@@ -40,19 +30,12 @@ class MicroBatchBudget:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
         less memory.
 
-        First the level of gradient checkpointing is raised, by ``recompute_more``. If it cannot be raised any more, the
-        tokens per pass are halved.
-
         Args:
             work: makes the passes of an optimizer step; its argument is the limit on the tokens of one pass.
-            longest: tokens of the longest row (prompt and completion). A pass has at least one row, so the limit is not
-                lowered below this.
+            longest: tokens of the longest row (prompt and completion), below which the limit is not lowered.
             undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
-            recompute_more: raises the level of gradient checkpointing. Returns the new setting, or None if the level
-                cannot be raised.
-
-        Returns:
-            The result of ``work``.
+            recompute_more: raises the level of gradient checkpointing, and returns the new setting, or None if it
+                cannot be raised. Then the tokens per pass are halved.
 
         Raises:
             RuntimeError: memory runs out even with one row per pass.

@@ -34,18 +34,14 @@ class EngineMemory:
     block_size: int | None = None
     enforce_eager: bool = False
     sleep_level: int = 0
-    """Memory that the engine frees while it sleeps. 0: the KV cache; 1: the KV cache, its weights and its copy of the
-    adapter."""
+    """While it sleeps, the engine frees the KV cache and, with 1, its weights and its copy of the adapter."""
     one_copy: bool = False
-    """Whether the engine uses the trainer's memory of packed weights instead of a copy, for all linears whose layout
-    its kernels can read."""
-
+    """Whether the engine uses the trainer's packed weights instead of a copy, where its kernels can read them."""
     dequantises: bool = False
-    """Whether the engine dequantises each linear of a packed base to scratch memory in forward passes with many
-    tokens."""
+    """Whether the engine dequantises linears to scratch memory in forward passes with many tokens."""
 
     def itemsize(self, policy_itemsize: int) -> int:
-        """Return the bytes per value of the engine's compute dtype, given the bytes per value of the policy's."""
+        """Return the bytes per value of the engine's compute dtype."""
         return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize
 
 
@@ -85,16 +81,11 @@ class RunMemory:
     """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """Return the level of gradient checkpointing that the settings give; None if it is "auto".
-
-        Raises:
-            ValueError: the setting is unknown, or is a number above the model's number of blocks.
-        """
-        setting, offload = self.gradient_checkpointing, self.offload_checkpoints
-        return recompute_of(setting, num_layers, offload)
+        """Return the level of gradient checkpointing that the settings give, as ``recompute_of``."""
+        return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
 
     def with_completions(self, tokens: int) -> RunMemory:
-        """Return the settings with completions of at most so many tokens in training and evaluation."""
+        """Return the settings with so long completions in training and evaluation."""
         return replace(self, completion_tokens=tokens, evaluation_tokens=tokens)
 
     @property
@@ -114,12 +105,10 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of the trainer's forward passes without gradients while the engine is awake:
-    ``CHECKED_TOKENS``, or the longest row if it is longer."""
+    """Return the limit on the tokens of a pass in which completions are checked: the longest row must fit."""
     return max(longest_row, CHECKED_TOKENS)
 
 
 def state_bytes(optimizer: str) -> int:
-    """Return the bytes of optimizer state per trained parameter: two moments, in 8 bits if the name of the optimizer's
-    class has "8bit", and in fp32 otherwise."""
+    """Return the bytes per trained parameter of an optimizer's two moments, told by the name of its class."""
     return 2 if "8bit" in optimizer else 8

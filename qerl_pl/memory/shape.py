@@ -1,5 +1,5 @@
-"""Dimensions of a model and bytes of its weights, which decide a run's memory; they are found without loading
-weights."""
+"""Dimensions of a model and bytes of its weights, found without loading weights: in a checkpoint's headers, in
+config.json, or only by the model's name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from qerl_pl.base.folder import BaseFormat, base_folder
+from qerl_pl.base.prepared import check_format
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.hub import hub_config, is_hub_name
+from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
+from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
@@ -24,6 +29,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.published import declared_layout
 from qerl_pl.quant.selection import fused_groups, is_ignored
 from qerl_pl.quant.tile_order import fits
+from qerl_pl.quant.writers import WRITERS
 
 
 class Recurrent(NamedTuple):
@@ -36,7 +42,7 @@ class Recurrent(NamedTuple):
     conv_tokens: int = 0
     """Earlier tokens that the convolution reads."""
     query_width: int = 0
-    """Number of value heads times the dimension of a query; each value head has a copy of its query and key."""
+    """Number of value heads times the dimension of a query; each value head has a query and key of its own."""
     value_width: int = 0
     """Number of value heads times the dimension of a value."""
     state_values: int = 0
@@ -68,14 +74,11 @@ class ModelShape:
     last_linear: str
     """Name of the last linear of a block (e.g. ``down_proj``), whose output backward does not need."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of a block; if blocks differ, the largest sizes of all
-    blocks."""
+    """Name, output size N and input size K of each linear of a block; if blocks differ, the largest of all."""
     linear_bytes: int
-    """Bytes of the trainer's linears except the head; packed weights count with the bytes that ``FrozenLinear``
-    allocates."""
+    """Bytes of the trainer's linears except the head."""
     engine_linear_bytes: int
-    """Bytes of vLLM's linears except the head. vLLM has no kernels for NF4, so NF4 weights count as dense 16-bit
-    weights."""
+    """Bytes of vLLM's linears except the head; NF4, for which vLLM has no kernels, counts as dense."""
     engine_packed_bytes: int
     """Part of ``engine_linear_bytes`` that is packed in 4 bits, and so does not depend on vLLM's compute dtype."""
     fitting_bytes: int
@@ -91,8 +94,7 @@ class ModelShape:
     positions: int | None
     """Most tokens of a prompt and completion together that the model supports; None if config.json does not say."""
     short_positions: int | None
-    """Most tokens of a prompt and completion together with which LongRoPE uses its short factors; None without
-    LongRoPE."""
+    """Most of them with which LongRoPE uses its short factors; None without LongRoPE."""
 
     @property
     def num_key_heads(self) -> int:
@@ -106,13 +108,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the shape of a model from its configuration only.
-
-    Args:
-        config: the configuration of transformers.
-        fmt: format of all linears except the head; None means dense.
-        dtype: dtype of everything that is not packed.
-    """
+    """Compute the shape of a model from its configuration, with linears (except the head) in a format, or dense, and
+    everything that is not packed of a dtype."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return _shape(model, fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
@@ -128,8 +125,8 @@ def checkpoint_shape(
     Args:
         path: the folder.
         dtype: dtype of everything that is not packed.
-        fmt: 4-bit format to which a dense checkpoint will be quantised; None: it stays dense.
-        ignore: linears that stay dense when the checkpoint is quantised: names, or "re:PATTERN".
+        fmt: 4-bit format to which a dense checkpoint will be quantised, except the linears of ``ignore`` (names, or
+            "re:PATTERN"); None: it stays dense.
 
     Raises:
         ValueError: the folder holds no supported model, or its quantisation is not supported.
@@ -149,31 +146,51 @@ def checkpoint_shape(
     return _shape(model, layout.fmt, lambda name: name + layout.marker in marked, short)
 
 
+def planned_shape(
+    base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
+) -> ModelShape:
+    """Find the dimensions of ``model.base`` with ``base_format`` and ``quantize`` in its folder, in the table of known
+    models, or in config.json on the hub, in this order. A folder that does not exist may have a known model's name.
+
+    Raises:
+        ValueError: the base was found in none of these places, or a run cannot use it.
+    """
+    check_format(base, base_format, quantization)
+    name = base_format or (quantization and quantization.format)
+    fmt = WRITERS[name].fmt if name else None
+    ignore = quantization.ignore if quantization else ()
+    for folder in (base_folder(base, base_format, must_exist=False), base):
+        if Path(folder).is_dir():
+            return checkpoint_shape(folder, dtype, fmt, ignore)
+    if (known := known_config(base)) is not None:
+        name = name or known_format(base)
+        return config_shape(AutoConfig.for_model(**known), WRITERS[name].fmt if name else None, dtype)
+    if is_hub_name(base):
+        return checkpoint_shape(hub_config(base), dtype, fmt, ignore)
+    raise ValueError(
+        f"model.base: there is no folder {base}, and no known model of this name; give a folder with config.json or a "
+        "model's name on the hub (OWNER/MODEL)"
+    )
+
+
 def _shape(
     model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool], short_positions: int | None = None
 ) -> ModelShape:
     config, head = model.config, model.get_output_embeddings()
-    linear_bytes = dense_bytes = packed_bytes = largest_packed = 0
-    found: dict[str, FrozenLinear] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or module is head:
-            continue
-        dense_bytes += module.weight.nbytes
-        if fmt is not None and is_packed(name):
-            packed = FrozenLinear(module.in_features, module.out_features, fmt, device="meta")
-            packed_bytes += sum(buffer.nbytes for buffer in packed.buffers())
-            found[name] = packed
-            largest_packed = max(largest_packed, module.weight.numel())
-        else:
-            linear_bytes += module.weight.nbytes
-    linear_bytes += packed_bytes
-    linears = _widest_linears(model.get_submodule("model.layers"))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in linears.items() if module is not head}
+    packed = {
+        name: FrozenLinear(module.in_features, module.out_features, fmt, device="meta")
+        for name, module in linears.items()
+        if fmt is not None and is_packed(name)
+    }
+    packed_bytes = sum(buffer.nbytes for linear in packed.values() for buffer in linear.buffers())
+    dense_bytes = sum(module.weight.nbytes for module in linears.values())
+    linear_bytes = packed_bytes + sum(linears[name].weight.nbytes for name in linears.keys() - packed.keys())
     embeddings = [model.get_input_embeddings(), *([] if config.tie_word_embeddings else [head])]
-    embedding_bytes = sum(module.get_parameter("weight").nbytes for module in embeddings)
     heads = config.num_attention_heads
     widths, per_layer = head_dims(config), layer_configs(config)
     family = FAMILIES[config.model_type]
-    other_bytes = sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim != 2)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -187,14 +204,14 @@ def _shape(
         fusable=len(family.elementwise) == 3,
         trained_norms=len(family.noise_norms),
         last_linear=family.last_linear,
-        linears=tuple((name, *shape) for name, shape in linears.items()),
+        linears=_widest_linears(model.get_submodule("model.layers")),
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
-        fitting_bytes=_fitting_bytes(found) if fmt is NVFP4 else 0,
-        embedding_bytes=embedding_bytes,
-        other_bytes=other_bytes,
-        largest_packed=largest_packed,
+        fitting_bytes=_fitting_bytes(packed) if fmt is NVFP4 else 0,
+        embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
+        other_bytes=sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim != 2),
+        largest_packed=max((linears[name].weight.numel() for name in packed), default=0),
         recurrent=_recurrent(config),
         positions=getattr(config, "max_position_embeddings", None),
         short_positions=short_positions,
@@ -215,16 +232,14 @@ def _recurrent(config: PretrainedConfig) -> Recurrent:
     )
 
 
-def _widest_linears(blocks: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the largest output size and input size of each linear over all blocks, whose sizes differ in some
-    families."""
-    widest: dict[str, tuple[int, int]] = {}
+def _widest_linears(blocks: nn.Module) -> tuple[tuple[str, int, int], ...]:
+    widest: dict[str, tuple[int, int]] = {}  # over all blocks, whose sizes differ in some families
     for name, module in blocks.named_modules():
         if isinstance(module, nn.Linear):
             leaf = name.rpartition(".")[2]
             rows, columns = widest.get(leaf, (0, 0))
             widest[leaf] = max(rows, module.out_features), max(columns, module.in_features)
-    return widest
+    return tuple((name, *sizes) for name, sizes in widest.items())
 
 
 def _fitting_bytes(linears: Mapping[str, FrozenLinear]) -> int:

@@ -1,10 +1,9 @@
 """Predict relative times of training passes, to choose a micro-batch size and a level of gradient checkpointing.
 
-The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): the times of passes
-without recomputation and of passes that recompute every block are within 1 % of (tokens + OVERHEAD) * (1 + share) times
-a constant, from 4096 to 16384 tokens. The overhead is the time of dequantisation and kernel launches. Since it grows
-with the number of parameters in the same way as the time of matrix products, the constants are close to right for other
-model sizes.
+The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
+within 1 % of (tokens + OVERHEAD) * (1 + share) times a constant, from 4096 to 16384 tokens. The overhead, the time of
+dequantisation and kernel launches, grows with the number of parameters as the time of matrix products does, so the
+constants are close to right for other model sizes.
 """
 
 from __future__ import annotations
@@ -13,30 +12,21 @@ from qerl_pl.policy.recompute import Recompute
 
 OVERHEAD = 600
 """Time of a pass that does not depend on its number of tokens, in units of the time per token."""
-WHOLE = 0.33
-"""Extra time of recomputing all activations of every block, as a share of the time of a pass without recomputation.
-
-It is less than forward's share of that time, because the last matrix product of a block is not recomputed."""
-SELECTIVE = 0.09
-"""Extra time of recomputing element-wise operations, as a share of the time of a pass without recomputation."""
-FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023
-"""Values of ``WHOLE`` and ``SELECTIVE`` that hold if norms, rotary embeddings and SwiGLU are fused kernels."""
-OFFLOAD = 0.07
-"""Extra time of copying the blocks' inputs to host memory and back, as a share of the time of a pass that recomputes
-every block."""
+# Extra time as a share of the time of a pass without recomputation: of recomputing every block (less than forward's
+# share, because a block's last matrix product is not recomputed), and of recomputing element-wise operations.
+WHOLE, SELECTIVE = 0.33, 0.09
+FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023  # if norms, rotary embeddings and SwiGLU are fused kernels
+OFFLOAD = 0.07  # of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes all
 
 
 def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout: bool = False) -> float:
-    """Return the time that recomputation adds to a training pass, as a share of the time of a pass without
-    recomputation.
-
-    With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
-    like a block that is recomputed completely, which is a little too much; times with dropout were not measured.
-    """
+    """Return the time that recomputation adds to a training pass, as a share of one without recomputation."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
     all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
+    # With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
+    # as recomputed completely, which is a little too much; times with dropout were not measured.
     extra = whole * all_blocks + (1 - whole) * (all_blocks if dropout else selective)
     return (1 + extra) * (1 + OFFLOAD) - 1 if how.offload else extra
 

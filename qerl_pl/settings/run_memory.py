@@ -30,20 +30,8 @@ def run_memory(
 ) -> RunMemory:
     """Collect the settings that decide the memory of a run on each of its GPUs.
 
-    Args:
-        num_prompts: prompts of a rollout, over all ranks.
-        sampling: settings of training rollouts.
-        evaluation: settings of evaluations.
-        max_prompt_tokens: tokens of the longest prompt.
-        dtype: compute dtype of the policy.
-        lora: settings of the adapter.
-        optimizer: name of the optimizer's class.
-        micro_batch_tokens: most tokens of a training pass; None if the memory plan is to choose.
-        gradient_checkpointing: activations that backward recomputes.
-        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
-        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel.
-        engine: the rollout engine, of which only settings are read; it need not have started.
-        num_ranks: processes that share the prompts, each with a GPU.
+    The arguments are those of ``settings.model.ModuleSettings``, with the prompts of a rollout over all ranks and the
+    name of the optimizer's class. The engine need not have started.
     """
     rank, _, targets, _ = lora.filled_in()
     return RunMemory(

@@ -34,9 +34,8 @@ from qerl_pl.memory.fitting import (
     usable,
 )
 from qerl_pl.memory.plan import MOMENTS, Plan
-from qerl_pl.memory.planned import planned_shape
 from qerl_pl.memory.settings import RunMemory
-from qerl_pl.memory.shape import ModelShape
+from qerl_pl.memory.shape import ModelShape, planned_shape
 from qerl_pl.model.family import MERGED, PROJECTIONS
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_pl.memory.advice import LEVERS, advice, advice_text
+from qerl_pl.memory.advice import Change, advice, advice_text, with_changes
 from qerl_pl.memory.fitting import (
     STEP,
     USUAL_MICRO_BATCH,
@@ -219,18 +219,15 @@ def test_advice_is_short_and_enough_where_anything_is(size, gib):
     run = replace(PAPER, gradient_checkpointing=False, micro_batch_tokens=32768)
     changes = advice(SHAPES[size], run, gib * GIB)
     assert (changes == []) == (fitted(SHAPES[size], run, gib * GIB).peak <= usable(gib * GIB))
-    changed = run
-    levers = {lever.key: lever for lever in LEVERS}
-    for change in changes:
-        changed = levers[change.key].apply(changed, change.value)
-        assert fitted(SHAPES[size], changed, gib * GIB).peak == change.peak
+
+    def peak(some: list[Change]) -> int:
+        changed = with_changes(run, {change.key: change.value for change in some})
+        return fitted(SHAPES[size], changed, gib * GIB).peak
+
+    assert [change.peak for change in changes] == [peak(changes[: number + 1]) for number in range(len(changes))]
     if changes and changes[-1].peak <= usable(gib * GIB):
         for left_out in changes:
-            others = run
-            for change in changes:
-                if change is not left_out:
-                    others = levers[change.key].apply(others, change.value)
-            assert fitted(SHAPES[size], others, gib * GIB).peak > usable(gib * GIB), left_out
+            assert peak([change for change in changes if change is not left_out]) > usable(gib * GIB), left_out
     assert all(change.key in advice_text(changes, gib * GIB) for change in changes)
 
 

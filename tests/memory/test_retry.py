@@ -241,9 +241,3 @@ def test_what_failed_is_given_back_before_the_next_try():
 
     with pytest.warns(RuntimeWarning):
         MicroBatchBudget(8).run(work, longest=1)
-
-
-@pytest.mark.parametrize("bad", [0, -3])
-def test_a_budget_of_nothing_is_refused(bad):
-    with pytest.raises(ValueError, match="at least 1"):
-        MicroBatchBudget(bad)
