@@ -40,8 +40,7 @@ from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.decode import as_sampled
 from qerl_pl.rollout.loop import RolloutLoop
-from qerl_pl.settings.model import ModuleSettings
-from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.settings.model import ModuleSettings, check_run_length
 from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.training.optimization import (
     average_and_clip,

@@ -30,8 +30,7 @@ from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.guard import RewardError
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.settings.model import ModuleSettings
-from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.settings.model import ModuleSettings, check_run_length
 from qerl_pl.training.optimization import make_optimizer
 
 ROOT = Path(__file__).parent.parent

@@ -42,7 +42,7 @@ def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tup
 
     Args:
         config: the run's config.yaml; it need not exist.
-        now: text of the new config.yaml, which the caller will write.
+        now: text of the new config.yaml.
         before: text with the settings that the run was trained with, from its checkpoint; None: what ``config`` has.
 
     Returns:
@@ -50,13 +50,13 @@ def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tup
         changed.
     """
     written = config.read_text(encoding="utf-8") if config.exists() else None
-    found: list[tuple[list[str], Path]] = []
+    kept: list[tuple[list[str], Path]] = []
     for text in dict.fromkeys(text for text in (before, written) if text is not None):
         if changes := _changes(text, now, config):
             free = next(path for n in itertools.count(1) if not (path := config.with_name(f"config.{n}.yaml")).exists())
             write_whole(free, text)
-            found.append((changes, free))
-    return found[0] if found else ([], None)
+            kept.append((changes, free))
+    return kept[0] if kept else ([], None)
 
 
 def _changes(text: str, now: str, config: Path) -> list[str]:

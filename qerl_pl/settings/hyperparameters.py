@@ -15,17 +15,11 @@ LEFT_OUT = ("run_dir", "ckpt_path", "config", "trainer.logger", "trainer.default
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
-    """Flatten a configuration.
+    """Flatten the content of a run's config.yaml to values by dotted key.
 
     An object is given by the name of its class, without the module, and its arguments: ``model.optimizer: AdamW``,
     ``model.optimizer.lr: 1e-5``, ``trainer.callbacks.SyncCanary.score_every: 10``. Settings that are null, folders and
     loggers are left out. Lists without objects become texts.
-
-    Args:
-        config: content of a run's config.yaml.
-
-    Returns:
-        Values by dotted key.
     """
     return {
         name: value
@@ -57,11 +51,11 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Value]]:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}" if name else str(key), inner)
-    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for at, each in enumerate(value):
-            own = each if isinstance(each, Mapping) else {"": each}
-            key = own.get("name") or str(own.get("class_path", at)).rpartition(".")[2]
-            yield from _flat(f"{name}.{key}", {k: v for k, v in own.items() if k != "name"})
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            settings = item if isinstance(item, Mapping) else {"": item}
+            key = settings.get("name") or str(settings.get("class_path", index)).rpartition(".")[2]
+            yield from _flat(f"{name}.{key}", {k: v for k, v in settings.items() if k != "name"})
     elif isinstance(value, bool | int | float | str):
         yield name, value
     elif value is not None:

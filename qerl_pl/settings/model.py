@@ -1,8 +1,8 @@
-"""Settings of the YAML section ``model`` except engine and rewards, checked before anything is loaded."""
+"""Settings of the YAML section ``model`` except engine and rewards, and of the run's length, checked before anything is
+loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -106,14 +106,7 @@ class ModuleSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora", replace(self.lora))
-        check_counts(
-            updates_per_rollout=self.updates_per_rollout,
-            mini_batches=self.mini_batches,
-            warmup_steps=self.warmup_steps,
-            max_grad_norm=self.max_grad_norm,
-            max_unscored_share=self.max_unscored_share,
-            gpu_memory=self.gpu_memory,
-        )
+        self._check_numbers()
         check_sampling(self.sampling)
         for name, sampling in (("sampling", self.sampling), ("val_sampling", self.val_sampling)):
             if sampling is not None and sampling.stop not in ((), self.stop):
@@ -137,10 +130,24 @@ class ModuleSettings:
                 f"model.lora.rank is {self.lora.rank}; expected at most the model's hidden_size "
                 f"({config['hidden_size']}), the largest rank that its linears can have"
             )
-        check_passes(config, self.gradient_checkpointing, self.offload_checkpoints, self.fused_elementwise)
+        recompute_of(self.gradient_checkpointing, config["num_hidden_layers"], self.offload_checkpoints)
+        fused_wanted(self.fused_elementwise)
         check_positions(
             config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len
         )
+
+    def _check_numbers(self) -> None:
+        for name in ("updates_per_rollout", "mini_batches"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"model.{name} is {value}; expected at least 1")
+        if not self.max_grad_norm >= 0:
+            norm = self.max_grad_norm
+            raise ValueError(f"model.max_grad_norm is {norm}; expected a norm above 0, or 0 for no clipping")
+        if self.warmup_steps < 0:
+            raise ValueError(f"model.warmup_steps is {self.warmup_steps}; expected 0 optimizer steps or more")
+        if not 0 <= self.max_unscored_share <= 1:
+            raise ValueError(f"model.max_unscored_share is {self.max_unscored_share}; expected 0 to 1")
+        check_gpu_memory(self.gpu_memory, "model.gpu_memory")
 
     @cached_property
     def folder(self) -> str:
@@ -161,8 +168,8 @@ class ModuleSettings:
     @property
     def evaluation(self) -> Sampling:
         """Sampling settings of evaluations."""
-        own = self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
-        return replace(own, stop=self.stop)
+        sampling = self.val_sampling or Sampling(1, self.sampling.max_tokens, temperature=0.0)
+        return replace(sampling, stop=self.stop)
 
     @property
     def max_model_len(self) -> int:
@@ -194,32 +201,6 @@ class ModuleSettings:
             "offload_checkpoints": self.offload_checkpoints,
             "fused_elementwise": self.fused_elementwise,
         }
-
-
-def check_counts(
-    *,
-    updates_per_rollout: int,
-    mini_batches: int,
-    warmup_steps: int,
-    max_grad_norm: float,
-    max_unscored_share: float,
-    gpu_memory: float | None,
-) -> None:
-    """Check single numbers of the section ``model``.
-
-    Raises:
-        ValueError: one is out of its range.
-    """
-    for name, value in (("updates_per_rollout", updates_per_rollout), ("mini_batches", mini_batches)):
-        if value < 1:
-            raise ValueError(f"model.{name} is {value}; expected at least 1")
-    if not max_grad_norm >= 0:
-        raise ValueError(f"model.max_grad_norm is {max_grad_norm}; expected a norm above 0, or 0 for no clipping")
-    if warmup_steps < 0:
-        raise ValueError(f"model.warmup_steps is {warmup_steps}; expected 0 optimizer steps or more")
-    if not 0 <= max_unscored_share <= 1:
-        raise ValueError(f"model.max_unscored_share is {max_unscored_share}; expected 0 to 1")
-    check_gpu_memory(gpu_memory, "model.gpu_memory")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -257,14 +238,59 @@ def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, com
         )
 
 
-def check_passes(
-    base_config: Mapping, gradient_checkpointing: Setting, offload_checkpoints: bool, fused_elementwise: FusedSetting
+def check_run_length(
+    *,
+    max_steps: int,
+    updates_per_rollout: int,
+    mini_batches: int,
+    warmup_steps: int,
+    batch_size: int,
+    objective: Objective,
 ) -> None:
-    """Check the settings of gradient checkpointing and fused kernels.
+    """Check that the run is a whole number of rollouts, and that a rollout's prompts divide into mini-batches.
+
+    Args are the settings of these names; ``max_steps`` is -1 if it is not given.
 
     Raises:
-        ValueError: the model has fewer blocks than are to be recomputed, offload_checkpoints contradicts
-            gradient_checkpointing, or liger-kernel is demanded and not installed.
+        ValueError: max_steps is missing, below warmup_steps or no multiple of a rollout's optimizer steps, batch_size
+            is no multiple of mini_batches, or a term of the loss would always be 0.
     """
-    recompute_of(gradient_checkpointing, base_config["num_hidden_layers"], offload_checkpoints)
-    fused_wanted(fused_elementwise)
+    steps = updates_per_rollout * mini_batches
+    if max_steps < 1:
+        raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
+    if max_steps % steps:
+        factors = f"model.updates_per_rollout ({updates_per_rollout})"
+        if mini_batches > 1:
+            factors += f" x model.mini_batches ({mini_batches})"
+        raise ValueError(
+            f"trainer.max_steps ({max_steps}) is no multiple of {factors}, the optimizer steps of a rollout"
+        )
+    if batch_size % mini_batches:
+        raise ValueError(
+            f"data.batch_size ({batch_size} prompts) is no multiple of model.mini_batches ({mini_batches}): every "
+            "optimizer step takes equally many prompts"
+        )
+    ratio_is_1 = steps == 1 and objective.ratio_against == "trainer"
+    if ratio_is_1 and objective.covariance is not None and objective.covariance.kind == "kl":
+        raise ValueError(
+            "model.objective.covariance.kind is 'kl' and a rollout has one optimizer step, in which the penalty is 0; "
+            "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
+        )
+    if ratio_is_1:
+        usual = Objective(preset=objective.preset, surrogate=objective.surrogate)
+        for name in ("clip_low", "clip_high", "max_ratio"):
+            if (value := getattr(objective, name)) != getattr(usual, name):
+                rank_zero_warn(
+                    f"model.objective.{name} is {value} and a rollout has one optimizer step, in which the ratio is 1: "
+                    "it has no effect, unless model.updates_per_rollout or model.mini_batches is more than 1"
+                )
+    if warmup_steps > max_steps:
+        raise ValueError(
+            f"model.warmup_steps is {warmup_steps}; expected at most trainer.max_steps ({max_steps}), or the learning "
+            "rate never reaches its full value"
+        )
+    if warmup_steps == max_steps:
+        rank_zero_warn(
+            f"model.warmup_steps ({warmup_steps}) is no less than trainer.max_steps ({max_steps}): the learning rate "
+            "never reaches its full value"
+        )

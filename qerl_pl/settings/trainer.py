@@ -31,11 +31,8 @@ UNUSABLE = {
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Refuse settings with which Lightning would fail with a traceback or train nothing.
-
-    Args:
-        trainer: settings of the YAML section ``trainer``.
-        command: fit, validate, test or predict.
+    """Refuse settings of the YAML section ``trainer`` with which Lightning would fail with a traceback or train
+    nothing in a command (fit, validate, test or predict).
 
     Raises:
         ValueError: names the setting, the value and what to use instead.
@@ -45,30 +42,29 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
         if value is not None and value != usable:
             raise ValueError(f"trainer.{name} is {value}; leave it at {usable}: {instead}")
     plugins = trainer.get("plugins", [{"class_path": CHECKPOINTS}])
-    named = plugins if isinstance(plugins, list) else [plugins]
-    if not any(getattr(plugin, "get", {}.get)("class_path") == CHECKPOINTS for plugin in named):
+    plugin_list = plugins if isinstance(plugins, list) else [plugins]
+    if not any(getattr(plugin, "get", {}.get)("class_path") == CHECKPOINTS for plugin in plugin_list):
         raise ValueError(
             f"trainer.plugins is {str(plugins)[:80]}, without {CHECKPOINTS}, by which checkpoints are written and read "
             "whole and safely; add further plugins by `plugins+:`"
         )
     check_devices(trainer)
     _check_hardware(trainer)
+    needed = {"validate": "limit_val_batches", "fit": "limit_train_batches"}.get(command, f"limit_{command}_batches")
     for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         limit = trainer.get(name)
-        if limit is None:
-            continue
-        if not limit >= 0 or (isinstance(limit, float) and limit > 1):
+        if limit is not None and (not limit >= 0 or (isinstance(limit, float) and limit > 1)):
             raise ValueError(f"trainer.{name} is {limit}; expected a number of batches, or a share up to 1.0")
-        needed = {"validate": "limit_val_batches", "fit": "limit_train_batches"}.get(
-            command, f"limit_{command}_batches"
-        )
         if limit == 0 and name == needed:
             raise ValueError(f"trainer.{name} is 0, with which {command} does nothing; expected more, or leave it out")
     sanity = trainer.get("num_sanity_val_steps")
     if sanity is not None and sanity < -1:
         raise ValueError(f"trainer.num_sanity_val_steps is {sanity}; expected 0 (none) or more batches, or -1 for all")
-    if command != "fit":
-        return
+    if command == "fit":
+        _check_length(trainer)
+
+
+def _check_length(trainer: Mapping[str, Any]) -> None:
     _check_time(trainer.get("max_time"))
     steps = trainer.get("max_steps")
     if steps is not None and steps > MOST_STEPS:
@@ -104,42 +100,30 @@ def _check_time(max_time: Any) -> None:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Refuse values of ``devices`` and ``num_nodes`` that are below 1 or no number.
-
-    Raises:
-        ValueError: names the setting and the value.
-    """
-    devices = trainer.get("devices")
-    numbers = [devices] if isinstance(devices, int) else []
-    if isinstance(devices, str) and devices.lstrip("-").isdigit():
-        numbers = [int(devices)]
-    words = (
-        isinstance(devices, str)
-        and devices != "auto"
-        and not all(part.strip().lstrip("-").isdigit() for part in devices.split(","))
-    )
-    if any(number < 1 and number != -1 for number in numbers) or devices in ([], "") or words:
+    """Refuse values of ``devices`` and ``num_nodes`` that are below 1 or no number (ValueError)."""
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
+    words = devices.split(",") if isinstance(devices, str) else [str(devices)] if isinstance(devices, int) else []
+    are_numbers = all(word.strip().lstrip("-").isdigit() for word in words)
+    too_few = are_numbers and len(words) == 1 and int(words[0]) < 1 and int(words[0]) != -1
+    if devices != "auto" and (devices == [] or not are_numbers or too_few):
         raise ValueError(f"trainer.devices is {devices}; expected a number of devices, at least 1, or auto")
-    if (trainer.get("num_nodes") or 1) < 1 or trainer.get("num_nodes") == 0:
-        raise ValueError(f"trainer.num_nodes is {trainer['num_nodes']}; expected at least 1")
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"trainer.num_nodes is {nodes}; expected at least 1")
 
 
 def _check_hardware(trainer: Mapping[str, Any]) -> None:
-    accelerator, devices = trainer.get("accelerator"), trainer.get("devices")
     import torch  # imported here, because `score` shows its help without torch
 
-    has_gpu = torch.cuda.is_available() and accelerator != "cpu"
-    count = int(devices) if devices is not None and str(devices).isdigit() else 1
-    most = torch.cuda.device_count() if has_gpu else len(os.sched_getaffinity(0))
-    if count > most and (has_gpu or accelerator in ("auto", "cpu", None)):
-        kind = "GPUs" if has_gpu else "CPU cores"
+    accelerator, devices = trainer.get("accelerator") or "auto", trainer.get("devices")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if isinstance(accelerator, str) and accelerator not in ("auto", "cpu"):
+        if accelerator not in ("gpu", "cuda"):
+            raise ValueError(f"trainer.accelerator is {accelerator!r}; expected auto, cpu or gpu (CUDA)")
+        if not num_gpus:
+            raise ValueError(
+                f"trainer.accelerator is {accelerator!r} and this machine has no CUDA GPU; use auto or cpu"
+            )
+    has_gpu = num_gpus and accelerator != "cpu"
+    most, kind = (num_gpus, "GPUs") if has_gpu else (len(os.sched_getaffinity(0)), "CPU cores")
+    if str(devices).isdigit() and int(str(devices)) > most and (has_gpu or accelerator in ("auto", "cpu")):
         raise ValueError(f"trainer.devices is {devices} and this machine has {most} {kind}; expected at most {most}")
-    if not isinstance(accelerator, str) or accelerator in ("auto", "cpu"):
-        return
-    if accelerator not in ("gpu", "cuda"):
-        raise ValueError(f"trainer.accelerator is {accelerator!r}; expected auto, cpu or gpu (CUDA)")
-    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not num_found:
-        raise ValueError(f"trainer.accelerator is {accelerator!r} and this machine has no CUDA GPU; use auto or cpu")
-    if isinstance(devices, int) and devices > num_found:
-        raise ValueError(f"trainer.devices is {devices} and this machine has {num_found} GPUs")

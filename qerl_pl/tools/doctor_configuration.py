@@ -30,7 +30,7 @@ from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
-from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.settings.model import check_run_length
 from qerl_pl.tools.check_lines import NotChecked
 from qerl_pl.tools.engine_start import start_engine
 from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of

@@ -12,7 +12,7 @@ from qerl_pl.objective import Objective
 from qerl_pl.objective.covariance import CovarianceControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.settings.run_length import check_run_length
+from qerl_pl.settings.model import check_run_length
 from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.passes import Batch
 from qerl_pl.training.terms import held_back
