@@ -1,7 +1,14 @@
-"""Write and load checkpoints (adapter and training state), so that a crash never damages the last written one."""
+"""Write and load checkpoints (adapter and training state), so that a crash never damages the last written one.
+
+A file is written atomically and ends with a checksum of all its bytes, which is checked when it is read. torch writes a
+zip file, which has a checksum for each entry but none for the zip's directory of entries; one flipped bit there can
+make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is appended to it; readers of zip files
+ignore bytes after the zip's end.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -10,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -18,13 +25,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from qerl_pl import checkpoint_file
 from qerl_pl.base.digest import base_digest
-from qerl_pl.checkpoint_file import Damaged
+from qerl_pl.common.files import replacing
 from qerl_pl.common.run_folder import LAST, PREVIOUS
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.start import digest
 
+MARK = b"qerl-pl sha256:"
+TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
+PROBE = 2**20  # bytes of a test write that finds out whether the disk is full
+PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
+HIGHEST_STEP = 2**53  # curves have steps as doubles, which represent all integers up to 2^53
 OTHER_BASE = (
     " (digests of config.json and weights: the files were changed, or the model's main branch on the hub has moved; "
     "`hf download NAME --revision COMMIT --local-dir FOLDER` gets the old files)"
@@ -32,13 +43,16 @@ OTHER_BASE = (
 BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocated together, and of a tensor's place
 
 
+class Damaged(Exception):
+    """A file differs from what was written, or does not hold a checkpoint of this program."""
+
+
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for checkpoint files. It writes to a temporary file and renames it, so that a full disk or a
-    killed process leaves the previous checkpoint intact.
+    """Lightning's plugin for checkpoint files.
 
     If ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
-    model with Adam) can be written by a background thread. Before that, its tensors are copied to host memory, which is
-    reused for the next checkpoint until ``teardown``.
+    model with Adam) can be written by a background thread, from a copy in host memory that is reused until
+    ``teardown``.
     """
 
     def __init__(self) -> None:
@@ -48,17 +62,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors, which the writing thread reads
         self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []  # of these tensors, and whether they are on a GPU
         self.damaged: Path | None = None
-        """Path of the damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was
-        damaged."""
+        """The damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; if this fails, an existing file at the path is left intact.
+        """Write a checkpoint, which may be modified as soon as this method returns.
 
-        Args:
-            checkpoint: content of the checkpoint; it may be modified as soon as this method returns.
-            path: path of the file.
-            storage_options: with ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
-                written in the background; ``wait`` waits for it.
+        With ``{"background_bytes": n}`` as ``storage_options``, a checkpoint whose tensors take at least n bytes is
+        written in the background; ``wait`` waits for it.
 
         Raises:
             OSError: the disk is full or not writable, or the last write in the background failed.
@@ -67,20 +77,16 @@ class SafeCheckpointIO(TorchCheckpointIO):
         background_bytes = (storage_options or {}).get("background_bytes")
         tensors = _tensors(checkpoint)
         if background_bytes is None or sum(tensor.nbytes for tensor in tensors) < background_bytes:
-            checkpoint_file.write(checkpoint, Path(path))
+            write_checkpoint(checkpoint, Path(path))
             return
-        self._writing = self._in_background(checkpoint_file.write, self._copy(checkpoint, tensors), Path(path))
+        self._writing = self._in_background(write_checkpoint, self._copy(checkpoint, tensors), Path(path))
 
     def is_written(self) -> bool:
-        """Return whether the background thread has finished writing, so that ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Wait until the background thread has finished writing.
-
-        Raises:
-            OSError: a checkpoint could not be written in the background.
-        """
+        """Wait until the background thread has finished writing; raises OSError if it could not write."""
         writing = self._writing
         if writing is not None:
             # if Ctrl-C interrupts the waiting, ``_writing`` is kept, because the thread still writes the file
@@ -89,12 +95,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename a file over another without waiting until the overwritten file's blocks are freed (0.2 seconds for 1
-        GB).
-
-        Raises:
-            OSError: the source does not exist, or it cannot be renamed.
-        """
+        """Rename a file over another without waiting until the other's blocks are freed (0.2 seconds for 1 GB)."""
         # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
@@ -112,14 +113,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 self._thread = None
 
     def _in_background(self, function: Callable[..., None], *args: object) -> Future[None]:
-        """Queue a function for the background thread, which calls functions one after another."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory. The memory of the previous checkpoint's copy is reused if that
-        has the same shapes and dtypes, so that checkpoint must have been written to disk."""
+        """Copy a checkpoint's tensors to host memory, that of the previous checkpoint's copy (which must have been
+        written to disk) if the shapes and dtypes are the same."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -132,12 +132,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, which may hold only tensors and Python's built-in types. If ``last.ckpt`` is damaged,
-        ``previous.ckpt`` is loaded.
+        """Load a checkpoint, which may hold only tensors and Python's built-in types.
 
         Raises:
-            ValueError: the file is damaged, and there is no undamaged ``previous.ckpt``; the message names every
-                damaged file.
+            ValueError: the file is damaged, and there is no undamaged ``previous.ckpt``; names every damaged file.
         """
         path = Path(path)
         try:
@@ -147,45 +145,41 @@ class SafeCheckpointIO(TorchCheckpointIO):
             if path.name != LAST or not previous.exists():
                 raise
             try:
-                found = self._load(previous, map_location)
+                checkpoint = self._load(previous, map_location)
             except ValueError as second:
                 raise ValueError(f"{error}\n{second}") from second
             self.damaged = path
             rank_zero_warn(f"{str(error).partition(';')[0]}; going on from {previous}, the one before it")
-            return found
+            return checkpoint
 
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
-            found = checkpoint_file.read(path, map_location or "cpu")
-            # In files whose names start with a dot, which are no checkpoints, Lightning passes weights between
-            # processes.
+            checkpoint = read_checkpoint(path, map_location or "cpu")
+            # in files whose names start with a dot, Lightning passes weights between processes
             if not path.name.startswith("."):
-                checkpoint_file.check_contents(found)
-            return found
+                check_contents(checkpoint)
+            return checkpoint
         except (FileNotFoundError, PermissionError):
             raise
         except (Damaged, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            said = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"the checkpoint {path} is damaged or not one of this program ({said}); give "
+                f"the checkpoint {path} is damaged or not one of this program ({reason}); give "
                 "another one by --ckpt_path (last, best or a .ckpt file of a run), or start anew with another --run_dir"
             ) from error
 
 
 def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(checkpoint, Tensor, lambda tensor: found.append(tensor.detach()))
-    return found
+    tensors: list[Tensor] = []
+    apply_to_collection(checkpoint, Tensor, lambda tensor: tensors.append(tensor.detach()))
+    return tensors
 
 
 def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous.
-
-    Memory is allocated in blocks of at least ``BLOCK`` bytes, because allocating pinned memory takes milliseconds, and
-    a 7B's adapter and its optimizer have over a thousand tensors. Each tensor nevertheless has a storage of its own:
-    torch writes whole storages to a file.
-    """
-    found, blocks = [], {}
+    """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous."""
+    # Allocating pinned memory takes milliseconds, and a 7B's adapter and its optimizer have over a thousand tensors, so
+    # it is allocated in blocks. Each tensor nevertheless has a storage of its own: torch writes whole storages.
+    copies, blocks = [], {}
     for tensor in tensors:
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if tensor.is_cuda not in blocks or len(blocks[tensor.is_cuda]) < size:
@@ -197,13 +191,93 @@ def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
             memory = torch.frombuffer(left, dtype=tensor.dtype, count=tensor.numel())  # keeps the block alive
         else:
             memory = torch.empty(0, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        found.append(memory.view(tensor.shape))
-    return found
+        copies.append(memory.view(tensor.shape))
+    return copies
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint atomically; raises OSError if the disk is full or not writable."""
+    try:
+        with replacing(path) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # torch reports a full disk as a RuntimeError
+                raise _refusal(temporary) or OSError(str(error)) from error
+            with temporary.open("rb+") as file:
+                checksum = _checksum(file, file.seek(0, os.SEEK_END))
+                file.seek(0, os.SEEK_END)
+                file.write(MARK + checksum)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"could not write the checkpoint {path}: {reason}; earlier ones are untouched") from error
+
+
+def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
+    """Load tensors and objects of Python's built-in types from a checkpoint file after checking its checksum.
+
+    Raises:
+        Damaged: the checksum does not match, or the content is not a dict.
+        FileNotFoundError, PermissionError: the file does not exist, or may not be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - TRAILER
+        file.seek(max(size, 0))
+        trailer = file.read()
+        if size < 0 or not trailer.startswith(MARK):
+            raise Damaged("it does not end with the checksum that was written")
+        if _checksum(file, size) != trailer[len(MARK) :]:
+            raise Damaged("its bytes are not what was written")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message advises to load code, too
+        raise Damaged("it holds other objects than tensors and plain values, which are never loaded") from error
+    if not isinstance(checkpoint, dict):
+        raise Damaged(f"it holds a {type(checkpoint).__name__}; expected a checkpoint's dict")
+    return checkpoint
+
+
+def check_contents(checkpoint: Mapping[str, Any]) -> None:
+    """Raise ``Damaged`` if a part of a checkpoint is missing or wrong, such as a number that is not finite."""
+    for name, kind in PARTS.items():
+        if not isinstance(checkpoint.get(name), kind):
+            fault = f"is a {type(checkpoint[name]).__name__}" if name in checkpoint else "is missing"
+            raise Damaged(f"{name} {fault}; expected a {kind.__name__}: it was not written by a run of this program")
+    if not 0 <= checkpoint["global_step"] < HIGHEST_STEP:
+        raise Damaged(f"global_step is {checkpoint['global_step']}; expected 0 or more optimizer steps")
+    for name in ("state_dict", "optimizer_states"):
+        apply_to_collection(checkpoint[name], Tensor, _check_finite, part=name)
+
+
+def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise Damaged(f"{part} holds numbers that are not finite (nan or inf)")
+    return tensor
+
+
+def _refusal(path: Path) -> OSError | None:
+    """Return the operating system's error, which torch's does not tell, if appending bytes to a file fails."""
+    try:
+        with path.open("ab") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
+
+
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """Compute the SHA-256 of the first ``size`` bytes of a file."""
+    checksum, left = hashlib.sha256(), size
+    file.seek(0)
+    while left and (chunk := file.read(min(left, 2**20))):
+        checksum.update(chunk)
+        left -= len(chunk)
+    return checksum.digest()
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Return the identity of a run, which its checkpoints must have: digest of the base model, adapter settings and
-    seed; the adapter with which it started, if any, by a digest of its tensors."""
+    """Return the identity of a run, which its checkpoints must have: base (a digest), adapter settings and seed."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:
@@ -213,10 +287,10 @@ def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
 
 
 def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
-    """Extract the adapter's settings from a run's identity, as returned by ``run_identity``."""
-    found = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
-    found.pop("start", None)  # a digest; the checkpoint holds the adapter
-    return LoraSettings(**{**found, "targets": tuple(found["targets"])})
+    """Extract the adapter's settings from a run's identity."""
+    settings = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
+    settings.pop("start", None)  # a digest; the checkpoint holds the adapter
+    return LoraSettings(**{**settings, "targets": tuple(settings["targets"])})
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -225,10 +299,10 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     Raises:
         ValueError: one is no fp32 tensor, or an adapted linear lacks A [r, K] or B [N, r] of the run's rank r.
     """
-    found, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
-    if not isinstance(found, dict) or not found:
+    adapter, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
+    if not isinstance(adapter, dict) or not adapter:
         raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")
-    for name, tensor in found.items():
+    for name, tensor in adapter.items():
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"the checkpoint's adapter tensor {name} is of {kind}; expected torch.float32")
@@ -236,11 +310,11 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         if not lora:
             continue
         other = f"{linear}.lora_{'B' if matrix == 'A.weight' else 'A'}.weight"
-        if matrix not in ("A.weight", "B.weight") or other not in found:
+        if matrix not in ("A.weight", "B.weight") or other not in adapter:
             raise ValueError(f"the checkpoint's adapter has {name} and not {other}")
         if tensor.ndim != 2 or tensor.shape[0 if matrix == "A.weight" else 1] != rank:
             raise ValueError(f"the checkpoint's adapter tensor {name} is {list(tensor.shape)}; expected rank {rank}")
-    return found
+    return adapter
 
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
@@ -266,24 +340,15 @@ def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> No
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the identity (base, adapter settings, seed) that is stored in a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has no identity.
-    """
-    found = checkpoint.get("identity")
-    if not isinstance(found, Mapping) or "base" not in found:
+    """Return the identity (``run_identity``) that is stored in a checkpoint; raises ValueError if there is none."""
+    identity = checkpoint.get("identity")
+    if not isinstance(identity, Mapping) or "base" not in identity:
         raise ValueError("the checkpoint does not say of which base it is: it was not written by a run of this program")
-    return found
+    return identity
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with settings that differ from those that it was started with.
-
-    Raises:
-        ValueError: a setting differs; the message lists each such setting with its value in the checkpoint and its
-            value now.
-    """
+    """Refuse to resume a run with settings that differ from those that it was started with (ValueError lists them)."""
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
         f"this start has {json.dumps(value)}{OTHER_BASE if name == 'base' else ''}"

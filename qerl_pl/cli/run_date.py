@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import Namespace
 
 from datamodules.prompts import PromptDataModule
-from qerl_pl import checkpoint_file
+from qerl_pl.checkpoint import Damaged, read_checkpoint
 from qerl_pl.common.clock import today
 from qerl_pl.common.run_folder import LAST, PREVIOUS, date_in
 from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
@@ -57,6 +57,6 @@ def _writes_date(tokenizer: str) -> bool:
 
 def _date_of_checkpoint(path: Path) -> str | None:
     try:
-        return checkpoint_file.read(path, "cpu").get(PromptDataModule.__qualname__, {}).get("date")
-    except (OSError, RuntimeError, EOFError, UnpicklingError, checkpoint_file.Damaged):
+        return read_checkpoint(path, "cpu").get(PromptDataModule.__qualname__, {}).get("date")
+    except (OSError, RuntimeError, EOFError, UnpicklingError, Damaged):
         return None  # loading the checkpoint reports a file that is missing or damaged

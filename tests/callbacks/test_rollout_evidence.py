@@ -11,7 +11,7 @@ import torch
 import train
 from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
-from qerl_pl import checkpoint_file
+from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
@@ -78,15 +78,15 @@ def test_a_gap_that_rounding_errors_explain_is_no_jump(run, tmp_path, monkeypatc
     monkeypatch.setitem(rollout_evidence.GAP_FLOOR, torch.float32, 1e-9)
     run("fit", tmp_path, "--trainer.max_steps", "4")
     file = tmp_path / "checkpoints" / "last.ckpt"
-    checkpoint = checkpoint_file.read(file, "cpu")
+    checkpoint = read_checkpoint(file, "cpu")
     state = checkpoint["callbacks"]["RolloutEvidence"]
     state["gaps"] = {name: [value / 20 for value in values] for name, values in state["gaps"].items()}
-    checkpoint_file.write(checkpoint, file)
+    write_checkpoint(checkpoint, file)
     run("fit", tmp_path, "--trainer.max_steps", "5", "--ckpt_path", "last")
     assert load_last(tmp_path)["global_step"] == 5, "the usual was 20 times smaller, and the rounding errors too"
     assert not [each for each in recwarn if "times the usual" in str(each.message)]
     state["excess"] = {name: value / 20 for name, value in state["excess"].items()}
-    checkpoint_file.write(checkpoint, file)
+    write_checkpoint(checkpoint, file)
     with pytest.raises(RuntimeError, match="times the usual"):
         run("fit", tmp_path, "--trainer.max_steps", "6", "--ckpt_path", "last")
 
