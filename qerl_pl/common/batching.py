@@ -7,20 +7,14 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows into micro-batches of at most ``max_tokens`` tokens; rows are computed without padding, so only their
-    own tokens count.
+    """Divide rows of [B] lengths into micro-batches of at most ``max_tokens`` tokens; padding does not count, because
+    rows are computed without it.
 
     The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
-    micro-batches. Rows of equal length keep their order, so the result depends only on the lengths. The micro-batch
-    with most tokens is the first and the one with fewest the last: torch's allocator then finds room for the tensors of
-    each pass in what it has cached from the pass before, and need not allocate further memory.
-
-    Args:
-        lengths: [B] int64, tokens of each row.
-        max_tokens: limit on the sum of the lengths in a micro-batch.
+    micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
 
     Returns:
-        Row indices of each micro-batch, int64; every row occurs once. Empty without rows.
+        Row indices of each micro-batch, int64; every row occurs once. The micro-batch with the most tokens comes first.
 
     Raises:
         ValueError: a single row is longer than ``max_tokens``.
@@ -40,6 +34,7 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
             room.append(max_tokens)
         batches[place].append(row)
         room[place] -= sizes[row]
+    # Fullest first, so that torch's allocator finds room for a pass in what it has cached from the pass before.
     fullest_first = sorted(range(len(batches)), key=lambda place: room[place])
     return [torch.tensor(batches[place]) for place in fullest_first]
 
@@ -60,12 +55,7 @@ def micro_batches_of_groups(
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
         least_saved: smallest share of a micro-batch's tokens that sharing must save to be done.
 
-    Returns:
-        Row indices of each micro-batch, int64; every row occurs once, and the micro-batch with the most tokens comes
-        first. Empty without rows.
-
-    Raises:
-        ValueError: a single row is longer than ``max_tokens``.
+    Returns and raises as ``micro_batches``.
     """
     lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}
@@ -82,16 +72,16 @@ def micro_batches_of_groups(
         units.setdefault(key, []).append(row)
     rows = list(units.values())
     shared = torch.tensor(list(sizes.values()), dtype=torch.int64)
-    found: list[tuple[int, Tensor]] = []  # each with its tokens
+    batches: list[tuple[int, Tensor]] = []  # tokens and rows
     alone: list[Tensor] = []
     for some in micro_batches(shared, max_tokens):
         chosen = torch.tensor([row for unit in some.tolist() for row in rows[unit]])
         tokens, whole = int(shared[some].sum()), int(lengths[chosen].sum())
         if whole <= max_tokens or whole - tokens >= least_saved * whole:
-            found.append((tokens, chosen))
+            batches.append((tokens, chosen))
         else:
             alone.append(chosen)
     if alone:
         left = torch.cat(alone)
-        found += [(int(lengths[left[some]].sum()), left[some]) for some in micro_batches(lengths[left], max_tokens)]
-    return [chosen for _, chosen in sorted(found, key=lambda each: -each[0])]
+        batches += [(int(lengths[left[some]].sum()), left[some]) for some in micro_batches(lengths[left], max_tokens)]
+    return [chosen for _, chosen in sorted(batches, key=lambda batch: -batch[0])]

@@ -1,19 +1,13 @@
-"""Checks: of settings for nan and infinity, which rollouts get the checks that take long, and the exception by which a
-check ends a run.
-
-Comparisons with nan are always False, so a range check may accept nan. Settings are computed with as 32-bit floats, so
-a number that is too large for these counts as infinite.
-"""
+"""Checks of settings for nan and infinity; which rollouts get long checks; the exception by which one ends a run."""
 
 from __future__ import annotations
 
 import math
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
-"""Largest 32-bit float."""
+"""Largest 32-bit float. Settings are computed with as such, so larger ones count as infinite."""
 EARLY = 4
-"""Rollouts at the start of a run that all get the checks that take long, because most faults are there from the
-start."""
+"""Rollouts at the start of a run that all get the long checks, because most faults are there from the start."""
 EXIT_STATUS = 4
 """Exit status of a run that a check ended."""
 
@@ -34,14 +28,14 @@ def is_due(index: int, every: int) -> bool:
 
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Refuse nan, infinity and numbers that are infinite as 32-bit floats.
+    """Refuse nan, which a comparison with a limit may accept, and infinity; None is accepted.
 
     Args:
         section: section of the YAML file, e.g. "model.objective".
-        settings: values by name; None is a setting that was not given, and is accepted.
+        settings: values by name.
 
     Raises:
-        ValueError: a value is nan, infinite or too large.
+        ValueError: a value is nan, or infinite as a 32-bit float.
     """
     for name, value in settings.items():
         if value is not None and not abs(value) <= LARGEST:
@@ -49,15 +43,7 @@ def require_finite(section: str, **settings: float | None) -> None:
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:
-    """Refuse nan in settings that are bounds, for which infinity is allowed and means no bound.
-
-    Args:
-        section: as in ``require_finite``.
-        settings: as in ``require_finite``.
-
-    Raises:
-        ValueError: a value is nan.
-    """
+    """Refuse nan as ``require_finite``, in bounds, for which infinity means no bound."""
     for name, value in settings.items():
         if value is not None and math.isnan(value):
             raise ValueError(f"{section}.{name} is nan; expected a number, or .inf for no bound")

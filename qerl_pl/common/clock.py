@@ -17,7 +17,7 @@ _WHOLE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%
 
 
 def today() -> str:
-    """Return the current date in UTC, which machines in different time zones agree on, e.g. ``2026-11-27``."""
+    """Return the current date in UTC, e.g. ``2026-11-27``."""
     return datetime.now(UTC).date().isoformat()
 
 
@@ -50,8 +50,8 @@ def template_clock(date: str) -> Callable[[str], str]:
         "s": str(int((moment - datetime(1970, 1, 1)).total_seconds())),  # strftime's depends on the time zone
     }
 
-    def directive(found: re.Match[str]) -> str:
-        flags, width, letter = found.groups()
+    def directive(match: re.Match[str]) -> str:
+        flags, width, letter = match.groups()
         if letter in _WHOLE:
             word = strftime_now(_WHOLE[letter])
         elif letter in words:

@@ -29,21 +29,14 @@ ADVICE = {
 
 
 def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
-    """Read the lines of a UTF-8 text file.
-
-    Lines end at a line feed only. ``str.splitlines`` also splits at characters such as U+2028, which the JSON of a
-    completion may hold.
-
-    Args:
-        path: the file.
-        errors: as in ``open``: what happens with bytes that are not UTF-8.
-    """
+    """Read the lines of a UTF-8 text file; bytes that are not UTF-8 are treated as by ``open`` with ``errors``."""
+    # not by splitlines, which also splits at characters such as U+2028, which the JSON of a completion may hold
     lines = path.read_text(encoding="utf-8", errors=errors).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path that a file written at ``path`` takes: the target, if ``path`` is a symbolic link.
+    """Return the path, behind symbolic links, that a file written at ``path`` takes.
 
     Raises:
         OSError: something else than a regular file is there, such as a folder, a device or a named pipe.
@@ -61,8 +54,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a file atomically, and create its folder.
 
     The context's value is the path of a temporary file in the same folder, which the caller writes. It is renamed to
-    ``path``, or to the target of a symbolic link, when the context ends and its bytes are on the disk. After an error
-    it is removed. A full disk, a killed process or a power failure therefore leaves the old file unchanged.
+    ``path`` when the context ends and its bytes are on the disk, and removed after an error. A full disk, a killed
+    process or a power failure therefore leaves the old file unchanged.
 
     Raises:
         OSError: the file cannot be written, or would replace something else than a regular file (``replaceable``).
@@ -81,18 +74,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically (``replacing``), and create its folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a text file atomically (``replacing``), and create its folder."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def allow_reading(path: Path) -> None:
-    """Give a file the permissions that ``open`` gives to a new file; safetensors writes files that only their owner may
-    read."""
+    """Give a file the permissions of a new file; safetensors writes files that only their owner may read."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -108,18 +96,13 @@ def in_bytes(count: float) -> str:
 
 
 def in_words(error: OSError) -> str:
-    """Return one line for the user that names the file of an operating-system error and says what to do about the
-    error."""
-    number = error.errno if error.errno in ADVICE else _number_in(str(error))
-    advice = ADVICE.get(number) if number else None
-    if not advice:
+    """Return one line that names the file of an operating system's error and says what to do about it."""
+    # errors of libraries have only the system's text, such as "No space left on device"
+    texts = [number for number in ADVICE if os.strerror(number) in str(error)]
+    numbers = [error.errno] if error.errno in ADVICE else texts
+    if not numbers:
         return str(error)
+    advice = ADVICE[numbers[0]]
     name = str(error.filename or "")
     shown = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}..."
     return f"{shown}: {advice}" if name else f"{error}; {advice}"
-
-
-def _number_in(text: str) -> int | None:
-    """Return the errno in ``ADVICE`` whose text by the operating system, such as "No space left on device", occurs in
-    the message of an error; None if none does."""
-    return next((number for number in ADVICE if os.strerror(number) in text), None)

@@ -16,8 +16,7 @@ def loaded(package: str) -> Any:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the global random states of Python and, if they are imported, of NumPy and torch (CPU and current GPU) at
-    the end of the context."""
+    """Restore the global random states of Python and, if imported, of NumPy and torch (CPU and current GPU)."""
     torch, numpy = loaded("torch"), loaded("numpy")
     with ExitStack() as after:
         after.callback(random.setstate, random.getstate())
@@ -31,8 +30,7 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def preserved_torch_settings() -> Iterator[None]:
-    """Restore torch's thread count, matrix-product precision and default dtype at the end of the context, if torch is
-    imported."""
+    """Restore torch's thread count, matrix-product precision and default dtype, if torch is imported."""
     if (torch := loaded("torch")) is None:
         yield
         return
@@ -50,11 +48,9 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def any_algorithm() -> Iterator[None]:
-    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false; the setting
-    is restored at the end of the context.
+    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false.
 
-    It is the trainer's setting, and vLLM has operations that would raise under it. Whether vLLM's results are
-    repeatable depends on its kernels (``vllm.setup.log_any_order``).
+    vLLM has operations that would raise otherwise; whether its results are repeatable depends on its kernels.
     """
     import torch
 

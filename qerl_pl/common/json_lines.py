@@ -32,13 +32,11 @@ def refuse(error: ValueError) -> NoReturn:
 def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read the rows of a JSON Lines file, each with its location (file and line) for error messages. Blank lines are
-    skipped, and their number is told.
+    """Read the rows of a JSON Lines file in UTF-8, each with its location (file and line) for error messages.
 
     Args:
-        path: the file, in UTF-8.
-        bad: is called with the error of a row that cannot be read, after which the next row is read; raises it by
-            default.
+        path: the file.
+        bad: is called with the error of a row that cannot be read, after which the next row is read.
         say: is called with a sentence that says how many blank lines were skipped, if any.
 
     Raises:
@@ -71,10 +69,10 @@ def read_json_lines(
 def object_in_text(text: str) -> dict[str, object] | None:
     """Return the JSON object that a text is, with numbers that keep their digits; None if it is none."""
     try:
-        found = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
+        value = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def is_null(value: object) -> bool:
@@ -85,10 +83,6 @@ def is_null(value: object) -> bool:
 def stored_text(value: object, where: str) -> str:
     """Return a stored text or number as text, with the digits that it is stored with.
 
-    Args:
-        value: text, a whole number, a float or a Decimal.
-        where: file, line and column, for the error message.
-
     Raises:
         ValueError: the value is missing, not finite, no text and no number, or not valid Unicode.
     """
@@ -98,17 +92,16 @@ def stored_text(value: object, where: str) -> str:
         raise ValueError(f"{where} is {_short(value)}; expected text or a number")
     if isinstance(value, float | Decimal) and not math.isfinite(value) and not isinstance(value, Written):
         raise ValueError(f"{where} is {value}; expected text or a finite number")
-    found = format(value, "f") if isinstance(value, Decimal) else str(value)
+    text = format(value, "f") if isinstance(value, Decimal) else str(value)
     try:
-        found.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} is no valid Unicode text: {error}") from None
-    return found
+    return text
 
 
 def only_entry(value: object) -> object:
-    """Return the entry of a list with one entry, in which some data sets store an answer, and other values as they
-    are."""
+    """Return the entry of a list with one entry, as some data sets store an answer; other values as they are."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
@@ -121,8 +114,8 @@ def _parse(line: str, where: str) -> dict[str, object]:
     except UnicodeEncodeError:
         raise ValueError(f"{where} is not UTF-8: {line.strip()[:60]!r}") from None
     except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
-        raise ValueError(f"{where}: not JSON: {found}; expected a JSON object per line") from error
+        fault = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
+        raise ValueError(f"{where}: not JSON: {fault}; expected a JSON object per line") from error
     except RecursionError:
         raise ValueError(too_deep) from None
     except _RepeatedKeyError as error:
@@ -158,7 +151,7 @@ def _deeper_than(limit: int, value: object) -> bool:
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    return any(isinstance(each, dict | list) for each in level)
+    return any(isinstance(inner, dict | list) for inner in level)
 
 
 def _short(value: object) -> str:

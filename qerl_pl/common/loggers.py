@@ -19,27 +19,18 @@ from torch import Tensor
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
 BINS = 60  # number of bins of a histogram
-# bytes; a record of an event file has the data's length, a checksum of the length, the data, and a checksum of the data
-LENGTH, CHECKSUM = 8, 4
+LENGTH, CHECKSUM = 8, 4  # bytes; an event file's record: the data's length, its checksum, the data, their checksum
 
 
 def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
-    """Log scalars at one step. Lightning's ``log`` would repeat their values at later steps, until they are logged
-    again."""
+    """Log scalars at one step only; Lightning's ``log`` would repeat them until they are logged again."""
     for logger in loggers:
         logger.log_metrics(dict(values), step=step)
 
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Log sampled completions with their rewards: as a text in TensorBoard, a table in Weights & Biases, and a file
-    (artifact) of the run in MLflow.
-
-    Args:
-        loggers: the trainer's loggers.
-        tag: name of the text or table, e.g. completions/train.
-        rows: one record per completion (prompt, completion, rewards), as in ``ScoredBatch.rows``.
-        step: position on the x axis.
-    """
+    """Log sampled completions with their rewards (rows as in ``ScoredBatch.rows``): a text in TensorBoard, a table in
+    Weights & Biases, and a file (artifact) of the run in MLflow."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(tag, as_markdown(rows), step)
@@ -50,38 +41,23 @@ def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[
 
 
 def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: int) -> None:
-    """Log a histogram of [N] finite values; log nothing if N is 0.
-
-    Args:
-        loggers: the trainer's loggers.
-        tag: name of the histogram.
-        values: [N], on any device.
-        step: position on the x axis.
-    """
+    """Log a histogram of [N] finite values, on any device; log nothing if N is 0."""
     if not len(values):
         return
-    found = values.double().cpu().numpy()
-    low, high = float(found.min()), float(found.max())
+    numbers = values.double().cpu().numpy()
+    low, high = float(numbers.min()), float(numbers.max())
     if high - low <= 1e-6 * max(1.0, abs(low), abs(high)):  # bins of values that are nearly equal would have no width
         low, high = low - 0.5, high + 0.5
-    counts, edges = np.histogram(found, bins=BINS, range=(low, high))
+    counts, edges = np.histogram(numbers, bins=BINS, range=(low, high))
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(tag, found, step, bins=edges)
+            logger.experiment.add_histogram(tag, numbers, step, bins=edges)
         elif isinstance(logger, WandbLogger):
             logger.log_metrics({tag: import_module("wandb").Histogram(np_histogram=(counts, edges))}, step)
 
 
 def decades(values: Tensor, *, smallest: float) -> Tensor:
-    """Return log10 of the magnitudes of values of any shape [...], for a histogram on a logarithmic axis.
-
-    TensorBoard and Weights & Biases draw histograms on a linear axis, on which values of very different orders of
-    magnitude would fall into one bar at 0.
-
-    Args:
-        values: values of either sign; nan and infinity remain nan and infinity.
-        smallest: positive magnitude to which smaller magnitudes are raised.
-    """
+    """Return log10 of the magnitudes (at least ``smallest``) of [...] values, for histograms, whose axis is linear."""
     return values.double().abs().clamp(min=smallest).log10()
 
 
@@ -91,19 +67,17 @@ def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def scores_of(row: Mapping[str, Any]) -> str:
-    """Format the rewards of one completion, with the reasons that reward functions gave, e.g. ``accuracy 0 (no number),
-    format 1``."""
+    """Format the rewards of one completion, with their reasons, e.g. ``accuracy 0 (no number), format 1``."""
     reasons = row.get("reasons", {})
-    found = []
-    for name, score in row.get("rewards", {}).items():
-        reason = f" ({reasons[name]})" if reasons.get(name) else ""
-        found.append(f"{name} {'not scored' if score is None else f'{score:.3g}'}{reason}")
-    return ", ".join(found)
+    return ", ".join(
+        f"{name} {'not scored' if score is None else f'{score:.3g}'}"
+        + (f" ({reasons[name]})" if reasons.get(name) else "")
+        for name, score in row.get("rewards", {}).items()
+    )
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """Return the question of a completion's record. If the record has no question, return its prompt, to which the chat
-    template was applied."""
+    """Return the question of a completion's record or, if it has none, its prompt with the chat template."""
     return str(row.get("question") or row["prompt"])
 
 
@@ -114,7 +88,6 @@ def _one(row: Mapping[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Format a text as a Markdown code block, which shows it verbatim."""
     return "\n".join("    " + line for line in text.splitlines()) or "    "
 
 
@@ -125,20 +98,14 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 
 
 def remove_empty_event_files(loggers: Iterable[Logger]) -> None:
-    """Delete the event files that this process has opened and that hold only one record, the version of TensorBoard's
-    format.
+    """Delete TensorBoard's event files that this process has opened and in which nothing was logged.
 
     Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             for path in Path(logger.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
-                if _is_empty(path):
+                with path.open("rb") as file:
+                    first = int.from_bytes(file.read(LENGTH), "little")  # the first record is the format's version
+                if path.stat().st_size <= LENGTH + CHECKSUM + first + CHECKSUM:
                     path.unlink()
-
-
-def _is_empty(path: Path) -> bool:
-    """Return whether an event file has no record after the first one, which is the version of the format."""
-    with path.open("rb") as file:
-        first = int.from_bytes(file.read(LENGTH), "little")
-    return path.stat().st_size <= LENGTH + CHECKSUM + first + CHECKSUM

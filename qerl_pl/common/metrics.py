@@ -21,13 +21,11 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric that gathers the values of all ranks and computes statistics of them, such as quantiles; it stores every
-    value until ``reset``.
+    """Metric that gathers the values of all ranks, all of which it stores, and computes statistics of them.
 
     Args:
-        statistics: function that takes the [N] values, ordered by rank and then by call of ``update``, and returns
-            scalar tensors by name. To give the same results on any number of ranks, it must not depend on the order of
-            the values.
+        statistics: function that takes the [N] values and returns scalar tensors by name. To give the same results on
+            any number of ranks, it must not depend on the order of the values.
     """
 
     full_state_update = False
@@ -85,27 +83,19 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric over the values of all ranks. Every rank must call this.
-
-    Args:
-        metric: a metric without values; this function moves it to the device of the collectives (in a run of one rank,
-            to the device of ``values``) and resets it at the end.
-        values: arguments of the metric's ``update`` on this rank.
-
-    Returns:
-        The result of the metric's ``compute``.
-    """
+    """Compute a metric, which has no values yet and is reset at the end, over the values of all ranks (arguments of its
+    ``update``). Every rank must call this."""
     device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))
-    found = metric.compute()
+    result = metric.compute()
     metric.reset()
-    return found
+    return result
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Return the q-quantile, without interpolation, of [N] sorted values as a scalar tensor. torch.quantile is not
-    used, because it takes at most 16 million values."""
+    """Return the q-quantile, without interpolation, of [N] sorted values as a scalar tensor."""
+    # torch.quantile takes at most 16 million values
     return values[round(q * (len(values) - 1))]
 
 
@@ -117,8 +107,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of a ``with`` block to the phase ``name``. The GPU is synchronised at the block's start and
-        end, because kernels run asynchronously."""
+        """Add the duration of a ``with`` block, in which the GPU's kernels end, to the phase ``name``."""
         start = _now()
         try:
             yield

@@ -18,8 +18,7 @@ records. ``tests/test_dependencies.py`` checks that pyproject.toml, the Makefile
 
 
 def requirement(package: str) -> str:
-    """Return the requirement, as pip reads it, that admits the tested versions of a package: the only one, or the range
-    from the first to the last."""
+    """Return the requirement, as pip reads it, that admits the tested versions of a package and those between."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
 
@@ -34,19 +33,11 @@ EXTRAS = {
     "vllm": requirement("vllm"),
     "wandb": "wandb>=0.19",
 }
-"""Maps the name by which a package is imported to its requirement in an optional dependency group (extra) of
-pyproject.toml."""
+"""Requirements in the optional dependency groups (extras) of pyproject.toml, by the name that is imported."""
 
 
 def not_installed(module: str) -> str | None:
-    """Say which command installs an optional package.
-
-    Args:
-        module: name of the module that could not be imported; submodules after a dot are ignored.
-
-    Returns:
-        One sentence with the command; None if the module belongs to no optional dependency group (extra) of qerl-pl.
-    """
+    """Say in a sentence which command installs the optional package of a module; None if it belongs to none."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

@@ -40,8 +40,8 @@ class Phase:
 
     Args:
         what: the phase in words, such as "loading the weights".
-        total: number of units; None if they cannot be counted.
-        unit: their name.
+        total: number of units, of which ``update`` counts those that are done; None if they cannot be counted.
+        unit: their name; "B" for bytes.
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
@@ -83,11 +83,8 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     within ``FIRST_S`` seconds print nothing. Of nested phases the innermost is shown, on the stderr that the outermost
     began with, so a redirection inside of it does not hide phases. Only the first rank of a run prints.
 
-    Args:
-        what: the phase in words.
-        total: number of units of which ``update`` of the phase counts those that are done; None: no such number.
-        unit: their name; "B" for bytes.
-        at_once: name the phase before the context begins. For imports, which may keep other threads from running.
+    Args are those of ``Phase``, and ``at_once`` to name the phase before the context begins: for imports, which may
+    keep other threads from running.
     """
     current = Phase(what, total, unit)
     if _running:

@@ -23,8 +23,8 @@ def num_ranks() -> int:
 
 
 def are_several() -> bool:
-    """Return whether the run has more than one process. An initialised process group is not enough: in a run of one
-    process vLLM creates one for itself."""
+    """Return whether the run has more than one process."""
+    # an initialised process group is not enough: in a run of one process vLLM creates one for itself
     return num_ranks() > 1
 
 
@@ -59,13 +59,9 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """Gather the rows (completions) of all ranks in the order of the whole batch.
+    """Gather the rows (completions) of all ranks, each group by group, in the order of the whole batch.
 
-    A group is the completions of one prompt; rank r of W has groups r, r + W, r + 2W, ... of the batch.
-
-    Args:
-        rows: rows of this rank, group by group; ranks may have different numbers of groups.
-        group_size: rows per group.
+    Rank r of W has groups (the completions of one prompt) r, r + W, r + 2W, ...; the numbers of groups may differ.
     """
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
@@ -73,10 +69,7 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace the gradients of every rank by their mean over the ranks.
-
-    A gradient that is None counts as zero, and is zero afterwards.
-    """
+    """Replace gradients by their mean over the ranks; one that is None counts as zero, and is zero afterwards."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     if num_ranks() == 1:
         for parameter, gradient in zip(parameters, gradients, strict=True):

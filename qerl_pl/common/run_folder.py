@@ -20,36 +20,28 @@ LOCK = ".lock"
 
 
 def run_named_after(files: Sequence[Path]) -> str:
-    """Derive the name of a run's folder from its configuration files, for settings that name no folder.
-
-    Files in a folder ``eval``, and ``base.yaml``, add nothing to the name.
-
-    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16; no file gives runs/default.
-    """
+    """Derive the name of a run's folder from its configuration files, except ``base.yaml`` and those in ``eval``:
+    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16; no file gives runs/default."""
     names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
     return f"runs/{'_'.join(names) or 'default'}"
 
 
 def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
-    """Read a run's config.yaml.
-
-    Args:
-        file: the file.
-        sections: sections that it must have besides ``model``.
+    """Read a run's config.yaml, which must have some sections besides ``model``.
 
     Raises:
         ValueError: it is no YAML of plain values, or lacks model.base or a section.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as YAML of plain values: {' '.join(str(error).split())}") from error
-    model = found.get("model") if isinstance(found, dict) else None
+    model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("base"), str):
         raise ValueError(f"{file} has no model.base: it is not the config.yaml that a run wrote")
-    if lacking := [name for name in sections if not isinstance(found.get(name), dict)]:
+    if lacking := [name for name in sections if not isinstance(config.get(name), dict)]:
         raise ValueError(f"{file} has no section {lacking[0]}: it is not the config.yaml that a run wrote")
-    return found
+    return config
 
 
 def run_folder(text: str) -> str:
@@ -70,14 +62,8 @@ def run_folder(text: str) -> str:
 
 
 def check_places(run: Path) -> None:
-    """Check, before anything expensive, that what a run writes into its folder can be written there.
-
-    Args:
-        run: the run's folder; it need not exist.
-
-    Raises:
-        ValueError: a file is where a folder is needed, or something else than a regular file where a file is.
-    """
+    """Raise ValueError if a run's folder, which need not exist, has a file where the run needs a folder, or something
+    else than a regular file where it needs a file."""
     for name in FOLDERS:
         if os.path.lexists(run / name) and not (run / name).is_dir():
             raise ValueError(f"{run / name} is no folder, and the run needs one there: move it away")
@@ -87,14 +73,10 @@ def check_places(run: Path) -> None:
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
-    """Return the paths of a run's config.yaml and of one of its checkpoints, and check that both files exist.
-
-    Args:
-        run: the run's folder.
-        checkpoint: ``last``, ``best``, or the path of a file.
+    """Return the paths of a run's config.yaml and of a checkpoint: ``last``, ``best``, or the path of a file.
 
     Raises:
-        ValueError: the folder has no config.yaml, or the checkpoint does not exist.
+        ValueError: one of them does not exist.
     """
     config = run / "config.yaml"
     if not config.is_file():
@@ -106,8 +88,7 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def date_in(config: Mapping[str, Any]) -> str | None:
-    """Return the date that a run's chat template writes, from the content of the run's config.yaml; None if it writes
-    none."""
+    """Return the date that a run's chat template writes, from the run's config.yaml; None if it writes none."""
     date = (config.get("data") or {}).get("date")
     return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
@@ -125,12 +106,11 @@ def is_running(folder: Path) -> bool:
 
 
 def keep_metrics(folder: Path) -> Path | None:
-    """Rename the metrics.csv that the run wrote before it was interrupted, because Lightning's CSVLogger would delete
-    it when the run is resumed. Only the first rank may call it.
+    """Rename the metrics.csv of a run that was interrupted to the first free one of metrics-1.csv, metrics-2.csv, ...,
+    because Lightning's CSVLogger would delete it when the run is resumed. Only the first rank may call it.
 
     Returns:
-        The new path: the first free one of metrics-1.csv, metrics-2.csv, ... None if there was no metrics.csv, or if
-        another process trains in the folder and still writes to metrics.csv.
+        The new path; None if there was no metrics.csv, or another process trains in the folder and writes to it.
     """
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):

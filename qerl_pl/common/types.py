@@ -34,8 +34,7 @@ class Prompt(NamedTuple):
     """The whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with the same tokens in the same rollout or evaluation, over all ranks. It makes the
-    sampling seeds of equal prompts differ."""
+    """Number of earlier prompts with the same tokens in the rollout or evaluation, so that their seeds differ."""
     text: str = ""
     """The tokens as text, special tokens included."""
     messages: tuple[Message, ...] = ()
@@ -55,17 +54,14 @@ class Completion:
     """One completion that an engine sampled for a prompt."""
 
     tokens: tuple[int, ...]
-    """Sampled tokens, including the end-of-sequence token, or the token that completes a stop string, if the completion
-    ended with one."""
+    """Sampled tokens, including the end-of-sequence token or the one that completes a stop string."""
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from,
     i.e. the policy's with AQN's noise if the rollout has noise."""
     finished: bool
-    """The engine's finish reason: True if the completion ended at an end-of-sequence token or stop string, False if the
-    engine cut it off at max_tokens."""
+    """Whether it ended at an end-of-sequence token or stop string; False if it was cut off at max_tokens."""
     text: str = ""
-    """Text of the completion, with special tokens such as marks of thoughts, but without the token that ended it.
-    Engines leave it empty; the rollout loop fills it in."""
+    """Text with special tokens, but without the one that ended it; the rollout loop fills it in."""
 
 
 @dataclass(frozen=True)

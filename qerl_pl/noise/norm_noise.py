@@ -12,35 +12,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NormNoise:
-    """Settings of the Gaussian noise that is added to the norm weights for one rollout.
-
-    Raises:
-        ValueError: sigma is negative or not finite.
-    """
+    """Gaussian noise that is added to the norm weights for one rollout."""
 
     sigma: float = 0.0
-    """Standard deviation of the noise that is added to each norm weight, not relative to the weight; 0 means no
-    noise."""
+    """Standard deviation, not relative to the weight; 0 means no noise."""
     seed: int = 0
-    """Seed in [0, 2^63); equal seeds give equal noise."""
+    """Seed in [0, 2^63)."""
     rounded: bool = False
-    """Whether noisy norm weights are rounded to the rollout engine's compute dtype; if not, they stay in fp32, and no
-    noise is lost by rounding. bf16 values near 1 are 2^-8 to 2^-7 apart, so rounding removes a part of noise whose
-    sigma is below about 2e-3."""
+    """Whether noisy norm weights are rounded to the engine's compute dtype instead of staying in fp32. In bf16 some of
+    noise whose sigma is below about 2e-3 is lost."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the norm weights in a rollout engine that computes in ``dtype``: ``dtype`` itself if
-        there is noise and it is ``rounded``, and at least fp32 otherwise."""
+        """Return the dtype of the norm weights in a rollout engine that computes in ``dtype``."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Tell whether a parameter is the weight of a norm to which noise is added; ``norms`` are module names, e.g. from
-    ``Family.noise_norms``."""
+    """Tell whether a parameter is the weight of a norm to which noise is added (``Family.noise_norms``)."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 
@@ -51,14 +43,15 @@ def noisy_norms(
     """Compute w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
 
     The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
-    the same on every device and rank. With sigma 0, copies of the weights are returned.
+    the same on every device and rank.
 
     Args:
         clean: norm weights by name, [H] of any floating dtype on any device.
         noise: sigma and seed of the noise.
         dtype: dtype of the result; None keeps that of each weight.
 
-    Returns: The noisy weights by name, as new tensors on the device of each weight.
+    Returns:
+        The noisy weights by name, as new tensors on the device of each weight, also with sigma 0.
     """
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
@@ -74,13 +67,7 @@ def noisy_norms(
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
     """Compute the root mean square of the noise that remains after the noisy weights are rounded to a dtype.
 
-    In fp32 this is sigma up to sampling error. In bf16 it is less if sigma is below half the spacing of bf16 numbers
-    near the weights.
-
-    Args:
-        clean: norm weights by name, without noise.
-        noise: sigma and seed of the noise.
-        dtype: dtype to which the noisy weights are rounded.
+    In bf16 it is less than sigma if that is below half the spacing of bf16 numbers near the weights.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

@@ -11,11 +11,7 @@ Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 
 
 def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> None:
-    """Refuse settings that define no noise schedule.
-
-    Raises:
-        ValueError: fewer than 3 stages, sigma_start not finite, sigma_end not in (0, sigma_start].
-    """
+    """Raise ValueError if there are fewer than 3 stages, or not 0 < sigma_end <= sigma_start < infinity."""
     if num_stages < 3:
         raise ValueError(f"num_stages is {num_stages}; expected at least 3: one without noise and two to decay over")
     if not sigma_start <= LARGEST:
@@ -29,17 +25,8 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
-    """Return the index of a rollout's stage, from 0. The run is split into stages of equally many rollouts; rollouts
-    after the end of the run belong to the last stage.
-
-    Args:
-        index: rollout index, from 0.
-        num_rollouts: number of rollouts of the whole run.
-        num_stages: number of stages of the run.
-
-    Raises:
-        ValueError: the index is negative, or the run has no rollouts.
-    """
+    """Return the index of a rollout's stage. The run is split into stages of equally many rollouts; rollouts after the
+    end of the run belong to the last stage."""
     if index < 0:
         raise ValueError(f"rollout index is {index}; expected 0 or more")
     if num_rollouts < 1:
@@ -68,14 +55,7 @@ def stage_sigma(
         num_stages: number of stages K, including the stage without noise.
         sigma_start: sigma of stage 1.
         sigma_end: sigma of the last stage.
-        decay: how sigma falls from sigma_start to sigma_end over the stages; "exponential" did best in the paper;
-            "constant" keeps sigma_start.
-
-    Returns:
-        Standard deviation of the noise, not relative to the norm weights.
-
-    Raises:
-        ValueError: see ``check_schedule`` and ``stage_of``.
+        decay: how sigma falls over the stages; "exponential" did best in the paper; "constant" keeps sigma_start.
     """
     check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
     stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)

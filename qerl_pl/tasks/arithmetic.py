@@ -20,38 +20,35 @@ VALIDATION_SHARE = 10  # one expression in ten
 
 
 def question(expression: str) -> str:
-    """The expression as it is put to the policy."""
+    """Return the expression as it is put to the policy."""
     return f"{expression}=?"
 
 
 def value(expression: str) -> int:
-    """The right answer."""
+    """Compute the right answer."""
     return sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
 
 
 def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -> str:
     """Write a worked solution, one line per step: ``<think>7+5=12\\n12-3=9\\n9+8=17</think><answer>17</answer>``.
 
-    Args:
-        expression: e.g. ``7+5-3+8``.
-        careless: called at each step with a carry or borrow; if it returns True, the result of the step is 10 too high,
-            and the next steps go on from it.
+    ``careless`` is called at each step with a carry or borrow; if it returns True, the result of the step is 10 too
+    high, and the next steps go on from it.
     """
     first, *rest = re.findall(r"[+-]?\d+", expression)
     total, steps = int(first), []
     for term in rest:
-        result = total + int(term)
-        if _has_carry(total, term) and careless():
+        result, digit = total + int(term), int(term[1:])
+        carries = total % 10 + digit >= 10 if term[0] == "+" else total % 10 < digit
+        if carries and careless():
             result += 10
         steps.append(f"{total}{term}={result}")
         total = result
-    work = "\n".join(steps)
-    return f"<think>{work}</think><answer>{total}</answer>"
+    return "<think>" + "\n".join(steps) + f"</think><answer>{total}</answer>"
 
 
 def is_validation(expression: str) -> bool:
-    """Tell by a hash of its text whether an expression belongs to validation, so that training and validation share
-    none."""
+    """Tell by a hash of its text whether an expression belongs to validation and not to training."""
     return int(hashlib.sha256(expression.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
@@ -71,20 +68,16 @@ def draw_expression(rng: random.Random, *, validation: bool) -> str:
 
 
 def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
-    """Draw ``num`` distinct expressions for validation or for training, the same ones for the same seed.
-
-    Raises:
-        ValueError: fewer than ``num`` such expressions exist.
-    """
+    """Draw distinct expressions for validation or for training; raises ValueError if there are fewer than ``num``."""
     available = num_expressions(validation=validation)
     if num > available:
         side = "validation" if validation else "training"
         raise ValueError(f"{num} different {side} problems were asked for; {available} exist")
     rng = random.Random(seed)
-    found: dict[str, None] = {}  # keeps the order of first sight
-    while len(found) < num:
-        found[draw_expression(rng, validation=validation)] = None
-    return list(found)
+    drawn: dict[str, None] = {}  # keeps the order of first sight
+    while len(drawn) < num:
+        drawn[draw_expression(rng, validation=validation)] = None
+    return list(drawn)
 
 
 @functools.cache
@@ -99,8 +92,3 @@ def _every_expression() -> Iterator[str]:
         for first, *rest in itertools.product(range(1, 10), *[steps] * (length - 1)):
             if all(0 <= total <= MAX_TOTAL for total in itertools.accumulate([first, *rest])):
                 yield f"{first}" + "".join(f"{step:+d}" for step in rest)
-
-
-def _has_carry(total: int, term: str) -> bool:
-    sign, digit = term[0], int(term[1:])
-    return total % 10 + digit >= 10 if sign == "+" else total % 10 < digit
